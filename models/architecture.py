@@ -1,0 +1,87 @@
+"""The block of every supported family, written once against a small set of operations.
+
+The full-precision decoder runs it with plain torch operations, the reference backend with dequantized weights, the CPU
+backend records it into a program once. So a family's quirks (biases, q/k norm, window, rope) stand here and nowhere else.
+
+Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i}.q_norm`, `layers.{i}.k_norm`,
+`layers.{i}.o`, `layers.{i}.post_norm`, `layers.{i}.gate_up`, `layers.{i}.down`, `norm`, `head`; a bias belongs to its
+linear layer. q, k and v are fused along the output in that order, and so are gate and up.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from models.spec import ModelSpec
+
+T = TypeVar("T")
+
+
+class Operations(Protocol[T]):
+    """What a backend provides so that `forward` can run on it. `T` stands for a [M, width] matrix of activations."""
+
+    def embed(self) -> T:
+        """Rows of the embedding table for the step's tokens. Returns [M, C]."""
+        ...
+
+    def norm(self, x: T, name: str) -> T:
+        """RMSNorm over the channels with the weight `name`. Returns [M, C]."""
+        ...
+
+    def linear(self, x: T, name: str) -> T:
+        """The linear layer `name`, bias included. [M, K] -> [M, N]."""
+        ...
+
+    def split(self, x: T, widths: tuple[int, ...]) -> tuple[T, ...]:
+        """Views of consecutive channel ranges of x."""
+        ...
+
+    def head_norm(self, x: T, name: str) -> T:
+        """RMSNorm over the D channels of each head with the weight `name`. [M, heads * D] -> the same."""
+        ...
+
+    def rotate(self, x: T) -> T:
+        """Rotary position embedding of each head. [M, heads * D] -> the same."""
+        ...
+
+    def attend(self, q: T, k: T, v: T, layer: int) -> T:
+        """Append k and v to the cache of `layer`, then causal attention of q over it, within spec.windows[layer].
+
+        q is [M, H * D], k and v [M, H_kv * D]. Returns [M, H * D].
+        """
+        ...
+
+    def gate(self, gate: T, up: T) -> T:
+        """silu(gate) * up. Both [M, intermediate_size]."""
+        ...
+
+    def add(self, x: T, y: T) -> T:
+        """x + y, where y is the output of a linear layer that nothing else reads."""
+        ...
+
+    def logit_rows(self, x: T) -> T:
+        """The rows of x whose logits the step asks for. [M, C] -> [R, C]."""
+        ...
+
+
+def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
+    """One decoder block. [M, C] -> [M, C]."""
+    prefix = f"layers.{layer}"
+    qkv = ops.linear(ops.norm(x, f"{prefix}.input_norm"), f"{prefix}.qkv")
+    q, k, v = ops.split(qkv, (spec.q_width, spec.kv_width, spec.kv_width))
+    if spec.qk_norm:
+        q = ops.head_norm(q, f"{prefix}.q_norm")
+        k = ops.head_norm(k, f"{prefix}.k_norm")
+    attended = ops.attend(ops.rotate(q), ops.rotate(k), v, layer)
+    x = ops.add(x, ops.linear(attended, f"{prefix}.o"))
+    gate_up = ops.linear(ops.norm(x, f"{prefix}.post_norm"), f"{prefix}.gate_up")
+    gate, up = ops.split(gate_up, (spec.intermediate_size, spec.intermediate_size))
+    return ops.add(x, ops.linear(ops.gate(gate, up), f"{prefix}.down"))
+
+
+def forward(ops: Operations[T], spec: ModelSpec) -> T:
+    """The whole decoder, from the step's tokens to logits [R, V]."""
+    x = ops.embed()
+    for layer in range(spec.num_layers):
+        x = block(ops, spec, layer, x)
+    return ops.linear(ops.norm(ops.logit_rows(x), "norm"), "head")

@@ -1,0 +1,33 @@
+"""Errors of `models`.
+
+    ModelError
+     ├─ UnsupportedModelError     the architecture, or an option of it, is not one this program runs
+     ├─ CheckpointError           a Hugging Face checkpoint is incomplete, damaged or in a foreign format
+     ├─ QuantizationError         the recipe cannot be applied to this model
+     └─ StoreError                a stored model is missing, damaged, or its name is not acceptable
+         └─ ModelNotFoundError    no stored model of that name
+"""
+
+
+class ModelError(Exception):
+    """Base of all errors of this package. The message says what happened, where, and what to do."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture, or an option of it, is not one this program runs."""
+
+
+class CheckpointError(ModelError):
+    """A Hugging Face checkpoint is incomplete, damaged or in a foreign format."""
+
+
+class QuantizationError(ModelError):
+    """The recipe cannot be applied to this model."""
+
+
+class StoreError(ModelError):
+    """A stored model is missing or damaged, its name is not acceptable, or the disk refused."""
+
+
+class ModelNotFoundError(StoreError):
+    """No stored model of that name."""

@@ -1,0 +1,56 @@
+"""A stored low-bit matrix as the backends receive it: canonical packing (see `models.packing`), memory-mapped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedResidual:
+    """The quantized residual R = W - Ŵ, input-channel-major: one input channel's values for all N outputs together.
+
+    Source: QDEC §4.2.
+    """
+
+    bits: int
+    """2, 4, 8, or 16 for half precision."""
+    codes: npt.NDArray[np.int32] | npt.NDArray[np.float16]
+    """int32 [K, ceil(N / 32) * bits] = [K, N] codes in canonical packing; value = (code - 2^(bits-1)) * scale[n].
+    At 16 bits: float16 [K, N], the values themselves."""
+    scales: npt.NDArray[np.float16] | None
+    """float16 [N], one for each output channel; None at 16 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLinear:
+    """One linear layer: Ŵ[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size.
+
+    The last group of a row is shorter where group_size does not divide K.
+    """
+
+    name: str
+    """For example `layers.3.qkv`."""
+    shape: tuple[int, int]
+    """(N, K)."""
+    bits: int
+    """3 or 4 (canonical packing knows 2, 3, 4 and 8)."""
+    group_size: int
+    """Input channels that share a scale; a multiple of 32."""
+    codes: npt.NDArray[np.int32]
+    """int32 [N, ceil(K / 32) * bits] = [N, K] unsigned codes in canonical packing."""
+    scales: npt.NDArray[np.float16]
+    """float16 [N, G], G = ceil(K / group_size)."""
+    zeros: npt.NDArray[np.uint8]
+    """uint8 [N, G], integer zero-points in [0, 2^bits)."""
+    bias: npt.NDArray[np.float32] | None
+    """float32 [N] or None."""
+    residual: PackedResidual | None
+    """None when the recipe keeps no residuals."""
+    rank_maximum: npt.NDArray[np.float32] | None
+    """float32 [K]: for every rank r the maximum over calibration tokens of the r-th largest |x|, descending (QDEC §4.3:
+    [0] is b0, [k - 1] is b15 for k channels). None when the recipe keeps no residuals."""
+    mean_square: npt.NDArray[np.float32] | None
+    """float32 [K]: mean of x² over calibration tokens, the static selector's metric. None as above."""

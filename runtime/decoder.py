@@ -1,0 +1,94 @@
+"""What the engine asks of a backend: a decoder that turns a step of tokens into logits, and keeps the KV cache.
+
+A step is a flat batch of rows: each row is one token of one sequence (`slot`) at one position. Prefill is many rows of
+one slot, decode one row for each running slot, verification a few rows of each. Batching is therefore a matter of
+which rows a scheduler puts into a step, not of the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from models.spec import ModelSpec
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+Selector = Literal["approx", "exact", "static", "random"]
+KVKind = Literal["fp16", "int8"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderOptions:
+    """How a stored model is to be run."""
+
+    kv: KVKind = "fp16"
+    """Precision of the KV cache."""
+    context: int = 4096
+    """Positions kept for each slot, in tokens."""
+    slots: int = 1
+    """Sequences that keep a cache at the same time (B)."""
+    k_chunk: Mapping[str, int] | int = 0
+    """Salient channels compensated per 1024 input channels: one number, or one by layer type (`qkv`, `o`, `gate_up`,
+    `down`, `head`; absent = 0). A narrower matrix takes its share, rounded up; 1024 compensates every channel."""
+    select: Selector = "approx"
+    """How salient channels are chosen (QDEC §4.3): bucketed approximate top-k, exact top-k, static, random."""
+    max_rows: int = 128
+    """Most rows of one step (M)."""
+    threads: int = 0
+    """Threads of the CPU backend; 0 = physical cores."""
+    seed: int = 0
+    """Seed of the random selector."""
+    measure_recall: bool = False
+    """Whether to compare every selection with exact top-k (slower; for `eval`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One forward pass. Rows of the same slot stand together, in ascending positions."""
+
+    tokens: Int32Array
+    """[M] token ids."""
+    slots: Int32Array
+    """[M] the sequence of each row, in [0, options.slots)."""
+    positions: Int32Array
+    """[M] the position of each row, in [0, options.context). Attention sees positions <= its own of its own slot, so
+    writing again at a lower position is how a sequence is cut back."""
+    logit_rows: Int32Array
+    """[R] rows whose logits are wanted, ascending."""
+    compensate: bool = True
+    """Whether error compensation applies (decode: yes; prefill: QDEC leaves it out)."""
+
+
+class Decoder(Protocol):
+    """A loaded model on one backend."""
+
+    spec: ModelSpec
+    options: DecoderOptions
+    backend: str
+    """`cpu` or `reference`."""
+    kv_bytes: int
+    """Bytes of the KV cache's real buffers."""
+    weight_bytes: int
+    """Bytes of weights read for one decoded token, without residuals and without the embedding table."""
+    recall: float | None
+    """Mean recall of the selector against exact top-k so far, when options.measure_recall; else None."""
+
+    def forward(self, step: Step) -> Float32Array:
+        """Run one step.
+
+        Returns:
+            Logits float32 [R, V]; the array is overwritten by the next call.
+
+        Raises:
+            InvalidActivationError: a NaN or infinity reached the logits.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release threads and buffers. Safe to call twice."""
+        ...

@@ -1,0 +1,38 @@
+"""Errors of `runtime`.
+
+    RuntimeFailure
+     ├─ ContextOverflowError      prompt and answer do not fit the context
+     ├─ OutOfMemoryError          the memory plan does not fit what is free now
+     ├─ BackendError              the backend asked for cannot run here
+     ├─ InvalidActivationError    NaN or infinity met on the way (a damaged model)
+     ├─ RequestError              a request's arguments are not acceptable
+     └─ Cancelled                 the work was asked to stop
+"""
+
+
+class RuntimeFailure(Exception):
+    """Base of all errors of this package. The message says what happened, where, and what to do."""
+
+
+class ContextOverflowError(RuntimeFailure):
+    """Prompt and answer do not fit the context."""
+
+
+class OutOfMemoryError(RuntimeFailure):
+    """The memory plan does not fit what is free now."""
+
+
+class BackendError(RuntimeFailure):
+    """The backend asked for cannot run here."""
+
+
+class InvalidActivationError(RuntimeFailure):
+    """NaN or infinity met on the way: the model is damaged, or its numbers left the range of its format."""
+
+
+class RequestError(RuntimeFailure):
+    """A request's arguments are not acceptable."""
+
+
+class Cancelled(RuntimeFailure):
+    """The work was asked to stop."""
