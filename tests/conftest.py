@@ -1,0 +1,25 @@
+"""Fixtures shared by the whole suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of real models and texts that tests may read; tests that need it skip where it is absent."""
+    if not (SHARED_DATA / "README.md").is_file():
+        pytest.skip("needs the real models and texts of ../shared/data")
+    return SHARED_DATA
+
+
+@pytest.fixture(autouse=True)
+def isolated_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private LOWBIT_CHAT_HOME for every test, so that none touches the person's own models or settings."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("LOWBIT_CHAT_HOME", str(home))
+    return home
