@@ -1,0 +1,1 @@
+"""Choice of the salient input channels of a linear layer at every decode step (QDEC §4.3)."""
