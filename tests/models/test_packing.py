@@ -1,0 +1,81 @@
+"""Canonical packing: exact round trips, and every value in the place the format names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.packing import PACKED_BITS, pack, packed_width, unpack
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 64, 100, 172, 1024])
+def test_round_trip_is_exact(bits: int, rows: int, length: int) -> None:
+    rng = np.random.default_rng(bits * 1000 + length)
+    codes = rng.integers(0, 1 << bits, (rows, length), dtype=np.uint8)
+    words = pack(codes, bits)
+    assert words.dtype == np.int32
+    assert words.shape == (rows, packed_width(length, bits)) == (rows, -(-length // 32) * bits)
+    np.testing.assert_array_equal(unpack(words, bits, length), codes)
+
+
+@settings(deadline=None, max_examples=60)
+@given(bits=st.sampled_from(PACKED_BITS), length=st.integers(1, 200), seed=st.integers(0, 2**32 - 1))
+def test_round_trip_of_any_row(bits: int, length: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 1 << bits, (2, length), dtype=np.uint8)
+    np.testing.assert_array_equal(unpack(pack(codes, bits), bits, length), codes)
+
+
+def place_of(bits: int, i: int) -> list[tuple[int, int, int]]:
+    """Where the format puts value i: (word, bit, bits of the value there starting at this one)."""
+    if bits == 3:
+        return [(i // 16, 2 * (i % 16), 0), (i // 16, 2 * (i % 16) + 1, 1), (2, i, 2)]
+    per_word = 32 // bits
+    return [(i // per_word, bits * (i % per_word) + b, b) for b in range(bits)]
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+def test_every_bit_lies_where_the_format_says(bits: int) -> None:
+    for i in range(64):
+        for word, bit, value_bit in place_of(bits, i % 32):
+            codes = np.zeros((1, 64), dtype=np.uint8)
+            codes[0, i] = 1 << value_bit
+            words = pack(codes, bits).astype(np.int64)[0] & 0xFFFFFFFF
+            expected = np.zeros(2 * bits, dtype=np.int64)
+            expected[i // 32 * bits + word] = 1 << bit
+            np.testing.assert_array_equal(words, expected, err_msg=f"value {i}, bit {value_bit}")
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+def test_tail_is_filled_with_zeros(bits: int) -> None:
+    full = np.full((2, 5), (1 << bits) - 1, dtype=np.uint8)
+    padded = np.zeros((2, 32), dtype=np.uint8)
+    padded[:, :5] = full
+    np.testing.assert_array_equal(pack(full, bits), pack(padded, bits))
+
+
+def test_strided_and_read_only_inputs() -> None:
+    codes = np.random.default_rng(0).integers(0, 8, (40, 66), dtype=np.uint8)
+    words = pack(codes.T, 3)
+    words.flags.writeable = False
+    np.testing.assert_array_equal(unpack(words, 3, 40), codes.T)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_codes_that_do_not_fit_are_refused(bits: int) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        pack(np.full((1, 32), 1 << bits, dtype=np.uint8), bits)
+
+
+def test_foreign_widths_and_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match="bits must be"):
+        pack(np.zeros((1, 32), dtype=np.uint8), 5)
+    with pytest.raises(ValueError, match="uint8"):
+        pack(np.zeros((1, 32), dtype=np.int32), 4)
+    with pytest.raises(ValueError, match="need int32"):
+        unpack(np.zeros((1, 5), dtype=np.int32), 4, 32)
+    with pytest.raises(ValueError, match="negative"):
+        packed_width(-1, 4)
