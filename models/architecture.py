@@ -84,4 +84,9 @@ def forward(ops: Operations[T], spec: ModelSpec) -> T:
     x = ops.embed()
     for layer in range(spec.num_layers):
         x = block(ops, spec, layer, x)
+    return output(ops, x)
+
+
+def output(ops: Operations[T], x: T) -> T:
+    """Final norm and output head for the rows that the step asks for. [M, C] -> [R, V]."""
     return ops.linear(ops.norm(ops.logit_rows(x), "norm"), "head")

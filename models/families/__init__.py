@@ -1,0 +1,87 @@
+"""Model families: a Hugging Face config.json becomes a `ModelSpec`. No torch, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from models.errors import UnsupportedModelError
+from models.families.family import Family
+from models.families.fields import Fields
+from models.families.llama import LLAMA
+from models.families.mistral import MISTRAL
+from models.families.phi3 import PHI3
+from models.families.qwen import QWEN2, QWEN3
+from models.spec import ModelSpec
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)}
+"""Every supported family by its `model_type`."""
+
+SUPPORTED = "Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3 and Phi-3/3.5"
+"""The families as an error message names them."""
+
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+
+
+def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Family:
+    """The family of a checkpoint.
+
+    Args:
+        config: Parsed config.json.
+        source: What errors call it.
+
+    Raises:
+        UnsupportedModelError: Another architecture, a mixture of experts, or weights that are quantized already.
+    """
+    model_type, architectures = config.get("model_type"), config.get("architectures") or []
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else [str(architectures)]
+    candidates = [
+        family
+        for family in FAMILIES.values()
+        if (family.architecture in names or not names) and model_type in (family.model_type, None)
+    ]
+    if len(candidates) != 1:
+        found = f"model_type '{model_type}', architectures {', '.join(names) or 'not given'}"
+        raise UnsupportedModelError(
+            f"{source}: the architecture is not supported ({found}). Supported are {SUPPORTED}: "
+            f"{', '.join(family.architecture for family in FAMILIES.values())}."
+        )
+    if config.get("quantization_config"):
+        method = config["quantization_config"]
+        name = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
+        raise UnsupportedModelError(
+            f"{source}: the weights are quantized already (quantization_config, method '{name}'). "
+            "Take the model's original checkpoint in 16 or 32 bits."
+        )
+    expert_keys = [key for key in _EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1]
+    if expert_keys:
+        raise UnsupportedModelError(
+            f"{source}: mixtures of experts are not supported ({expert_keys[0]} = {config[expert_keys[0]]}). "
+            f"Supported are dense models of {SUPPORTED}."
+        )
+    return candidates[0]
+
+
+def spec_from_config(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, *, source: str = "config.json"
+) -> ModelSpec:
+    """Translate a checkpoint's config.json.
+
+    Args:
+        config: Parsed config.json.
+        generation_config: Parsed generation_config.json, or None; its end-of-sequence tokens join the config's.
+        source: What errors call config.json, for example its path.
+
+    Raises:
+        UnsupportedModelError: The architecture, or an option of it, is not one this program runs.
+        CheckpointError: A value is missing or not acceptable.
+    """
+    spec = family_of(config, source=source).read(Fields(table=config, source=source))
+    tables = [
+        Fields(table=config, source=source),
+        Fields(table=generation_config or {}, source=source.replace("config.json", "generation_config.json")),
+    ]
+    begin = [token for table in tables for token in table.token_ids("bos_token_id")]
+    end = [token for table in tables for token in table.token_ids("eos_token_id")]
+    return replace(spec, bos_token_id=begin[0] if begin else None, eos_token_ids=tuple(dict.fromkeys(end)))

@@ -1,0 +1,143 @@
+"""What describes a family, and what all families read from config.json in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypedDict
+
+from models.errors import CheckpointError, UnsupportedModelError
+from models.families.fields import Fields
+from models.spec import ModelSpec
+
+SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""Modules of a block that make up each linear layer, in the order they are fused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family of checkpoints: how its config.json reads, and what its tensors are called."""
+
+    model_type: str
+    """`model_type` of config.json, and ModelSpec.family."""
+    architecture: str
+    """The class that config.json names under `architectures`."""
+    read: Callable[[Fields], ModelSpec]
+    """Builds the specification, without token ids."""
+    linear_sources: Mapping[str, tuple[str, ...]]
+    """Modules of a block that make up each linear layer, in the order they are fused."""
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Modules of the checkpoint whose tensors make up what `models.architecture` calls `name`.
+
+        Several are fused along the output. A tensor is called `{module}.weight` or `{module}.bias`.
+        """
+        if not name.startswith("layers."):
+            return {"embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)}[name]
+        _, layer, part = name.split(".")
+        norms = {
+            "input_norm": "input_layernorm",
+            "post_norm": "post_attention_layernorm",
+            "q_norm": "self_attn.q_norm",
+            "k_norm": "self_attn.k_norm",
+        }
+        modules = (norms[part],) if part in norms else self.linear_sources[part]
+        return tuple(f"model.layers.{layer}.{module}" for module in modules)
+
+
+class Common(TypedDict):
+    """The arguments of `ModelSpec` that every family reads alike."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int
+    norm_eps: float
+    tied: bool
+
+
+def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
+    """Read sizes, and refuse what changes the arithmetic of a block in a way that this program doesn't run.
+
+    Args:
+        fields: config.json.
+        head_dim: What an absent `head_dim` means; None = hidden_size / num_attention_heads.
+
+    Raises:
+        UnsupportedModelError: An activation other than SiLU.
+        CheckpointError: A value is missing or not acceptable.
+    """
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(
+            f"{fields.source}: hidden_act '{activation}' is not supported (supported: silu). Choose another model."
+        )
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    width = fields.optional_integer("head_dim") or head_dim
+    if width is None:
+        if hidden % heads:
+            raise fields.wrong("hidden_size", hidden, f"a multiple of num_attention_heads ({heads})")
+        width = hidden // heads
+    return Common(
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width,
+        vocab_size=fields.integer("vocab_size"),
+        max_context=fields.integer("max_position_embeddings"),
+        norm_eps=fields.number("rms_norm_eps"),
+        tied=fields.flag("tie_word_embeddings", False),
+    )
+
+
+def refuse_attention_bias(fields: Fields) -> None:
+    """Refuse `attention_bias` in a family whose attention has no biases.
+
+    Raises:
+        UnsupportedModelError: The config asks for them.
+    """
+    if fields.flag("attention_bias", False):
+        raise UnsupportedModelError(
+            f"{fields.source}: 'attention_bias' is true, which {fields.table.get('model_type')} models do not have. "
+            "Choose another model."
+        )
+
+
+def layer_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Sliding windows of Qwen2 and Qwen3: off unless asked for, and then on some blocks.
+
+    `layer_types` says which blocks; without it the blocks from `max_window_layers` on have a window.
+
+    Raises:
+        CheckpointError: A value is not acceptable, or the parts of the config contradict each other.
+    """
+    window = fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    types = fields.table.get("layer_types")
+    if types is None:
+        first = fields.table.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise fields.wrong("max_window_layers", first, "a number of layers")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+        raise fields.wrong("layer_types", types, f"a list of {num_layers} times one of {' or '.join(known)}")
+    if window is None and "sliding_attention" in types:
+        raise CheckpointError(
+            f"{fields.source}: 'layer_types' has sliding_attention, but 'use_sliding_window' is off. "
+            "Take config.json from the model's publisher."
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -1,0 +1,105 @@
+"""Rotary embedding settings of a config.json, in both of its spellings.
+
+transformers 5 writes `rope_parameters`; before, it was `rope_theta` with `rope_scaling`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from models.errors import CheckpointError, UnsupportedModelError
+from models.families.fields import Fields
+from models.spec import RopeKind, RopeSpec
+
+KINDS: Mapping[str, RopeKind] = {"default": "default", "linear": "linear", "llama3": "llama3", "longrope": "longrope"}
+"""Supported values of `rope_type`."""
+
+
+def rope_spec(
+    fields: Fields, head_dim: int, max_context: int, *, aliases: Mapping[str, RopeKind] | None = None
+) -> RopeSpec:
+    """Read the rotary embedding of a model.
+
+    Args:
+        fields: The whole config.json.
+        head_dim: D.
+        max_context: `max_position_embeddings`.
+        aliases: Further names of `rope_type` that the family knows.
+
+    Raises:
+        UnsupportedModelError: A kind of scaling that this program doesn't run.
+        CheckpointError: A value is missing or not acceptable.
+    """
+    table = (
+        fields.section("rope_scaling") or fields.section("rope_parameters") or Fields(table={}, source=fields.source)
+    )
+    if any(isinstance(value, dict) for value in table.table.values()):
+        raise UnsupportedModelError(
+            f"{table.source}: rotary parameters that differ by layer type are not supported. Choose another model."
+        )
+    known = {**KINDS, **(aliases or {})}
+    name = table.text("rope_type", table.table.get("type") or "default")
+    if name not in known:
+        raise UnsupportedModelError(
+            f"{table.source}: rope_type '{name}' is not supported (supported: {', '.join(known)}). "
+            "Choose another model."
+        )
+    kind = known[name]
+    theta = table.number("rope_theta", fields.number("rope_theta", 10000.0))
+    rotary_dim = _rotary_dim(fields, table, head_dim)
+    if kind == "default":
+        return RopeSpec(theta=theta, rotary_dim=rotary_dim)
+    if kind == "linear":
+        return RopeSpec(theta=theta, rotary_dim=rotary_dim, kind=kind, factor=table.number("factor"))
+    if kind == "llama3":
+        return _llama3(fields, table, theta, rotary_dim, max_context)
+    return _longrope(fields, table, theta, rotary_dim, max_context)
+
+
+def _rotary_dim(fields: Fields, table: Fields, head_dim: int) -> int:
+    share = table.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * share)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise CheckpointError(
+            f"{fields.source}: partial_rotary_factor {share} of heads of {head_dim} channels rotates {rotary_dim} "
+            f"channels, but that must be an even number up to {head_dim}. Take config.json from the model's publisher."
+        )
+    return rotary_dim
+
+
+def _original_context(fields: Fields, table: Fields, default: int) -> int:
+    """Context of pre-training; the top level of config.json wins over the rope table, as in transformers."""
+    key = "original_max_position_embeddings"
+    return fields.optional_integer(key) or table.integer(key, default)
+
+
+def _llama3(fields: Fields, table: Fields, theta: float, rotary_dim: int, max_context: int) -> RopeSpec:
+    low, high = table.number("low_freq_factor"), table.number("high_freq_factor")
+    if high <= low:
+        raise table.wrong("high_freq_factor", high, f"above low_freq_factor ({low})")
+    return RopeSpec(
+        theta=theta,
+        rotary_dim=rotary_dim,
+        kind="llama3",
+        factor=table.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context=_original_context(fields, table, max_context),
+    )
+
+
+def _longrope(fields: Fields, table: Fields, theta: float, rotary_dim: int, max_context: int) -> RopeSpec:
+    original = _original_context(fields, table, max_context)
+    stretch = table.number("factor", max_context / original)
+    # A config without its own factor gets the one of the LongRoPE paper, which grows with the log of the stretch.
+    default = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 and original > 1 else 1.0
+    return RopeSpec(
+        theta=theta,
+        rotary_dim=rotary_dim,
+        kind="longrope",
+        original_context=original,
+        short_factor=table.numbers("short_factor", rotary_dim // 2),
+        long_factor=table.numbers("long_factor", rotary_dim // 2),
+        attention_factor=table.number("attention_factor", default),
+    )

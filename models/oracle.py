@@ -1,0 +1,262 @@
+"""The plain full-precision decoder: the block of `models.architecture` in torch operations.
+
+It is the oracle that backends are measured against, and it runs block by block for calibration and quantization. All
+rows of a batch have the same length. `B` batch, `S` query length, `T` cached length, `H`/`H_kv` heads, `D` head_dim,
+`C` hidden size, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from models import architecture, rope
+from models.spec import ModelSpec
+
+Observer = Callable[[str, Tensor], None]
+"""Called with a linear layer's name and its input [B, S, K] before the layer runs."""
+
+
+class Weights(Protocol):
+    """Where the oracle takes its weights from; `models.checkpoint.Checkpoint` is one."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The architecture."""
+        ...
+
+    def vector(self, name: str) -> Tensor:
+        """A norm's weight, float32 [width]."""
+        ...
+
+    def linear(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """A linear layer's weight [N, K] and bias [N] or None."""
+        ...
+
+    def embedding(self) -> Tensor:
+        """The embedding table [V, C]."""
+        ...
+
+
+@dataclass(slots=True)
+class KVCache:
+    """Keys (rotated) and values of all blocks for B sequences of the same length."""
+
+    keys: Tensor
+    """[layers, B, H_kv, context, D]."""
+    values: Tensor
+    """[layers, B, H_kv, context, D]."""
+    length: int = 0
+    """T, positions filled. Setting it lower cuts all sequences back."""
+
+    @property
+    def context(self) -> int:
+        """Positions there is room for."""
+        return self.keys.shape[3]
+
+
+class Oracle:
+    """A model in full precision on the CPU.
+
+    Args:
+        weights: A checkpoint, or anything else that provides `Weights`.
+        dtype: Of weights and activations: float32 or bfloat16. Norms and softmax are float32 inside.
+        observe: Sees the input of every linear layer; None for no observer.
+        resident: Whether weights stay in memory once used. If not, only those of the block (or table, or head) that
+            ran last do.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        dtype: torch.dtype = torch.float32,
+        *,
+        observe: Observer | None = None,
+        resident: bool = True,
+    ) -> None:
+        self.spec = weights.spec
+        self.dtype = dtype
+        self.observe = observe
+        self._weights = weights
+        self._resident = resident
+        self._loaded: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._rope: tuple[int, bool, Tensor, Tensor] | None = None
+
+    def cache(self, batch: int, context: int) -> KVCache:
+        """An empty KV cache for `batch` sequences of up to `context` tokens."""
+        spec = self.spec
+        shape = (spec.num_layers, batch, spec.num_kv_heads, context, spec.head_dim)
+        return KVCache(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor, cache: KVCache | None = None, *, rows: Sequence[int] | None = None) -> Tensor:
+        """Run the whole model.
+
+        Args:
+            tokens: int64 [B, S] token ids.
+            cache: Holds the tokens before these, and keeps these too; None if these are all.
+            rows: Which of the S positions' logits are wanted, for example [-1]; None = all.
+
+        Returns:
+            Logits [B, S or len(rows), V] in the oracle's dtype.
+
+        Raises:
+            ValueError: The cache has no room for the tokens.
+        """
+        start = cache.length if cache else 0
+        positions = torch.arange(start, start + tokens.shape[1])
+        operations = self._operations(positions, cache)
+        operations.tokens, operations.rows = tokens, rows
+        logits = architecture.forward(operations, self.spec)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        return logits
+
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding table. int64 [B, S] -> [B, S, C]."""
+        table, _ = self.parameters("embed")
+        return functional.embedding(tokens, table)
+
+    @torch.inference_mode()
+    def block(self, layer: int, x: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Run one block; the observer sees the inputs of its linear layers.
+
+        Args:
+            layer: Which block.
+            x: [B, S, C] its input.
+            positions: int64 [S] consecutive positions of the tokens; None = from the cache's length, or 0.
+            cache: Holds the tokens before these. Its length is the caller's to advance, after the last block.
+
+        Returns:
+            [B, S, C], the input of the next block.
+        """
+        if positions is None:
+            start = cache.length if cache else 0
+            positions = torch.arange(start, start + x.shape[1])
+        return architecture.block(self._operations(positions, cache), self.spec, layer, x)
+
+    @torch.inference_mode()
+    def head(self, x: Tensor) -> Tensor:
+        """Final norm and output head. [B, S, C] -> logits [B, S, V]."""
+        return architecture.output(self._operations(torch.arange(x.shape[1]), None), x)
+
+    def parameters(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a linear layer, a norm or `embed`, in the oracle's dtype.
+
+        Kept until replaced: for good if the oracle is resident, else until another block's are asked for.
+        """
+        if name in self._loaded:
+            return self._loaded[name]
+        owner = name.rpartition(".")[0] or name
+        if not self._resident:
+            self._loaded = {key: held for key, held in self._loaded.items() if key.startswith(f"{owner}.")}
+        bias: Tensor | None = None
+        if name == "embed" or (name == "head" and self.spec.tied):
+            weight = self._weights.embedding()
+        elif name == "norm" or name.endswith("_norm"):
+            weight = self._weights.vector(name)
+        else:
+            weight, bias = self._weights.linear(name)
+        self._loaded[name] = (weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        return self._loaded[name]
+
+    def _operations(self, positions: Tensor, cache: KVCache | None) -> _Operations:
+        end = int(positions[-1]) + 1 if len(positions) else 0
+        if cache is not None and end > cache.context:
+            raise ValueError(f"position {end - 1} does not fit a cache of {cache.context} positions")
+        cos, sin = self._rotation(cache.context if cache is not None else end)
+        return _Operations(self, positions, cos[positions], sin[positions], cache)
+
+    def _rotation(self, context: int) -> tuple[Tensor, Tensor]:
+        """Tables of at least `context` positions; longrope's depend on which side of its limit the context is."""
+        spec = self.spec.rope
+        extended = spec.kind == "longrope" and context > spec.original_context
+        if self._rope is None or self._rope[0] < context or self._rope[1] != extended:
+            cos, sin = rope.tables(spec, context)
+            self._rope = (context, extended, torch.from_numpy(cos), torch.from_numpy(sin))
+        return self._rope[2], self._rope[3]
+
+
+class _Operations(architecture.Operations[Tensor]):
+    """The operations of one pass. Activations are [B, S, width] rather than [M, width]."""
+
+    tokens: Tensor
+    rows: Sequence[int] | None = None
+
+    def __init__(self, oracle: Oracle, positions: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> None:
+        self.oracle = oracle
+        self.spec = oracle.spec
+        self.positions = positions
+        self.cos = cos.to(oracle.dtype)  # [S, rotary_dim / 2]
+        self.sin = sin.to(oracle.dtype)
+        self.cache = cache
+        self.masks: dict[int | None, Tensor] = {}
+
+    def embed(self) -> Tensor:
+        return self.oracle.embed(self.tokens)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        weight, _ = self.oracle.parameters(name)
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.spec.norm_eps)
+        return weight * y.to(x.dtype)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        if self.oracle.observe is not None:
+            self.oracle.observe(name, x)
+        weight, bias = self.oracle.parameters(name)
+        return functional.linear(x, weight, bias)
+
+    def split(self, x: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        ends = list(accumulate(widths))
+        return tuple(x[..., end - width : end] for end, width in zip(ends, widths, strict=True))
+
+    def head_norm(self, x: Tensor, name: str) -> Tensor:
+        return self.norm(self._heads(x), name).flatten(-2)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        half = self.spec.rope.rotary_dim // 2
+        heads = self._heads(x)
+        first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+        cos, sin = self.cos[:, None], self.sin[:, None]  # [S, 1, rotary_dim / 2]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).flatten(-2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        queries, keys, values = (self._heads(x).transpose(1, 2) for x in (q, k, v))  # [B, H or H_kv, S, D]
+        first = int(self.positions[0]) if self.cache is None else 0  # position of the first key
+        if self.cache is not None:
+            end = int(self.positions[-1]) + 1
+            self.cache.keys[layer, :, :, self.positions] = keys
+            self.cache.values[layer, :, :, self.positions] = values
+            keys, values = self.cache.keys[layer, :, :, :end], self.cache.values[layer, :, :, :end]
+        mask = self._mask(first, keys.shape[2], self.spec.windows[layer])
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        return attended.transpose(1, 2).flatten(-2)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return functional.silu(gate) * up
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def logit_rows(self, x: Tensor) -> Tensor:
+        return x if self.rows is None else x[:, list(self.rows)]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, S, heads * D] -> [B, S, heads, D]."""
+        return x.reshape(*x.shape[:-1], -1, self.spec.head_dim)
+
+    def _mask(self, first: int, count: int, window: int | None) -> Tensor:
+        """Which of `count` keys from position `first` on each query sees. Returns bool [S, count]."""
+        if window not in self.masks:
+            distance = self.positions[:, None] - torch.arange(first, first + count)
+            seen = distance >= 0
+            self.masks[window] = seen if window is None else seen & (distance < window)
+        return self.masks[window]
