@@ -1,0 +1,30 @@
+"""From stored matrices back to float32, in plain numpy: for references, tests and inspection."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from models.packed import PackedLinear, PackedResidual
+from models.packing import unpack
+
+
+def dequantize(linear: PackedLinear) -> npt.NDArray[np.float32]:
+    """Ŵ of a stored linear layer, float32 [N, K]."""
+    width = linear.shape[1]
+    weight = unpack(linear.codes, linear.bits, width).astype(np.float32)
+    for group in range(linear.scales.shape[1]):
+        part = weight[:, group * linear.group_size : (group + 1) * linear.group_size]
+        part -= linear.zeros[:, group, None]
+        part *= linear.scales[:, group, None].astype(np.float32)
+    return weight
+
+
+def dequantize_residual(residual: PackedResidual, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+    """R of a stored linear layer of the given shape (N, K), float32 [K, N] (input-channel-major, as stored)."""
+    if residual.scales is None:
+        return residual.codes.astype(np.float32)
+    codes = unpack(residual.codes.view(np.int32), residual.bits, shape[0]).astype(np.float32)
+    codes -= 2 ** (residual.bits - 1)
+    codes *= residual.scales.astype(np.float32)
+    return codes
