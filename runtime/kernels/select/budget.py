@@ -153,8 +153,8 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def random_keys(width: int, *, seed: int, layer: int, position: int) -> npt.NDArray[np.float64]:
     """The random selector's metric: the channels with the largest keys of a chunk are selected.
 
-    A counter-based generator: key[c] = mix(mix(mix(mix(seed) ^ layer) ^ position) ^ c) / 2^64 with the top 53 bits kept,
-    so a compiled backend computes it with a few integer operations and no state.
+    A counter-based generator: key[c] is the top 53 bits of mix(mix(mix(mix(seed) ^ layer) ^ position) ^ c), so a
+    compiled backend computes it with a few integer operations and no state.
 
     Args:
         width: K.

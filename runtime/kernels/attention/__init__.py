@@ -1,0 +1,1 @@
+"""Causal attention of grouped query heads over the cache."""

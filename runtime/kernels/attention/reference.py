@@ -1,0 +1,34 @@
+"""Causal attention of grouped query heads, with a sliding window, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """softmax(q k^T / sqrt(D)) v over the keys at positions p - window < t <= p of every query at position p.
+
+    Query head h reads key-value head h // (H / H_kv).
+
+    Args:
+        q: float32 [M, H, D], rotated.
+        k: float32 [T, H_kv, D]; row t is the key at position t, rotated.
+        v: float32 [T, H_kv, D].
+        positions: int64 [M], each < T.
+        window: Tokens that a query sees, itself included; None = all before it.
+
+    Returns:
+        float32 [M, H, D].
+    """
+    M, H, D = q.shape
+    T, H_kv, _ = k.shape
+    grouped = q.view(M, H_kv, H // H_kv, D)
+    scores = torch.einsum("mhgd,thd->hgmt", grouped, k) * D**-0.5  # [H_kv, H / H_kv, M, T]
+    keys = torch.arange(T)
+    visible = keys <= positions[:, None]  # [M, T]
+    if window is not None:
+        visible &= keys > positions[:, None] - window
+    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    return torch.einsum("hgmt,thd->mhgd", weights, v).reshape(M, H, D)

@@ -1,0 +1,1 @@
+"""What the KV cache stores of a key or a value."""

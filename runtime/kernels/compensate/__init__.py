@@ -1,0 +1,1 @@
+"""Error compensation: the residual rows of the selected channels, multiplied and added (QDEC §4)."""

@@ -1,0 +1,1 @@
+"""Products of activations with a packed low-bit matrix."""

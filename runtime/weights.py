@@ -1,0 +1,32 @@
+"""What a decoder reads of a stored model; `models.store.StoredModel` has it, and so may anything else."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from models.packed import PackedLinear
+from models.spec import ModelSpec
+
+
+class Weights(Protocol):
+    """The weights of one model, by the names of `models.architecture`."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The architecture."""
+        ...
+
+    def linear(self, name: str) -> PackedLinear:
+        """A linear layer of `ModelSpec.linear_names`, packed."""
+        ...
+
+    def vector(self, name: str) -> npt.NDArray[np.float32]:
+        """A norm's weight. float32 [C] or [D]."""
+        ...
+
+    def embedding(self) -> npt.NDArray[np.float16]:
+        """The embedding table. float16 [V, C]."""
+        ...

@@ -1,0 +1,153 @@
+"""Small stored models made of random weights, for tests of backends and of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from models.packed import PackedLinear, PackedResidual
+from models.packing import pack
+from models.spec import ModelSpec, RopeSpec
+
+
+def pack_linear(
+    weight: npt.NDArray[np.float32],
+    *,
+    name: str = "layers.0.o",
+    bits: int = 4,
+    group_size: int = 32,
+    residual_bits: int = 8,
+    bias: npt.NDArray[np.float32] | None = None,
+    typical: float = 1.0,
+) -> PackedLinear:
+    """Round a weight [N, K] to nearest, with residuals, and calibration statistics for normal x of size `typical`."""
+    N, K = weight.shape
+    G = -(-K // group_size)
+    padded = np.pad(weight, ((0, 0), (0, G * group_size - K)), mode="edge").reshape(N, G, group_size)
+    low, high = np.minimum(padded.min(-1), 0), np.maximum(padded.max(-1), 0)
+    scales = np.maximum((high - low) / (2**bits - 1), 1e-6).astype(np.float16)
+    wide = scales.astype(np.float32)
+    zeros = np.clip(np.rint(-low / wide), 0, 2**bits - 1).astype(np.uint8)
+    codes = np.clip(np.rint(padded / wide[..., None]) + zeros[..., None], 0, 2**bits - 1)
+    restored = ((codes - zeros[..., None]) * wide[..., None]).reshape(N, -1)[:, :K]
+    residual = None if residual_bits == 0 else _pack_residual((weight - restored).astype(np.float32), residual_bits)
+    rng = np.random.default_rng(K)
+    samples = -np.sort(-np.abs(rng.standard_normal((16, K))), axis=1) * typical
+    return PackedLinear(
+        name=name,
+        shape=(N, K),
+        bits=bits,
+        group_size=group_size,
+        codes=pack(codes.reshape(N, -1)[:, :K].astype(np.uint8), bits),
+        scales=scales,
+        zeros=zeros,
+        bias=bias,
+        residual=residual,
+        rank_maximum=None if residual is None else samples.max(0).astype(np.float32),
+        mean_square=None if residual is None else rng.random(K).astype(np.float32),
+    )
+
+
+def _pack_residual(residual: npt.NDArray[np.float32], bits: int) -> PackedResidual:
+    if bits == 16:
+        return PackedResidual(bits=16, codes=np.ascontiguousarray(residual.T.astype(np.float16)), scales=None)
+    top = 2 ** (bits - 1) - 1
+    scales = np.maximum(np.abs(residual).max(1) / top, 1e-7).astype(np.float16)
+    codes = np.clip(np.rint(residual / scales.astype(np.float32)[:, None]), -top, top) + 2 ** (bits - 1)
+    return PackedResidual(bits=bits, codes=pack(np.ascontiguousarray(codes.T.astype(np.uint8)), bits), scales=scales)
+
+
+@dataclass
+class TinyModel:
+    """Stands in for a stored model: everything that `runtime.weights.Weights` asks for, and the weights themselves."""
+
+    spec: ModelSpec
+    linears: dict[str, PackedLinear]
+    vectors: dict[str, npt.NDArray[np.float32]]
+    table: npt.NDArray[np.float16]
+    full: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    name: str = "tiny"
+
+    def linear(self, name: str) -> PackedLinear:
+        return self.linears[name]
+
+    def vector(self, name: str) -> npt.NDArray[np.float32]:
+        return self.vectors[name]
+
+    def embedding(self) -> npt.NDArray[np.float16]:
+        return self.table
+
+
+def make_spec(**changes: Any) -> ModelSpec:
+    """A small Llama shape with ragged widths; name any field of ModelSpec to change it."""
+    values: dict[str, Any] = {
+        "family": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 96,
+        "max_context": 128,
+        "norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_ids": (2,),
+    }
+    values |= changes
+    values.setdefault("rope", RopeSpec(rotary_dim=values["head_dim"]))
+    values.setdefault("windows", (None,) * values["num_layers"])
+    return ModelSpec(**values)
+
+
+def make_model(
+    spec: ModelSpec | None = None, *, bits: int = 4, group_size: int = 32, residual_bits: int = 8, seed: int = 0
+) -> TinyModel:
+    """Random weights of a spec, packed. Biases appear where the spec asks for them."""
+    spec = spec or make_spec()
+    rng = np.random.default_rng(seed)
+    biased = {"qkv": spec.qkv_bias, "o": spec.o_bias, "gate_up": spec.mlp_bias, "down": spec.mlp_bias, "head": False}
+    linears, full = {}, {}
+    for name in spec.linear_names():
+        kind = name.rsplit(".", 1)[-1]
+        N, K = spec.linear_shape(kind)
+        full[name] = (rng.standard_normal((N, K)) * 1.5 / np.sqrt(K)).astype(np.float32)
+        linears[name] = pack_linear(
+            full[name],
+            name=name,
+            bits=bits,
+            group_size=group_size,
+            residual_bits=residual_bits,
+            bias=rng.standard_normal(N).astype(np.float32) if biased[kind] else None,
+        )
+    norms = {"norm": spec.hidden_size}
+    for layer in range(spec.num_layers):
+        norms |= {f"layers.{layer}.{which}_norm": spec.hidden_size for which in ("input", "post")}
+        if spec.qk_norm:
+            norms |= {f"layers.{layer}.{which}_norm": spec.head_dim for which in ("q", "k")}
+    vectors = {name: (1 + 0.1 * rng.standard_normal(size)).astype(np.float32) for name, size in norms.items()}
+    table = rng.standard_normal((spec.vocab_size, spec.hidden_size)).astype(np.float16)
+    return TinyModel(spec=spec, linears=linears, vectors=vectors, table=table, full=full)
+
+
+@pytest.fixture(scope="session")
+def tiny_spec() -> Callable[..., ModelSpec]:
+    """`make_spec`: a small ModelSpec, any field changed by keyword."""
+    return make_spec
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., TinyModel]:
+    """`make_model`: a stand-in for a stored model, random weights of a spec packed at `bits`."""
+    return make_model
+
+
+@pytest.fixture(scope="session")
+def packed_linear() -> Callable[..., PackedLinear]:
+    """`pack_linear`: one weight [N, K] packed with residuals."""
+    return pack_linear
