@@ -1,0 +1,70 @@
+"""Where the program keeps its files.
+
+Every function only names a place; `private_folder` makes one. `LOWBIT_CHAT_HOME` moves everything into one folder;
+without it, each kind of file goes where the operating system wants it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+APPLICATION = "lowbit-chat"
+HOME_VARIABLE = "LOWBIT_CHAT_HOME"
+
+
+def _moved_home() -> Path | None:
+    text = os.environ.get(HOME_VARIABLE, "").strip()
+    return Path(text).expanduser().absolute() if text else None
+
+
+def home() -> Path:
+    """Folder of everything the program writes that is neither a setting nor a cache."""
+    return _moved_home() or Path(platformdirs.user_data_dir(APPLICATION, appauthor=False))
+
+
+def store_root() -> Path:
+    """Folder of the stored low-bit models."""
+    return home() / "models"
+
+
+def cache_dir() -> Path:
+    """Folder of what may be deleted at any time: compiled kernels, measurements."""
+    moved = _moved_home()
+    return moved / "cache" if moved else Path(platformdirs.user_cache_dir(APPLICATION, appauthor=False))
+
+
+def settings_file() -> Path:
+    """The settings, a TOML file."""
+    moved = _moved_home()
+    folder = moved if moved else Path(platformdirs.user_config_dir(APPLICATION, appauthor=False))
+    return folder / "settings.toml"
+
+
+def lock_file() -> Path:
+    """The file in which a running runtime process says where it listens."""
+    return home() / "runtime.json"
+
+
+def log_file() -> Path:
+    """The file to which the runtime process writes what it would print."""
+    return home() / "runtime.log"
+
+
+def private_folder(folder: Path) -> Path:
+    """Make a folder, with the parents it lacks, that only its owner can enter (mode 0700).
+
+    A folder that exists is left as it is.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    missing = [folder, *folder.parents]
+    for path in reversed([path for path in missing if not path.exists()]):
+        path.mkdir(mode=0o700, exist_ok=True)
+    return folder
