@@ -1,0 +1,95 @@
+"""Which files a stored model has, and which tensors with which types and shapes stand in each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from models.packing import packed_width
+from models.recipe import Recipe
+from models.spec import LAYER_TYPES, ModelSpec
+
+MANIFEST = "manifest.json"
+"""Sizes and checksums of all other files, and the summary that a listing shows."""
+RECIPE = "recipe.json"
+"""How the model was made: recipe, source shards, texts, perplexities."""
+CONFIG = "config.json"
+"""The checkpoint's own, unchanged."""
+GENERATION_CONFIG = "generation_config.json"
+"""The checkpoint's own, unchanged; absent where the checkpoint has none."""
+OUTER = "outer.safetensors"
+"""Embedding table, last norm and output head."""
+
+TensorTypes = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
+"""Type and shape of each tensor of a file."""
+
+_I32, _F32, _F16, _U8 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint8)
+
+
+def block_file(layer: int) -> str:
+    """File of one block."""
+    return f"block-{layer:05d}.safetensors"
+
+
+def file_of(name: str) -> str:
+    """File in which a linear layer or a norm (`layers.3.qkv`, `norm`, `head`, `embed`) is stored."""
+    parts = name.split(".")
+    return block_file(int(parts[1])) if len(parts) == 3 and parts[0] == "layers" else OUTER
+
+
+def tensor_files(spec: ModelSpec) -> tuple[str, ...]:
+    """All safetensors files of a model."""
+    return (*(block_file(layer) for layer in range(spec.num_layers)), OUTER)
+
+
+def block_vectors(spec: ModelSpec, layer: int) -> dict[str, int]:
+    """Names and widths of a block's norms."""
+    norms = {"input_norm": spec.hidden_size, "post_norm": spec.hidden_size}
+    if spec.qk_norm:
+        norms |= {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
+    return {f"layers.{layer}.{norm}": width for norm, width in norms.items()}
+
+
+def has_bias(spec: ModelSpec, name: str) -> bool:
+    """Whether a linear layer has a bias."""
+    kind = name.rsplit(".", 1)[-1]
+    return {"qkv": spec.qkv_bias, "o": spec.o_bias, "gate_up": spec.mlp_bias, "down": spec.mlp_bias}.get(kind, False)
+
+
+def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
+    """Tensors of one linear layer."""
+    rows, width = spec.linear_shape(name.rsplit(".", 1)[-1])
+    groups = -(-width // recipe.group_size)
+    tensors: TensorTypes = {
+        f"{name}.codes": (_I32, (rows, packed_width(width, recipe.layer_bits(name)))),
+        f"{name}.scales": (_F16, (rows, groups)),
+        f"{name}.zeros": (_U8, (rows, groups)),
+    }
+    if has_bias(spec, name):
+        tensors[f"{name}.bias"] = (_F32, (rows,))
+    if recipe.residual_bits == 0:
+        return tensors
+    tensors[f"{name}.rank_maximum"] = (_F32, (width,))
+    tensors[f"{name}.mean_square"] = (_F32, (width,))
+    if recipe.residual_bits == 16:
+        tensors[f"{name}.residual"] = (_F16, (width, rows))
+    else:
+        tensors[f"{name}.residual"] = (_I32, (width, packed_width(rows, recipe.residual_bits)))
+        tensors[f"{name}.residual_scales"] = (_F16, (rows,))
+    return tensors
+
+
+def file_tensors(spec: ModelSpec, recipe: Recipe, file: str) -> TensorTypes:
+    """All tensors of one of `tensor_files`."""
+    if file == OUTER:
+        return {
+            "embed": (_F16, (spec.vocab_size, spec.hidden_size)),
+            "norm": (_F32, (spec.hidden_size,)),
+            **linear_tensors(spec, recipe, "head"),
+        }
+    layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
+    tensors: TensorTypes = {name: (_F32, (width,)) for name, width in block_vectors(spec, layer).items()}
+    for kind in LAYER_TYPES:
+        tensors |= linear_tensors(spec, recipe, f"layers.{layer}.{kind}")
+    return tensors

@@ -1,0 +1,231 @@
+"""The manifest: sizes and checksums of a stored model's files, and a summary for listings.
+
+Two checks exist. `check_quickly` looks at sizes, a sample of each file and nothing else, so that a load costs no time;
+`verify` reads every byte. The manifest carries the sha256 of its own content, so damage to itself is noticed too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from models.errors import StoreError
+from models.store.durable import explained, write_file
+from models.store.layout import MANIFEST
+
+FORMAT = "lowbit-chat-model"
+VERSION = 1
+_EDGE = 64 * 1024
+_PAGE = 4096
+_PAGES = 14
+_PIECE = 1 << 20
+_AGAIN = "quantize the model again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file of a stored model."""
+
+    bytes: int
+    """Size."""
+    sha256: str
+    """Of the whole file, hexadecimal."""
+    sample: str
+    """CRC-32 of the file's `sample`, hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a listing shows of a model."""
+
+    family: str
+    """`llama`, `mistral`, `qwen2`, `qwen3` or `phi3`."""
+    parameters: int
+    """Weights of the full-precision model, a tied embedding counted once."""
+    context: int
+    """Longest context in tokens."""
+    bits_per_weight: float
+    """Bits of all linear layers including the head, scales and zero-points, divided by their weights."""
+    gpu_bytes: int
+    """Bytes a device needs for the weights: linear layers, norms, residual scales; no embedding, no residuals."""
+    residual_bytes: int
+    """Bytes of the residual codes, which stay in RAM."""
+    disk_bytes: int
+    """Bytes of all files except the manifest."""
+    perplexity_before: float | None
+    """Perplexity of the full-precision model on the evaluation text; None if there was no text."""
+    perplexity_after: float | None
+    """Perplexity of the low-bit model without compensation on the same text."""
+    warning: str | None
+    """What a person should know before using the model, for example that it collapsed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The content of manifest.json."""
+
+    summary: Summary
+    """For listings."""
+    files: Mapping[str, FileEntry]
+    """Every other file of the folder, by name."""
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json into the folder.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "summary": asdict(self.summary),
+            "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
+        }
+        write_file(folder / MANIFEST, [json_bytes({**body, "sha256": _digest(body)})])
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read and check manifest.json.
+
+        Raises:
+            StoreError: it is missing, damaged, foreign or of a newer version.
+        """
+        path = folder / MANIFEST
+        try:
+            body = json.loads(path.read_bytes())
+        except FileNotFoundError as error:
+            raise StoreError(f"{folder} is not a stored model: it has no {MANIFEST}") from error
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise StoreError(f"{path} is damaged ({error}); {_AGAIN}") from error
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise StoreError(f"{path} belongs to another program")
+        if body.get("version") != VERSION:
+            raise StoreError(f"{path} has format version {body.get('version')}, this program reads {VERSION}; {_AGAIN}")
+        digest = body.pop("sha256", None)
+        try:
+            if digest != _digest(body):
+                raise ValueError("its checksum does not match")
+            files = {str(name): _read(FileEntry, entry) for name, entry in body["files"].items()}
+            if any(name != Path(name).name or name in (".", "..") for name in files):
+                raise ValueError("a file lies outside the folder")
+            return cls(summary=_read(Summary, body["summary"]), files=files)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(f"{path} is damaged ({error}); {_AGAIN}") from error
+
+
+def _read(kind: type[Any], data: dict[str, Any]) -> Any:
+    if data.keys() != {field.name for field in fields(kind)}:
+        raise ValueError(f"keys of {kind.__name__}: {', '.join(sorted(data))}")
+    return kind(**data)
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def json_bytes(data: object) -> bytes:
+    """A JSON file for people and programs: indented, keys in the given order, the same bytes every time."""
+    return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def describe(path: Path, watch: Callable[[int], None] | None = None) -> FileEntry:
+    """Read a whole file and describe it.
+
+    Args:
+        path: The file.
+        watch: Called with the bytes read so far after each piece; may raise to stop.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    digest, size = hashlib.sha256(), 0
+    with explained(f"cannot read {path}"), path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            size += len(piece)
+            if watch is not None:
+                watch(size)
+    return FileEntry(bytes=size, sha256=digest.hexdigest(), sample=sample(path))
+
+
+def sample(path: Path) -> str:
+    """CRC-32 of a small file, or of both ends and 14 evenly spread pages of a large one, as 8 hexadecimal digits.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    with explained(f"cannot read {path}"), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= _PIECE:
+            return f"{zlib.crc32(file.read()):08x}"
+        places = [(0, _EDGE)]
+        places += [(size * part // (_PAGES + 1) // _PAGE * _PAGE, _PAGE) for part in range(1, _PAGES + 1)]
+        places += [(size - _EDGE, _EDGE)]
+        checksum = 0
+        for offset, length in places:
+            file.seek(offset)
+            checksum = zlib.crc32(file.read(length), checksum)
+    return f"{checksum:08x}"
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Check that every file is there with its size.
+
+    Raises:
+        StoreError: a file is missing, truncated or too long.
+    """
+    for name, entry in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError as error:
+            raise StoreError(f"{folder / name} is missing; {_AGAIN}") from error
+        except OSError as error:
+            raise StoreError(f"cannot read {folder / name}: {error.strerror}") from error
+        if size != entry.bytes:
+            what = "truncated" if size < entry.bytes else "damaged"
+            raise StoreError(f"{folder / name} is {what}: {size:,} bytes instead of {entry.bytes:,}; {_AGAIN}")
+
+
+def check_quickly(folder: Path, manifest: Manifest) -> None:
+    """Check sizes and samples of all files: what a load can afford.
+
+    Raises:
+        StoreError: a file is missing, truncated or visibly damaged.
+    """
+    check_sizes(folder, manifest)
+    for name, entry in manifest.files.items():
+        if sample(folder / name) != entry.sample:
+            raise StoreError(f"{folder / name} is damaged (its checksum does not match); {_AGAIN}")
+
+
+def verify(folder: Path, manifest: Manifest, watch: Callable[[int, int], None] | None = None) -> None:
+    """Read every byte of every file and compare sha256.
+
+    Args:
+        folder: The model's folder.
+        manifest: Its manifest.
+        watch: Called with bytes read and bytes in all; may raise to stop.
+
+    Raises:
+        StoreError: a file is missing, truncated or damaged.
+    """
+    check_sizes(folder, manifest)
+    done, total = 0, sum(entry.bytes for entry in manifest.files.values())
+    for name, entry in manifest.files.items():
+        before = done
+
+        def advance(size: int, before: int = before) -> None:
+            if watch is not None:
+                watch(before + size, total)
+
+        if describe(folder / name, advance) != entry:
+            raise StoreError(f"{folder / name} is damaged (its sha256 does not match); {_AGAIN}")
+        done += entry.bytes

@@ -1,0 +1,179 @@
+"""`StoredModel`: a low-bit model on disk, checked when opened, its tensors mapped when asked for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models.errors import ModelError, StoreError
+from models.packed import PackedLinear, PackedResidual
+from models.recipe import Recipe
+from models.spec import ModelSpec
+from models.store import layout
+from models.store.manifest import Manifest, Summary, check_quickly, check_sizes, verify
+from models.store.tensors import MappedTensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModelInfo:
+    """What is known of a stored model without opening its weights."""
+
+    name: str
+    """Its name in the store (`name` or `org/name`)."""
+    path: Path
+    """Its folder."""
+    recipe: Recipe
+    """How it was quantized."""
+    source: str
+    """The checkpoint it was made from: `org/name`, or a folder's name."""
+    summary: Summary
+    """Sizes, perplexities, warning."""
+
+    @classmethod
+    def read(cls, path: Path, name: str) -> StoredModelInfo:
+        """Read manifest and recipe of a folder, and check that no file is missing or cut.
+
+        Raises:
+            StoreError: the folder is damaged, incomplete or foreign.
+        """
+        manifest = Manifest.read(path)
+        check_sizes(path, manifest)
+        recipe = _read_json(path / layout.RECIPE)
+        try:
+            return cls(
+                name=name,
+                path=path,
+                recipe=Recipe.from_json(recipe["recipe"]),
+                source=str(recipe["source"]["name"]),
+                summary=manifest.summary,
+            )
+        except (ModelError, KeyError, TypeError) as error:
+            raise StoreError(f"{path / layout.RECIPE} is damaged ({error}); quantize the model again") from error
+
+
+class StoredModel:
+    """A low-bit model ready to be loaded by a backend.
+
+    Arrays are read-only views of memory-mapped files: nothing is copied, pages are read when touched.
+    """
+
+    def __init__(self, info: StoredModelInfo, spec: ModelSpec, files: dict[str, MappedTensors]) -> None:
+        self.name = info.name
+        self.path = info.path
+        self.recipe = info.recipe
+        self.info = info
+        self.spec = spec
+        self._files = files
+
+    @classmethod
+    def open_folder(cls, path: Path, name: str | None = None) -> StoredModel:
+        """Open a folder in the store's layout, wherever it lies; it may be read-only.
+
+        Checks sizes, headers (names, types and shapes of all tensors) and sampled checksums, not every byte.
+
+        Args:
+            path: The folder.
+            name: What the model is called; the folder's name unless given.
+
+        Raises:
+            StoreError: the folder is damaged, incomplete or foreign.
+        """
+        info = StoredModelInfo.read(path, name or path.name)
+        check_quickly(path, Manifest.read(path))
+        spec = _read_spec(path)
+        files = {}
+        for file in layout.tensor_files(spec):
+            files[file] = MappedTensors(path / file)
+            _check_tensors(files[file], layout.file_tensors(spec, info.recipe, file))
+        return cls(info, spec, files)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Folder with tokenizer.json and what belongs to it."""
+        return self.path
+
+    def linear(self, name: str) -> PackedLinear:
+        """A linear layer by its name in `ModelSpec.linear_names()`; q, k, v and gate, up are fused.
+
+        Raises:
+            KeyError: the model has no linear layer of that name.
+        """
+        if name not in self.spec.linear_names():
+            raise KeyError(name)
+        file = self._files[layout.file_of(name)]
+        return PackedLinear(
+            name=name,
+            shape=self.spec.linear_shape(name.rsplit(".", 1)[-1]),
+            bits=self.recipe.layer_bits(name),
+            group_size=self.recipe.group_size,
+            codes=file[f"{name}.codes"],
+            scales=file[f"{name}.scales"],
+            zeros=file[f"{name}.zeros"],
+            bias=file.get(f"{name}.bias"),
+            residual=self._residual(file, name),
+            rank_maximum=file.get(f"{name}.rank_maximum"),
+            mean_square=file.get(f"{name}.mean_square"),
+        )
+
+    def _residual(self, file: MappedTensors, name: str) -> PackedResidual | None:
+        codes = file.get(f"{name}.residual")
+        if codes is None:
+            return None
+        return PackedResidual(bits=self.recipe.residual_bits, codes=codes, scales=file.get(f"{name}.residual_scales"))
+
+    def vector(self, name: str) -> npt.NDArray[np.float32]:
+        """A norm's weight (`layers.0.input_norm`, `norm`), float32 [width].
+
+        Raises:
+            StoreError: the model has no vector of that name.
+        """
+        return self._files[layout.file_of(name)][name]
+
+    def embedding(self) -> npt.NDArray[np.float16]:
+        """The embedding table, float16 [V, C]."""
+        return self._files[layout.OUTER]["embed"]
+
+    def verify(self) -> None:
+        """Read every byte and compare sha256.
+
+        Raises:
+            StoreError: a file is damaged.
+        """
+        verify(self.path, Manifest.read(self.path))
+
+
+def _check_tensors(file: MappedTensors, expected: layout.TensorTypes) -> None:
+    found = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
+    if found != expected:
+        wrong = sorted({name for name, _ in found.items() ^ expected.items()})
+        raise StoreError(
+            f"{file.path} does not belong to this model or is damaged ({', '.join(wrong[:3])}); "
+            "quantize the model again"
+        )
+
+
+def _read_spec(path: Path) -> ModelSpec:
+    from models.families import spec_from_config
+
+    generation = path / layout.GENERATION_CONFIG
+    config = _read_json(path / layout.CONFIG)
+    return spec_from_config(
+        config, _read_json(generation) if generation.exists() else None, source=str(path / layout.CONFIG)
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged ({error}); quantize the model again") from error
+    if not isinstance(data, dict):
+        raise StoreError(f"{path} is damaged (not a JSON object); quantize the model again")
+    return data

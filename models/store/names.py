@@ -1,0 +1,72 @@
+"""Names of stored models, and the folders they map to. A name can never point outside the store."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from models.errors import StoreError
+from models.recipe import Recipe
+
+_PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?")
+_SEPARATOR = "--"
+"""Stands for the slash of `org/name` in a folder's name, as in the Hugging Face cache."""
+_SNAPSHOT = re.compile(r"models--(?P<name>.+)")
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it may name a stored model: `name` or `org/name` of letters, digits, `.`, `_` and `-`.
+
+    Raises:
+        StoreError: it may not, for example because it tries to leave the store.
+    """
+    parts = name.split("/")
+    good = len(parts) <= 2 and all(_PART.fullmatch(part) for part in parts)
+    if not good or _SEPARATOR in name or ".." in name or len(name) > 150:
+        raise StoreError(
+            f"{name!r} is not a good model name: use letters, digits, '.', '_' and single '-', beginning and ending "
+            "with a letter or digit, as in 'name' or 'org/name'"
+        )
+    return name
+
+
+def folder_of(name: str) -> str:
+    """Folder of a model inside the store."""
+    return check_name(name).replace("/", _SEPARATOR)
+
+
+def name_of(folder: str) -> str:
+    """The model that a folder of the store belongs to.
+
+    Raises:
+        StoreError: the folder is none that `folder_of` gives.
+    """
+    return check_name(folder.replace(_SEPARATOR, "/", 1))
+
+
+def source_name(checkpoint: Path) -> str:
+    """What a checkpoint is called: `org/name` for a snapshot of the Hugging Face cache, else the folder's name."""
+    folder = checkpoint.resolve()
+    if folder.parent.name == "snapshots" and (match := _SNAPSHOT.fullmatch(folder.parent.parent.name)):
+        return match["name"].replace("--", "/", 1)
+    return folder.name
+
+
+def default_name(checkpoint: Path, recipe: Recipe) -> str:
+    """Name of a model unless one is given: source, method and bits, and what else differs from the usual recipe.
+
+    For example `english3m-rtn-3bit`, or `org/name-rtn-4bit-g64` for a downloaded checkpoint.
+    """
+    usual = Recipe(method=recipe.method, bits=recipe.bits)
+    source = "/".join(filter(None, (_cleaned(part) for part in source_name(checkpoint).split("/")))) or "model"
+    name = f"{source}-{recipe.method}-{recipe.bits}bit"
+    for letter, field in (("g", "group_size"), ("r", "residual_bits"), ("h", "head_bits")):
+        if getattr(recipe, field) != getattr(usual, field):
+            name += f"-{letter}{getattr(recipe, field)}"
+    return check_name(name)
+
+
+def _cleaned(text: str) -> str:
+    """The nearest acceptable part of a name."""
+    text = re.sub(r"[^A-Za-z0-9._]+", "-", text)  # runs of dashes included
+    return re.sub(r"\.{2,}", ".", text).strip("-._")[:60].strip("-._")

@@ -1,0 +1,200 @@
+"""`Store`: a folder of stored models. Everything here works without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.errors import ModelNotFoundError, StoreError
+from models.store.durable import explained, move_folder, private_folder, remove_folder
+from models.store.manifest import Manifest, verify
+from models.store.model import StoredModel, StoredModelInfo
+from models.store.names import folder_of, name_of
+
+_WORK = ".work"
+_LOCKS = ".locks"
+_REPLACED = ".replaced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamagedModel:
+    """A folder of the store that is no usable model."""
+
+    folder: str
+    """Its name."""
+    reason: str
+    """What is wrong with it."""
+
+
+Infos = list[StoredModelInfo]
+Damages = list[DamagedModel]
+
+
+class Store:
+    """The models under one folder: `<root>/<name>/`, `<root>/<org>--<name>/`.
+
+    Unfinished work lies in `<root>/.work/`, locks in `<root>/.locks/`. Nothing is created before the first write.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def list(self) -> Infos:
+        """All usable models, by name. `damaged` has the others."""
+        return self._scan()[0]
+
+    def damaged(self) -> Damages:
+        """Folders in the store that are no usable models, with the reason."""
+        return self._scan()[1]
+
+    def info(self, name: str) -> StoredModelInfo:
+        """What is known of one model without opening its weights.
+
+        Raises:
+            ModelNotFoundError: there is none of that name.
+            StoreError: it is damaged.
+        """
+        return StoredModelInfo.read(self._existing(name), name)
+
+    def open(self, name: str) -> StoredModel:
+        """Open a model: sizes, headers and sampled checksums are checked, weights are mapped.
+
+        Raises:
+            ModelNotFoundError: there is none of that name.
+            StoreError: it is damaged.
+        """
+        return StoredModel.open_folder(self._existing(name), name)
+
+    def verify(self, name: str, watch: Callable[[int, int], None] | None = None) -> None:
+        """Compare the sha256 of every file of a model.
+
+        Args:
+            name: The model.
+            watch: Called with bytes read and bytes in all; may raise to stop.
+
+        Raises:
+            ModelNotFoundError: there is none of that name.
+            StoreError: it is damaged.
+        """
+        folder = self._existing(name)
+        verify(folder, Manifest.read(folder), watch)
+
+    def remove(self, name: str) -> None:
+        """Delete a model, usable or not, and what unfinished work there is of that name.
+
+        Raises:
+            ModelNotFoundError: there is neither.
+            StoreError: another process is making the model just now, or the system refuses.
+        """
+        folder, work = self.path(name), self.work_folder(name)
+        if not (_exists(folder) or work.exists()):
+            self._existing(name)
+        with self.lock(name):
+            if _exists(folder):
+                doomed = work.with_name(work.name + ".removed")
+                private_folder(doomed.parent)
+                remove_folder(doomed)
+                move_folder(folder, doomed)
+                remove_folder(doomed)
+            remove_folder(work)
+
+    def path(self, name: str) -> Path:
+        """Where a model of that name lies or would lie.
+
+        Raises:
+            StoreError: the name is not acceptable.
+        """
+        return self.root / folder_of(name)
+
+    def __contains__(self, name: str) -> bool:
+        self._recover(name)
+        return _exists(self.path(name))
+
+    def work_folder(self, name: str) -> Path:
+        """Where a model of that name is being made."""
+        return self.root / _WORK / folder_of(name)
+
+    @contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """Hold the right to make, replace or remove a model of that name.
+
+        Raises:
+            StoreError: another process holds it.
+        """
+        from filelock import FileLock, Timeout
+
+        private_folder(self.root / _LOCKS)
+        lock = FileLock(self.root / _LOCKS / f"{folder_of(name)}.lock", timeout=0)
+        with explained(f"cannot lock {name} in {self.root}"):
+            try:
+                lock.acquire()
+            except Timeout as error:
+                raise StoreError(f"{name} is being made or removed by another process; wait until it ends") from error
+        try:
+            self._put_back(name)
+            yield
+        finally:
+            lock.release()
+
+    def publish(self, name: str) -> None:
+        """Move the finished work folder of `name` into its place, replacing a model of that name.
+
+        The caller holds the lock. A crash leaves the old model, the new one, or a state that the next access repairs.
+
+        Raises:
+            StoreError: the system refuses.
+        """
+        target, work, replaced = self.path(name), self.work_folder(name), self._replaced(name)
+        if _exists(target):
+            remove_folder(replaced)
+            move_folder(target, replaced)
+        move_folder(work, target)
+        remove_folder(replaced)
+
+    def _existing(self, name: str) -> Path:
+        self._recover(name)
+        folder = self.path(name)
+        if not _exists(folder):
+            names = ", ".join(info.name for info in self.list()[:10])
+            raise ModelNotFoundError(
+                f"there is no stored model {name!r}; "
+                + (f"the store has: {names}" if names else f"the store {self.root} is empty")
+            )
+        return folder
+
+    def _recover(self, name: str) -> None:
+        """Put a model back whose replacement was interrupted between the two renames; taking the lock does it."""
+        if not self._replaced(name).exists() or _exists(self.path(name)):
+            return
+        # A failure means that somebody is replacing it right now, or the store is read-only: the name stays missing.
+        with suppress(StoreError), self.lock(name):
+            pass
+
+    def _put_back(self, name: str) -> None:
+        if self._replaced(name).exists() and not _exists(self.path(name)):
+            move_folder(self._replaced(name), self.path(name))
+
+    def _replaced(self, name: str) -> Path:
+        return self.root / _WORK / (folder_of(name) + _REPLACED)
+
+    def _scan(self) -> tuple[Infos, Damages]:
+        good: Infos = []
+        bad: Damages = []
+        for replaced in (self.root / _WORK).glob(f"*{_REPLACED}"):
+            self._recover(name_of(replaced.name.removesuffix(_REPLACED)))
+        with explained(f"cannot list {self.root}"):
+            folders = sorted(path for path in self.root.iterdir()) if self.root.exists() else []
+        for folder in folders:
+            if folder.name.startswith("."):
+                continue
+            try:
+                good.append(StoredModelInfo.read(folder, name_of(folder.name)))
+            except StoreError as error:
+                bad.append(DamagedModel(folder=folder.name, reason=str(error)))
+        return sorted(good, key=lambda info: info.name), bad
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
