@@ -4,8 +4,9 @@
      ├─ UnsupportedModelError     the architecture, or an option of it, is not one this program runs
      ├─ CheckpointError           a Hugging Face checkpoint is incomplete, damaged or in a foreign format
      ├─ QuantizationError         the recipe cannot be applied to this model
-     └─ StoreError                a stored model is missing, damaged, or its name is not acceptable
-         └─ ModelNotFoundError    no stored model of that name
+     ├─ StoreError                a stored model is missing, damaged, or its name is not acceptable
+     │   └─ ModelNotFoundError    no stored model of that name
+     └─ CancelledError            the work was asked to stop
 """
 
 
@@ -31,3 +32,7 @@ class StoreError(ModelError):
 
 class ModelNotFoundError(StoreError):
     """No stored model of that name."""
+
+
+class CancelledError(ModelError):
+    """The work was asked to stop; what is done so far is kept, and the same call continues it."""
