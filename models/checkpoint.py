@@ -1,23 +1,23 @@
 """A Hugging Face checkpoint on disk: safetensors, in one file or sharded. Nothing in it is ever executed or unpickled.
 
 Opening one reads config.json and the headers of the shards and checks names, shapes and dtypes of all tensors; weights
-are mapped and read only when asked for.
+are read only when asked for.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families import family_of, spec_from_config
 from models.families.family import Family
+from models.shard import DTYPES, ShardTensor, read_header
 from models.spec import LAYER_TYPES, ModelSpec
 
 SINGLE = "model.safetensors"
@@ -25,17 +25,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """Which shard holds which tensor, for a checkpoint in several files."""
 
-_FLOATING = ("F32", "F16", "BF16")
 _DOWNLOAD_AGAIN = "Download the model again."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """Where a tensor is."""
-
-    shard: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,9 +41,7 @@ class Checkpoint:
     shards: tuple[Path, ...]
     """The safetensors files, in the order of their names."""
     _family: Family
-    _entries: Mapping[str, _Entry]
-    _mapped: tuple[Path, Any] | None = field(default=None, repr=False)
-    """The shard read last and its mapping: tensors of a block mostly stand in one shard."""
+    _entries: Mapping[str, ShardTensor]
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -79,7 +67,7 @@ class Checkpoint:
             folder=folder,
             config=config,
             spec=spec,
-            shards=tuple(sorted({entry.shard for entry in entries.values()})),
+            shards=tuple(sorted({entry.path for entry in entries.values()})),
             _family=family_of(config, source=str(config_file)),
             _entries=entries,
         )
@@ -90,7 +78,7 @@ class Checkpoint:
     def vector(self, name: str) -> torch.Tensor:
         """A norm's weight, for example `layers.0.input_norm` or `norm`. Returns float32 [width]."""
         (module,) = self._family.sources(name)
-        return self._tensor(f"{module}.weight").to(torch.float32)
+        return self._entries[f"{module}.weight"].read().to(torch.float32)
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A linear layer by its name in `ModelSpec.linear_names()`; q, k, v and gate, up are fused.
@@ -100,16 +88,16 @@ class Checkpoint:
         """
         if name == "head" and self.spec.tied:
             return self.embedding(), None
-        weights = [self._tensor(f"{module}.weight") for module in self._family.sources(name)]
+        weights = [self._entries[f"{module}.weight"].read() for module in self._family.sources(name)]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if not _has_bias(self.spec, name):
             return weight, None
-        biases = [self._tensor(f"{module}.bias").to(torch.float32) for module in self._family.sources(name)]
+        biases = [self._entries[f"{module}.bias"].read().to(torch.float32) for module in self._family.sources(name)]
         return weight, torch.cat(biases)
 
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C] in the checkpoint's own dtype."""
-        return self._tensor(f"{self._embedding_module()}.weight")
+        return self._entries[f"{self._embedding_module()}.weight"].read()
 
     def _embedding_module(self) -> str:
         """The module that holds the embedding table; a tied one may be stored as the head alone."""
@@ -117,25 +105,15 @@ class Checkpoint:
         stored_as_head = self.spec.tied and f"{embed}.weight" not in self._entries and f"{head}.weight" in self._entries
         return head if stored_as_head else embed
 
-    def _tensor(self, key: str) -> torch.Tensor:
-        """A tensor by its name in the file, backed by the file's mapping."""
-        entry = self._entries[key]
-        if self._mapped is None or self._mapped[0] != entry.shard:
-            self._mapped = (entry.shard, _open_shard(entry.shard))
-        try:
-            tensor: torch.Tensor = self._mapped[1].get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{entry.shard}: '{key}' cannot be read ({error}). {_DOWNLOAD_AGAIN}") from error
-        return tensor
-
     def _check_tie(self) -> None:
         """Trust the weights over `tie_word_embeddings`: a head that is stored and differs from the table counts."""
         (embed,), (head,) = self._family.sources("embed"), self._family.sources("head")
         keys = (f"{embed}.weight", f"{head}.weight")
         if not self.spec.tied or any(key not in self._entries for key in keys):
             return
-        shapes = {self._entries[key].shape for key in keys}
-        if len(shapes) > 1 or not torch.equal(self._tensor(keys[0]), self._tensor(keys[1])):
+        table, stored_head = (self._entries[key] for key in keys)
+        same_format = (table.shape, table.dtype) == (stored_head.shape, stored_head.dtype)
+        if not same_format or not torch.equal(table.read(), stored_head.read()):
             self.spec = replace(self.spec, tied=False)
 
     def _check_tensors(self) -> None:
@@ -151,19 +129,19 @@ class Checkpoint:
                 )
             if entry.shape != shape:
                 raise CheckpointError(
-                    f"{entry.shard}: the tensor '{key}' has shape {list(entry.shape)}, but config.json asks for "
+                    f"{entry.path}: the tensor '{key}' has shape {list(entry.shape)}, but config.json asks for "
                     f"{list(shape)}. Weights and config.json must come from the same model. {_DOWNLOAD_AGAIN}"
                 )
-            if entry.dtype not in _FLOATING:
+            if entry.dtype not in DTYPES:
                 raise UnsupportedModelError(
-                    f"{entry.shard}: the tensor '{key}' is stored as {entry.dtype} "
-                    f"(supported: {', '.join(_FLOATING)}). Take the model's original checkpoint in 16 or 32 bits."
+                    f"{entry.path}: the tensor '{key}' is stored as {entry.dtype} "
+                    f"(supported: {', '.join(DTYPES)}). Take the model's original checkpoint in 16 or 32 bits."
                 )
         for key, entry in self._entries.items():
             # Old Llama checkpoints store the rotary frequencies, which follow from config.json.
             if key.startswith("model.layers.") and key not in expected and not key.endswith("rotary_emb.inv_freq"):
                 raise CheckpointError(
-                    f"{entry.shard}: the tensor '{key}' has no place in a {self.spec.family} model of "
+                    f"{entry.path}: the tensor '{key}' has no place in a {self.spec.family} model of "
                     f"{self.spec.num_layers} layers as config.json describes it. Weights and config.json must come "
                     f"from the same model. {_DOWNLOAD_AGAIN}"
                 )
@@ -228,10 +206,10 @@ def _read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-def _read_entries(folder: Path) -> dict[str, _Entry]:
+def _read_entries(folder: Path) -> dict[str, ShardTensor]:
     """Every tensor of the checkpoint. The single file wins over an index, as in transformers."""
     if (folder / SINGLE).exists():
-        return _shard_entries(folder / SINGLE)
+        return read_header(folder / SINGLE)
     if not (folder / INDEX).exists():
         raise CheckpointError(_no_weights(folder))
     weight_map = _read_table(folder / INDEX).get("weight_map")
@@ -247,9 +225,9 @@ def _read_entries(folder: Path) -> dict[str, _Entry]:
             f"{folder}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing[:4])}"
             f"{', …' if len(missing) > 4 else ''}. Download the rest of the model."
         )
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, ShardTensor] = {}
     for name in names:
-        held = _shard_entries(folder / name)
+        held = read_header(folder / name)
         claimed = {key for key, shard in weight_map.items() if shard == name}
         absent = sorted(claimed - held.keys())
         if absent:
@@ -279,23 +257,3 @@ def _no_weights(folder: Path) -> str:
     if gguf:
         return f"{folder}: GGUF files ({gguf[0]}) are not supported. Take the model's checkpoint in safetensors."
     return f"{folder}: there are no weights ({SINGLE} or shards with {INDEX}). Download the model's safetensors files."
-
-
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        size = path.stat().st_size if path.exists() else 0
-        raise CheckpointError(
-            f"{path}: is damaged, truncated or not a safetensors file ({size} bytes; {error}). {_DOWNLOAD_AGAIN}"
-        ) from error
-
-
-def _shard_entries(path: Path) -> dict[str, _Entry]:
-    """Names, shapes and dtypes of a shard's tensors, from its header."""
-    shard = _open_shard(path)
-    entries = {}
-    for key in shard.keys():  # noqa: SIM118  (not a mapping)
-        tensor = shard.get_slice(key)
-        entries[key] = _Entry(shard=path, shape=tuple(tensor.get_shape()), dtype=tensor.get_dtype())
-    return entries

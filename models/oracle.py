@@ -19,6 +19,9 @@ from torch.nn import functional
 from models import architecture, rope
 from models.spec import ModelSpec
 
+_HEAD_ROWS = 8192
+"""Output channels of the head that are converted at a time where it isn't kept."""
+
 Observer = Callable[[str, Tensor], None]
 """Called with a linear layer's name and its input [B, S, K] before the layer runs."""
 
@@ -85,6 +88,7 @@ class Oracle:
         self.observe = observe
         self._weights = weights
         self._resident = resident
+        self._table: Tensor | None = None
         self._loaded: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._rope: tuple[int, bool, Tensor, Tensor] | None = None
 
@@ -121,8 +125,10 @@ class Oracle:
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding table. int64 [B, S] -> [B, S, C]."""
-        table, _ = self.parameters("embed")
-        return functional.embedding(tokens, table)
+        table = self._table if self._table is not None else self._weights.embedding()
+        if self._resident:
+            self._table = table
+        return functional.embedding(tokens, table).to(self.dtype)
 
     @torch.inference_mode()
     def block(self, layer: int, x: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
@@ -148,9 +154,10 @@ class Oracle:
         return architecture.output(self._operations(torch.arange(x.shape[1]), None), x)
 
     def parameters(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a linear layer, a norm or `embed`, in the oracle's dtype.
+        """Weight and bias of a linear layer or a norm.
 
-        Kept until replaced: for good if the oracle is resident, else until another block's are asked for.
+        Kept for good if the oracle is resident, else until those of another block are asked for. They have the
+        oracle's dtype; only the head of an oracle that isn't resident has the checkpoint's own (see `linear`).
         """
         if name in self._loaded:
             return self._loaded[name]
@@ -158,13 +165,12 @@ class Oracle:
         if not self._resident:
             self._loaded = {key: held for key, held in self._loaded.items() if key.startswith(f"{owner}.")}
         bias: Tensor | None = None
-        if name == "embed" or (name == "head" and self.spec.tied):
-            weight = self._weights.embedding()
-        elif name == "norm" or name.endswith("_norm"):
+        if name == "norm" or name.endswith("_norm"):
             weight = self._weights.vector(name)
         else:
             weight, bias = self._weights.linear(name)
-        self._loaded[name] = (weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        dtype = weight.dtype if name == "head" and not self._resident else self.dtype
+        self._loaded[name] = (weight.to(dtype), None if bias is None else bias.to(self.dtype))
         return self._loaded[name]
 
     def _operations(self, positions: Tensor, cache: KVCache | None) -> _Operations:
@@ -212,7 +218,11 @@ class _Operations(architecture.Operations[Tensor]):
         if self.oracle.observe is not None:
             self.oracle.observe(name, x)
         weight, bias = self.oracle.parameters(name)
-        return functional.linear(x, weight, bias)
+        if weight.dtype == x.dtype:
+            return functional.linear(x, weight, bias)
+        # A head of 128,256 × 4096 in 32 bits would be the largest thing in memory: convert it in parts.
+        parts = (weight[n : n + _HEAD_ROWS].to(x.dtype) for n in range(0, len(weight), _HEAD_ROWS))
+        return torch.cat([functional.linear(x, part) for part in parts], dim=-1)
 
     def split(self, x: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
         ends = list(accumulate(widths))

@@ -1,0 +1,105 @@
+"""One safetensors file, read tensor by tensor.
+
+Tensors are read into memory of their own instead of being mapped: a mapping counts as used memory page by page, and a
+file that shrinks under it kills the process, where a read gives an error.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from models.errors import CheckpointError, UnsupportedModelError
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Formats of a weight that can be read, as a safetensors header calls them."""
+
+_DOWNLOAD_AGAIN = "Download the model again."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTensor:
+    """Where a tensor is, and what it is."""
+
+    path: Path
+    """The safetensors file."""
+    name: str
+    """The tensor's name in the file."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    dtype: str
+    """Its format, for example `BF16`."""
+    offset: int
+    """First byte in the file."""
+    size: int
+    """Bytes."""
+
+    def read(self) -> torch.Tensor:
+        """Read the tensor.
+
+        Raises:
+            UnsupportedModelError: The format is not one of DTYPES.
+            CheckpointError: The file is gone, or shorter than it was.
+        """
+        if self.dtype not in DTYPES:
+            raise UnsupportedModelError(
+                f"{self.path}: the tensor '{self.name}' is stored as {self.dtype} (supported: {', '.join(DTYPES)}). "
+                "Take the model's original checkpoint in 16 or 32 bits."
+            )
+        tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
+        rest = tensor.view(-1).view(torch.uint8).numpy().data
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.offset)
+                while rest and (count := file.readinto(rest)):
+                    rest = rest[count:]
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}). {_DOWNLOAD_AGAIN}") from error
+        if rest:
+            raise CheckpointError(f"{self.path}: ends within the tensor '{self.name}'. {_DOWNLOAD_AGAIN}")
+        return tensor
+
+
+def read_header(path: Path) -> dict[str, ShardTensor]:
+    """Every tensor of a safetensors file by its name; nothing but the header is read.
+
+    Raises:
+        CheckpointError: The file cannot be read, is truncated or damaged, or is something else.
+    """
+    try:
+        with safe_open(path, framework="numpy"):  # checks the header against the file's size
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(_why_unreadable(path, error)) from error
+    header.pop("__metadata__", None)
+    return {
+        name: ShardTensor(
+            path=path,
+            name=name,
+            shape=tuple(entry["shape"]),
+            dtype=entry["dtype"],
+            offset=8 + length + entry["data_offsets"][0],
+            size=entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+    }
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    """What to say about a file whose header can't be read."""
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(64)
+        size = path.stat().st_size
+    except OSError as denied:
+        return f"{path}: cannot be read ({denied.strerror})."
+    if beginning.startswith(b"version https://git-lfs"):
+        return f"{path}: is a Git LFS pointer, not the weights themselves. Run `git lfs pull` in its folder."
+    return f"{path}: is damaged, truncated or not a safetensors file ({size} bytes; {error}). {_DOWNLOAD_AGAIN}"

@@ -1,0 +1,330 @@
+"""config.json to ModelSpec: configs in the spellings they were published in, and everything that is refused."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from models.errors import CheckpointError, UnsupportedModelError
+from models.families import FAMILIES, spec_from_config
+from models.spec import RopeSpec
+
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+LLAMA3_SCALING = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def tiny(family: str, **changes: Any) -> dict[str, Any]:
+    """A small valid config of a family."""
+    return {**TINY, "model_type": family, "architectures": [FAMILIES[family].architecture], **changes}
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_llama_2_as_published() -> None:
+    spec = spec_from_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 4096,
+            "model_type": "llama",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 32,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float16",
+            "vocab_size": 32000,
+        }
+    )
+    assert (spec.head_dim, spec.num_kv_heads, spec.max_context, spec.tied) == (128, 32, 4096, False)
+    assert spec.rope == RopeSpec(theta=10000.0, rotary_dim=128)
+    assert spec.windows == (None,) * 32
+    assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
+    assert spec.linear_shape("qkv") == (12288, 4096)
+
+
+def test_llama_3_2_as_published() -> None:
+    config = tiny(
+        "llama",
+        head_dim=64,
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_scaling=LLAMA3_SCALING,
+        rope_theta=500000.0,
+        tie_word_embeddings=True,
+        bos_token_id=128000,
+        eos_token_id=[128001, 128008, 128009],
+    )
+    spec = spec_from_config(config)
+    assert spec.tied
+    assert spec.eos_token_ids == (128001, 128008, 128009)
+    assert spec.rope == RopeSpec(
+        theta=500000.0, rotary_dim=64, kind="llama3", factor=32.0, original_context=8192, low_freq_factor=1.0
+    )
+
+
+def test_phi_3_5_as_published() -> None:
+    short, long = [1.0 + i / 100 for i in range(48)], [1.0 + i for i in range(48)]
+    config = tiny(
+        "phi3",
+        auto_map={"AutoConfig": "configuration_phi3.Phi3Config"},
+        attention_bias=False,
+        hidden_size=3072,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        rope_scaling={"long_factor": long, "short_factor": short, "type": "longrope"},
+        sliding_window=262144,
+    )
+    spec = spec_from_config(config)
+    assert spec.rope == RopeSpec(
+        theta=10000.0,
+        rotary_dim=96,
+        kind="longrope",
+        original_context=4096,
+        short_factor=tuple(short),
+        long_factor=tuple(long),
+        attention_factor=math.sqrt(1 + math.log(32) / math.log(4096)),
+    )
+    assert spec.windows == (262144,) * 4
+    old_name = {**config, "rope_scaling": {**config["rope_scaling"], "type": "su"}}
+    assert spec_from_config(old_name) == spec
+
+
+def test_phi_4_mini_rotates_three_quarters_of_a_head() -> None:
+    factors = [1.0] * 6
+    config = tiny(
+        "phi3",
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=64,
+        rope_scaling={"long_factor": factors, "short_factor": factors, "type": "longrope", "attention_factor": 1.5},
+    )
+    spec = spec_from_config(config)
+    assert (spec.head_dim, spec.rope.rotary_dim, spec.rope.attention_factor) == (16, 12, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (4096,) * 4),
+        ({"sliding_window": None}, (None,) * 4),
+        ({"sliding_window": 7}, (7,) * 4),
+    ],
+)
+def test_mistral_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert spec_from_config(tiny("mistral", **changes)).windows == windows
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (None,) * 4),
+        ({"sliding_window": 7, "max_window_layers": 0}, (None,) * 4),
+        ({"use_sliding_window": True, "sliding_window": 7}, (None,) * 4),
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}, (None, None, None, 7)),
+        ({"use_sliding_window": True, "max_window_layers": 0}, (4096,) * 4),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 7,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            (None, 7, None, 7),
+        ),
+    ],
+)
+def test_qwen_windows(family: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert spec_from_config(tiny(family, **changes)).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("llama", (False, False, False, False)),
+        ("mistral", (False, False, False, False)),
+        ("qwen2", (True, False, False, False)),
+        ("qwen3", (False, False, False, True)),
+        ("phi3", (False, False, False, False)),
+    ],
+)
+def test_biases_and_norms(family: str, flags: tuple[bool, ...]) -> None:
+    spec = spec_from_config(tiny(family))
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == flags
+    assert spec.family == family
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_attention_bias_covers_the_output_projection(family: str) -> None:
+    spec = spec_from_config(tiny(family, attention_bias=True))
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias) == (True, True, False)
+
+
+def test_qwen3_heads_are_128_wide_unless_told() -> None:
+    assert spec_from_config(tiny("qwen3")).head_dim == 128
+    assert spec_from_config(tiny("qwen3", head_dim=32)).head_dim == 32
+
+
+@pytest.mark.parametrize("value", [None, "absent"])
+def test_head_dim_absent_or_null_follows_from_the_hidden_size(value: str | None) -> None:
+    config = tiny("llama", head_dim=None) if value is None else tiny("llama")
+    assert spec_from_config(config).head_dim == 16
+
+
+def test_kv_heads_default_to_query_heads() -> None:
+    assert spec_from_config(without(TINY, "num_key_value_heads")).num_kv_heads == 4
+
+
+def test_model_type_or_architecture_alone_suffices() -> None:
+    assert spec_from_config(without(TINY, "architectures")).family == "llama"
+    assert spec_from_config(without(TINY, "model_type")).family == "llama"
+
+
+@pytest.mark.parametrize(
+    ("config_ids", "generation_ids", "expected"),
+    [
+        (None, None, ()),
+        (2, None, (2,)),
+        (2, 2, (2,)),
+        ([2, 3], 5, (2, 3, 5)),
+        (2, [3, 2, 1], (2, 3, 1)),
+        (None, [7], (7,)),
+        (-1, 4, (4,)),
+    ],
+)
+def test_end_tokens_of_both_files_join(config_ids: Any, generation_ids: Any, expected: tuple[int, ...]) -> None:
+    generation = None if generation_ids is None else {"eos_token_id": generation_ids, "bos_token_id": 9}
+    spec = spec_from_config(tiny("llama", eos_token_id=config_ids), generation)
+    assert spec.eos_token_ids == expected
+    assert spec.bos_token_id == (None if generation is None else 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]},
+            ["gemma3", "Gemma3ForCausalLM", "Qwen3", "Phi-3"],
+        ),
+        ({"model_type": "phi3small", "architectures": None}, ["phi3small", "Mistral"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
+        ({"model_type": "mistral"}, ["LlamaForCausalLM", "mistral"]),
+        ({"model_type": None, "architectures": None}, ["not given", "Llama 2/3"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq", "original checkpoint"]),
+        ({"num_local_experts": 8}, ["experts", "num_local_experts = 8"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["yarn", "longrope"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["layer type"]),
+    ],
+)
+def test_unsupported_models_are_named(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        spec_from_config(tiny("llama") | changes, source="folder/config.json")
+    message = str(caught.value)
+    assert message.startswith("folder/config.json")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3"])
+def test_attention_bias_is_refused_where_the_family_has_none(family: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"attention_bias.*{family}"):
+        spec_from_config(tiny(family, attention_bias=True))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    ],
+)
+@pytest.mark.parametrize("value", ["absent", None, 0, -4, "64", True, [64]])
+def test_a_missing_or_wrong_size_is_named(key: str, value: Any) -> None:
+    config = without(TINY, key) if value == "absent" else {**TINY, key: value}
+    with pytest.raises(CheckpointError, match=f"config.json: '{key}' is "):
+        spec_from_config(config)
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads.*divisor"),
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2}, "hidden_size.*multiple"),
+        ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings.*true or false"),
+        ("llama", {"hidden_act": 3}, "hidden_act.*string"),
+        ("llama", {"eos_token_id": "2"}, "eos_token_id.*token id"),
+        ("llama", {"rope_theta": math.inf}, "rope_theta.*above 0"),
+        ("llama", {"rope_scaling": [1]}, "rope_scaling.*table"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling: 'factor' is missing"),
+        ("llama", {"rope_scaling": without(LLAMA3_SCALING, "factor")}, "'factor' is missing"),
+        ("llama", {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}}, "high_freq_factor.*above"),
+        ("llama", {"head_dim": 15}, "even number"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [1.0] * 7}}, "long_factor.*list of 8"),
+        ("phi3", {"rope_scaling": without(LONGROPE, "short_factor")}, "short_factor.*missing"),
+        ("phi3", {"rope_scaling": {**LONGROPE, "short_factor": [0.0] * 8}}, "short_factor.*above 0"),
+        ("mistral", {"sliding_window": 0}, "sliding_window.*at least 1"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types.*list of 4"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer_types.*list of 4"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "layer_types.*use_sliding_window"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers"),
+    ],
+)
+def test_a_contradiction_is_named(family: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words) as caught:
+        spec_from_config(tiny(family) | changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_generation_config_is_named_where_it_is_wrong() -> None:
+    with pytest.raises(CheckpointError, match=r"^f/generation_config\.json: 'eos_token_id'"):
+        spec_from_config(TINY, {"eos_token_id": "x"}, source="f/config.json")
+
+
+def test_reading_a_config_imports_no_torch() -> None:
+    code = "import sys, models.families, models.rope; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,408 @@
+"""The full-precision decoder against transformers' own models: random ones of every family, and the real ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.checkpoint import Checkpoint
+from models.families import spec_from_config
+from models.oracle import Oracle
+
+TOLERANCE = 1e-4
+"""Largest difference of a logit in fp32. Logits of the random models are of the order of 1."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def longrope(pairs: int, **more: float) -> dict[str, Any]:
+    """Rotary parameters of Phi-3.5's kind for a head with `pairs` rotating pairs of channels."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.05 * i for i in range(pairs)],
+        "long_factor": [1.5 + 0.7 * i for i in range(pairs)],
+        **more,
+    }
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4}),
+    "llama3": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16, "eos_token_id": [2, 5]}),
+    "llama3.2": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16, "tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 5}),
+    "mistral-head-dim": ("Mistral", {"sliding_window": 4, "head_dim": 12}),
+    "qwen2": ("Qwen2", {"sliding_window": 5}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2-layer-types": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-window": ("Qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen3-biases-tied": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {}),
+    "phi3-window": ("Phi3", {"sliding_window": 5}),
+    "phi3-partial": ("Phi3", {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
+    "phi3.5-longrope": ("Phi3", {"rope_parameters": longrope(4), "original_max_position_embeddings": 16}),
+    "phi4-mini": (
+        "Phi3",
+        {
+            "head_dim": 16,
+            "hidden_size": 64,
+            "rope_parameters": longrope(6, partial_rotary_factor=0.75),
+            "original_max_position_embeddings": 16,
+            "sliding_window": 100,
+        },
+    ),
+}
+
+
+def random_model(case: str) -> Any:
+    """A small model of transformers whose every parameter matters: biases and norms too are random."""
+    import transformers
+
+    family, changes = CASES[case]
+    torch.manual_seed(sum(map(ord, case)))
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.3)
+            elif parameter.ndim == 1:
+                parameter.normal_(0.0, 0.5)
+            else:
+                parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[1]))
+    return model
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Checkpoint]:
+    """A random model of transformers, and the same as read from the folder that transformers wrote."""
+    model = random_model(request.param)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    return model, Checkpoint.open(folder)
+
+
+def tokens_of(length: int, batch: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, SIZES["vocab_size"], (batch, length), generator=generator)
+
+
+def theirs(model: Any, tokens: torch.Tensor, **arguments: Any) -> Any:
+    with torch.no_grad():
+        return model(tokens, **arguments)
+
+
+@pytest.mark.parametrize("length", [1, 4, 16, 23])
+def test_logits_equal_transformers(pair: tuple[Any, Checkpoint], length: int) -> None:
+    model, checkpoint = pair
+    expected = theirs(model, tokens_of(length)).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(Oracle(checkpoint).logits(tokens_of(length)), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_cached_decode_equals_transformers(pair: tuple[Any, Checkpoint]) -> None:
+    model, checkpoint = pair
+    tokens = tokens_of(23)
+    whole = theirs(model, tokens).logits
+    oracle = Oracle(checkpoint)
+    cache = oracle.cache(2, 23)
+    parts = [oracle.logits(tokens[:, :9], cache), oracle.logits(tokens[:, 9:12], cache)]
+    parts += [oracle.logits(tokens[:, i : i + 1], cache) for i in range(12, 23)]
+    assert cache.length == 23
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=TOLERANCE, rtol=0)
+
+
+def test_cached_decode_equals_cached_decode_of_transformers(pair: tuple[Any, Checkpoint]) -> None:
+    model, checkpoint = pair
+    length = 16  # within original_context: beyond it transformers' longrope mixes two sets of frequencies in one cache
+    tokens = tokens_of(length)
+    oracle = Oracle(checkpoint)
+    cache = oracle.cache(2, length)
+    output = theirs(model, tokens[:, :3], use_cache=True)
+    torch.testing.assert_close(oracle.logits(tokens[:, :3], cache), output.logits, atol=TOLERANCE, rtol=0)
+    for i in range(3, length):
+        output = theirs(model, tokens[:, i : i + 1], past_key_values=output.past_key_values, use_cache=True)
+        ours = oracle.logits(tokens[:, i : i + 1], cache)
+        torch.testing.assert_close(ours, output.logits, atol=TOLERANCE, rtol=0)
+
+
+def test_spec_follows_the_config_of_transformers(pair: tuple[Any, Checkpoint]) -> None:
+    model, checkpoint = pair
+    spec, config = checkpoint.spec, model.config
+    attentions = [layer.self_attn for layer in model.model.layers]
+    window = getattr(config, "sliding_window", None)
+    assert spec.windows == tuple(getattr(attention, "sliding_window", window) for attention in attentions)
+    assert spec.head_dim == attentions[0].head_dim
+    assert spec.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
+    eos = config.eos_token_id
+    assert spec.eos_token_ids == (tuple(eos) if isinstance(eos, list) else (eos,))
+
+
+def test_older_spelling_of_the_config_means_the_same(pair: tuple[Any, Checkpoint]) -> None:
+    _, checkpoint = pair
+    config = dict(checkpoint.config)
+    rope = dict(config.pop("rope_parameters"))
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["torch_dtype"] = config.pop("dtype")
+    partial = rope.pop("partial_rotary_factor", None)
+    if partial is not None:
+        config["partial_rotary_factor"] = partial
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    if config.get("head_dim") == config["hidden_size"] // config["num_attention_heads"]:
+        config["head_dim"] = None
+    assert spec_from_config(config) == checkpoint.spec
+
+
+@pytest.mark.parametrize("case", ["llama3.2", "qwen2-window", "phi3.5-longrope"])
+def test_sharded_checkpoint_reads_the_same(case: str, tmp_path: Path) -> None:
+    model = random_model(case)
+    model.save_pretrained(tmp_path, max_shard_size="12KB")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert len(checkpoint.shards) > 3
+    expected = theirs(model, tokens_of(11)).logits
+    torch.testing.assert_close(Oracle(checkpoint).logits(tokens_of(11)), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["llama3.1", "qwen3", "phi4-mini"])
+def test_bfloat16_is_as_good_as_that_of_transformers(case: str, tmp_path: Path) -> None:
+    model = random_model(case)
+    tokens = tokens_of(23)
+    exact = theirs(model, tokens).logits
+    model = model.to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.linear("layers.0.qkv")[0].dtype == torch.bfloat16
+    ours = Oracle(checkpoint, torch.bfloat16).logits(tokens)
+    assert ours.dtype == torch.bfloat16
+    error = (ours.float() - exact).square().mean().sqrt()
+    error_of_theirs = (theirs(model, tokens).logits.float() - exact).square().mean().sqrt()
+    assert 0 < error <= 1.2 * error_of_theirs
+
+
+def test_rows_select_logits(pair: tuple[Any, Checkpoint]) -> None:
+    oracle = Oracle(pair[1])
+    tokens = tokens_of(7)
+    torch.testing.assert_close(oracle.logits(tokens, rows=[2, -1]), oracle.logits(tokens)[:, [2, 6]])
+
+
+def test_shortened_cache_forgets(pair: tuple[Any, Checkpoint]) -> None:
+    oracle = Oracle(pair[1])
+    tokens = tokens_of(12)
+    cache = oracle.cache(2, 12)
+    oracle.logits(tokens[:, :5], cache)
+    oracle.logits(tokens[:, :4], cache)
+    cache.length = 5
+    again = oracle.logits(tokens[:, 5:], cache)
+    fresh = oracle.cache(2, 12)
+    oracle.logits(tokens[:, :5], fresh)
+    torch.testing.assert_close(again, oracle.logits(tokens[:, 5:], fresh), atol=1e-6, rtol=0)
+
+
+def test_full_cache_refuses_and_stays_as_it_was(pair: tuple[Any, Checkpoint]) -> None:
+    oracle = Oracle(pair[1])
+    cache = oracle.cache(2, 4)
+    oracle.logits(tokens_of(3), cache)
+    with pytest.raises(ValueError, match="does not fit a cache of 4"):
+        oracle.logits(tokens_of(2), cache)
+    assert cache.length == 3
+
+
+def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Checkpoint]) -> None:
+    model, checkpoint = pair
+    seen: list[tuple[str, torch.Tensor]] = []
+    expected: dict[str, torch.Tensor] = {}
+    fused = checkpoint.spec.family == "phi3"
+    modules = {"lm_head": "head"}
+    for layer in range(checkpoint.spec.num_layers):
+        parts = {
+            "self_attn.qkv_proj" if fused else "self_attn.k_proj": "qkv",
+            "self_attn.o_proj": "o",
+            "mlp.gate_up_proj" if fused else "mlp.up_proj": "gate_up",
+            "mlp.down_proj": "down",
+        }
+        modules |= {f"model.layers.{layer}.{module}": f"layers.{layer}.{name}" for module, name in parts.items()}
+    hooks = [
+        model.get_submodule(module).register_forward_pre_hook(
+            lambda _, arguments, name=name: expected.update({name: arguments[0]})
+        )
+        for module, name in modules.items()
+    ]
+    theirs(model, tokens_of(6))
+    for hook in hooks:
+        hook.remove()
+    Oracle(checkpoint, observe=lambda name, x: seen.append((name, x))).logits(tokens_of(6))
+    assert tuple(name for name, _ in seen) == checkpoint.spec.linear_names()
+    for name, x in seen:
+        torch.testing.assert_close(x, expected[name], atol=TOLERANCE, rtol=0)
+
+
+class SpiedWeights:
+    """A checkpoint that remembers which tensors it gave out and which of them are still alive."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.spec = checkpoint.spec
+        self.given: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+    def _give(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        self.given.append((name, weakref.ref(copy)))
+        return copy
+
+    def vector(self, name: str) -> torch.Tensor:
+        return self._give(name, self.checkpoint.vector(name))
+
+    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, bias = self.checkpoint.linear(name)
+        return self._give(name, weight), bias
+
+    def embedding(self) -> torch.Tensor:
+        return self._give("embed", self.checkpoint.embedding())
+
+    def alive(self) -> set[str]:
+        return {name for name, tensor in self.given if tensor() is not None}
+
+
+def test_block_by_block_holds_one_block_and_gives_the_same_logits(pair: tuple[Any, Checkpoint]) -> None:
+    _, checkpoint = pair
+    weights = SpiedWeights(checkpoint)
+    oracle = Oracle(weights, resident=False)
+    batches = [tokens_of(length) for length in (5, 9, 1)]
+    states = [oracle.embed(tokens) for tokens in batches]
+    for layer in range(checkpoint.spec.num_layers):
+        states = [oracle.block(layer, x, torch.arange(x.shape[1])) for x in states]
+        assert {name.rpartition(".")[0] for name in weights.alive()} == {f"layers.{layer}"}
+    for tokens, x in zip(batches, states, strict=True):
+        torch.testing.assert_close(oracle.head(x), Oracle(checkpoint).logits(tokens), atol=1e-5, rtol=0)
+    blocks = [name for name, _ in weights.given if name.startswith("layers.")]
+    assert len(blocks) == len(set(blocks)), "a block's weights are read once for all batches"
+
+
+def test_block_depends_on_distances_of_positions_alone(pair: tuple[Any, Checkpoint]) -> None:
+    oracle = Oracle(pair[1])
+    x = oracle.embed(tokens_of(9))
+    near, far = (oracle.block(1, x, torch.arange(9) + start) for start in (20, 40))
+    torch.testing.assert_close(near, far, atol=TOLERANCE, rtol=0)
+
+
+def greedy(oracle: Oracle, prompt: list[int], count: int) -> list[int]:
+    """The prompt and `count` tokens after it, each the most likely one."""
+    cache = oracle.cache(1, len(prompt) + count)
+    ids = list(prompt)
+    fresh = ids
+    for _ in range(count):
+        logits = oracle.logits(torch.tensor([fresh]), cache, rows=[-1])
+        fresh = [int(logits[0, -1].argmax())]
+        ids += fresh
+    return ids
+
+
+def encode(folder: Path, text: str) -> list[int]:
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    return ids
+
+
+def prompt_of(folder: Path, expected: dict[str, Any]) -> list[int]:
+    return expected.get("prompt_ids") or encode(folder, expected["prompt"])
+
+
+@pytest.fixture(params=["english3m", "stories260k", "babyllama105"])
+def real(request: pytest.FixtureRequest, shared_data: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder of a real model and what independent code computed from it."""
+    folder = shared_data / "models" / request.param
+    return folder, json.loads((folder / "expected.json").read_text())
+
+
+@pytest.mark.data
+def test_real_model_continues_like_transformers_for_200_tokens(real: tuple[Path, dict[str, Any]]) -> None:
+    import transformers
+
+    folder, expected = real
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = prompt_of(folder, expected)
+    theirs_ids = list(prompt)
+    output = theirs(model, torch.tensor([prompt]), use_cache=True)
+    for _ in range(200):
+        theirs_ids.append(int(output.logits[0, -1].argmax()))
+        fresh = torch.tensor([theirs_ids[-1:]])
+        output = theirs(model, fresh, past_key_values=output.past_key_values, use_cache=True)
+    ours = greedy(Oracle(Checkpoint.open(folder)), prompt, 200)
+    assert ours == theirs_ids
+    assert len(set(ours)) > 20
+
+
+@pytest.mark.data
+def test_real_model_agrees_with_independent_code(real: tuple[Path, dict[str, Any]]) -> None:
+    folder, expected = real
+    oracle = Oracle(Checkpoint.open(folder))
+    prompt, ids = prompt_of(folder, expected), expected["greedy_ids"]
+    count = len(ids) if ids[: len(prompt)] != prompt else len(ids) - len(prompt)
+    assert greedy(oracle, prompt, count)[-len(ids) :] == ids
+    if "score_ids" in expected:
+        tokens = torch.tensor([expected["score_ids"]])
+        logits = oracle.logits(tokens)[0]
+        loss = torch.nn.functional.cross_entropy(logits[:-1], tokens[0, 1:])
+        assert loss.item() == pytest.approx(expected["mean_nll"], abs=1e-5)
+        assert logits[-1, :8].tolist() == pytest.approx(expected["last_logits_first8"], abs=1e-4)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("text", ["wikitext2-test.txt", "tinystories.txt"])
+def test_real_model_has_the_perplexity_independent_code_found(shared_data: Path, text: str) -> None:
+    folder = shared_data / "models" / "english3m"
+    expected = json.loads((folder / "expected.json").read_text())
+    key = "perplexity (window 256, stride 128, first 4000 tokens, fp32 arithmetic on the bf16 weights)"
+    beginning = (shared_data / "text" / text).read_text(encoding="utf-8")[:60000]
+    ids = encode(folder, beginning)[:4000]
+    assert len(ids) == 4000
+    oracle = Oracle(Checkpoint.open(folder))
+    total, scored = 0.0, 1
+    for start in range(0, len(ids), 128):
+        window = torch.tensor([ids[start : start + 256]])
+        losses = torch.nn.functional.cross_entropy(oracle.logits(window)[0, :-1], window[0, 1:], reduction="none")
+        total += losses[scored - start - 1 :].double().sum().item()
+        scored = start + window.shape[1]
+        if scored == len(ids):
+            break
+    assert math.exp(total / (len(ids) - 1)) == pytest.approx(expected[key][text], rel=1e-4)
