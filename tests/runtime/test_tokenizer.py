@@ -1,0 +1,296 @@
+"""Encoding, chat templates and streaming decoding, on small tokenizers made here and on real ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from runtime.errors import BackendError, RequestError
+from runtime.tokenizer import Detokenizer, Tokenizer, plain_chat
+
+CORPUS = [
+    "the sea and the captain said to the sea: I am the sea",
+    "Ελληνικά και 日本語 と emoji 🐙🐙",
+    "once upon a time",
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_level() -> Fast:
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    fast.train_from_iterator(CORPUS, trainer)
+    return fast
+
+
+def byte_fallback() -> Fast:
+    letters = sorted(set("".join(CORPUS[0] + CORPUS[2]).replace(" ", "")))
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for token in ["▁", *letters, "th", "▁th", "▁the", "se", "▁se", "▁sea"]:
+        vocab.setdefault(token, len(vocab))
+    merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("s", "e"), ("▁", "se"), ("▁se", "a")]
+    fast = Fast(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    fast.add_special_tokens(["<unk>", "<s>", "</s>"])
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return fast
+
+
+def save(fast: Fast, folder: Path, **config: object) -> Tokenizer:
+    folder.mkdir(exist_ok=True)
+    fast.save(str(folder / "tokenizer.json"))
+    base = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(base | config))
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return save(byte_level(), tmp_path_factory.mktemp("bytes"), chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def pieces_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return save(byte_fallback(), tmp_path_factory.mktemp("pieces"))
+
+
+def stream(tokenizer: Tokenizer, tokens: list[int], context: list[int] | None = None) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, context or [])
+    return [*(detokenizer.add(token) for token in tokens), detokenizer.flush()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=40))
+def test_streamed_text_is_the_text_byte_level(bytes_tokenizer: Tokenizer, text: str) -> None:
+    tokens = bytes_tokenizer.encode(text)
+    assert "".join(stream(bytes_tokenizer, tokens)) == bytes_tokenizer.decode(tokens)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=40))
+def test_streamed_text_is_the_text_byte_fallback(pieces_tokenizer: Tokenizer, text: str) -> None:
+    tokens = pieces_tokenizer.encode(text)
+    assert "".join(stream(pieces_tokenizer, tokens)) == pieces_tokenizer.decode(tokens)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tokens=st.lists(st.integers(0, 399), max_size=40))
+def test_any_tokens_at_all_stream_to_what_they_decode_to(bytes_tokenizer: Tokenizer, tokens: list[int]) -> None:
+    assert "".join(stream(bytes_tokenizer, tokens)) == bytes_tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("which", ["bytes_tokenizer", "pieces_tokenizer"])
+def test_no_piece_holds_half_a_character(which: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(which)
+    text = "the 🐙 sea 日本"
+    tokens = tokenizer.encode(text, special=False)
+    pieces = stream(tokenizer, tokens)
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    assert "".join(pieces) == text
+    assert "" in pieces
+
+
+def test_an_unfinished_character_shows_at_the_end_only(bytes_tokenizer: Tokenizer) -> None:
+    tokens = bytes_tokenizer.encode("a🧿")[:-1]
+    detokenizer = Detokenizer(bytes_tokenizer)
+    given_out = "".join(detokenizer.add(token) for token in tokens)
+    assert "\N{REPLACEMENT CHARACTER}" not in given_out
+    assert detokenizer.flush().endswith("\N{REPLACEMENT CHARACTER}")
+    assert detokenizer.flush() == ""
+
+
+def test_a_continuation_keeps_its_leading_space(pieces_tokenizer: Tokenizer) -> None:
+    prompt, more = pieces_tokenizer.encode("the"), pieces_tokenizer.encode("sea", special=False)
+    assert "".join(stream(pieces_tokenizer, more)) == "sea"
+    assert "".join(stream(pieces_tokenizer, more, prompt)) == " sea"
+
+
+def test_special_tokens_are_added_once(pieces_tokenizer: Tokenizer) -> None:
+    assert pieces_tokenizer.encode("the sea")[0] == 1
+    assert 1 not in pieces_tokenizer.encode("the sea", special=False)
+    doubled = pieces_tokenizer.encode("<s>the sea")
+    assert doubled.count(1) == 1
+
+
+def test_the_chat_template_is_the_models_own(bytes_tokenizer: Tokenizer) -> None:
+    messages = [{"role": "system", "content": "be the sea"}, {"role": "user", "content": "the"}]
+    tokens = bytes_tokenizer.chat(messages)
+    ids = {text: bytes_tokenizer.encode(text)[0] for text in ("<s>", "<|user|>", "<|assistant|>", "<|end|>")}
+    assert tokens[0] == ids["<s>"]
+    assert tokens.count(ids["<s>"]) == 1
+    assert tokens[-1] == ids["<|assistant|>"]
+    assert bytes_tokenizer.decode(tokens) == "be the seathe"
+    assert bytes_tokenizer.chat_stops == ()
+    assert bytes_tokenizer.note is None
+    final = [*messages, {"role": "assistant", "content": "I am"}]
+    continued = bytes_tokenizer.chat(final, continue_final=True)
+    assert bytes_tokenizer.decode(continued).endswith("I am")
+    assert continued[-1] != ids["<|end|>"]
+
+
+def test_without_a_template_turns_are_plain(pieces_tokenizer: Tokenizer) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "the sea"},
+        {"role": "assistant", "content": "I am"},
+        {"role": "user", "content": "time"},
+    ]
+    assert plain_chat(messages, continue_final=False) == (
+        "be brief\n\nUser: the sea\nAssistant: I am\nUser: time\nAssistant:"
+    )
+    assert plain_chat(messages[:3], continue_final=True) == "be brief\n\nUser: the sea\nAssistant: I am"
+    assert pieces_tokenizer.chat(messages)[0] == 1
+    assert pieces_tokenizer.chat_stops == ("\nUser:",)
+    assert "no chat template" in (pieces_tokenizer.note or "")
+
+
+@pytest.mark.parametrize(
+    ("messages", "continue_final", "words"),
+    [
+        ([], False, "empty"),
+        ([{"role": "user"}], False, r"messages\[0\]"),
+        ([{"role": "user", "content": 3}], False, r"messages\[0\]"),
+        ([{"role": "user", "content": "x"}], True, "assistant"),
+        ([{"role": "tool", "content": "x"}], False, "no tools here"),
+    ],
+)
+def test_bad_messages_are_refused(
+    bytes_tokenizer: Tokenizer, messages: list[dict[str, str]], continue_final: bool, words: str
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        bytes_tokenizer.chat(messages, continue_final=continue_final)
+
+
+def test_a_broken_or_missing_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="missing"):
+        Tokenizer(tmp_path / "nowhere")
+    with pytest.raises(BackendError, match="cannot be read"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{ not json")
+    with pytest.raises(BackendError, match="cannot be read"):
+        Tokenizer(tmp_path)
+
+
+def test_opening_a_tokenizer_leaves_torch_alone(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path, chat_template=TEMPLATE)
+    code = (
+        "import sys; from pathlib import Path; from runtime.tokenizer import Tokenizer; "
+        "assert 'transformers' not in sys.modules; "
+        f"t = Tokenizer(Path({str(tmp_path)!r})); t.chat([{{'role': 'user', 'content': 'x'}}]); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2])
+
+
+def prepare(name: str, shared: Path, tmp_path: Path) -> Path:
+    """A folder that transformers can open: two of the shared tokenizers lack a file that says what they are."""
+    if name == "gpt2":
+        shutil.copytree(shared / "tokenizers/gpt2", tmp_path / "gpt2")
+        (tmp_path / "gpt2/tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+        return tmp_path / "gpt2"
+    if name == "mistral":
+        pytest.importorskip("google.protobuf", reason="transformers reads sentencepiece files through protobuf")
+        (tmp_path / "mistral").mkdir()
+        shutil.copy(shared / "tokenizers/mistral/tokenizer.model.v1", tmp_path / "mistral/tokenizer.model")
+        config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        (tmp_path / "mistral/tokenizer_config.json").write_text(json.dumps(config))
+        return tmp_path / "mistral"
+    return shared / name
+
+
+REAL = [
+    "models/english3m",
+    "models/babyllama105",
+    "models/stories260k",
+    "tokenizers/minimind6400",
+    "tokenizers/qwen2.5",
+    "gpt2",
+    "mistral",
+]
+
+
+@pytest.fixture(scope="module")
+def real(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]:
+    opened: dict[str, Tokenizer] = {}
+
+    def get(name: str) -> Tokenizer:
+        if name not in opened:
+            opened[name] = Tokenizer(prepare(name, shared_data, tmp_path_factory.mktemp("real")))
+        return opened[name]
+
+    return get
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", REAL)
+def test_real_tokenizers_stream_what_they_decode(
+    name: str, real: Callable[[str], Tokenizer], shared_data: Path
+) -> None:
+    tokenizer = real(name)
+    book = (shared_data / "text/alice.md").read_text()[3000:5000]
+    for text in (book, "naïve café — 日本語 🐙👩‍👩‍👧 \n\n\tx = 1;  end", "  two spaces", "\n", ""):
+        tokens = tokenizer.encode(text)
+        pieces = stream(tokenizer, tokens)
+        assert "".join(pieces) == tokenizer.decode(tokens)
+        if "babyllama" not in name:  # its 105 characters do not spell every text
+            assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", REAL)
+@settings(max_examples=30, deadline=None)
+@given(text=st.text(max_size=30))
+def test_real_tokenizers_stream_any_text(name: str, real: Callable[[str], Tokenizer], text: str) -> None:
+    tokenizer = real(name)
+    tokens = tokenizer.encode(text)
+    assert "".join(stream(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", REAL)
+def test_real_tokenizers_encode_as_transformers_does(
+    name: str, real: Callable[[str], Tokenizer], shared_data: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = real(name)
+    text = (shared_data / "text/alice.md").read_text()[:3000]
+    assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(tokenizer.folder)(text).input_ids
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["tokenizers/minimind6400", "tokenizers/qwen2.5"])
+def test_real_templates_match_transformers(name: str, real: Callable[[str], Tokenizer]) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = real(name)
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi <there>\n🐙"}]
+    own = AutoTokenizer.from_pretrained(tokenizer.folder)
+    expected = own.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.chat(messages) == expected
+    continued = tokenizer.chat([*messages, {"role": "assistant", "content": "Hello, I"}], continue_final=True)
+    assert tokenizer.decode(continued).endswith("Hello, I")
