@@ -1,0 +1,148 @@
+"""`CpuDecoder`: a stored model on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from runtime.weights import Weights
+from runtime.cpu import instructions as op
+from runtime.cpu import sync
+from runtime.cpu.cache import CpuCache
+from runtime.cpu.isa import VARIANT
+from runtime.cpu.layout import aligned_zeros
+from runtime.cpu.plan import PlanOperations
+from runtime.cpu.pool import Pool, default_threads
+from runtime.decoder import DecoderOptions, Float32Array, Step
+from runtime.errors import InvalidActivationError, RequestError
+from runtime.kernels.attention.cpu import SPAN
+
+_RUN_ROWS = 8
+"""Rows of one sequence that one attention work item takes at most."""
+
+
+class CpuDecoder:
+    """Implements `runtime.decoder.Decoder` with the compiled CPU kernels.
+
+    Args:
+        model: The stored model.
+        options: How to run it.
+
+    Raises:
+        RequestError: an option is out of range.
+    """
+
+    backend = "cpu"
+
+    def __init__(self, model: Weights, options: DecoderOptions) -> None:
+        self.spec, self.options = model.spec, options
+        self.variant = VARIANT
+        """Instruction-set variant of the kernels."""
+        if options.context < 1 or options.slots < 1 or options.max_rows < 1:
+            raise RequestError("context, slots and max_rows must be at least 1")
+        threads = options.threads or default_threads()
+        self._cache = CpuCache(model.spec, options, threads)
+        self._plan = PlanOperations(model, options, self._cache)
+        self._program, self._logits = self._plan.record()
+        self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        self._inputs = aligned_zeros((4, options.max_rows), np.int32)
+        self._runs = aligned_zeros((options.max_rows, 2), np.int32)
+        shapes = [self.spec.linear_shape(kind) for kind in ("qkv", "o", "gate_up", "down", "head")]
+        room = 4096 + 8 * max(k for _, k in shapes) + 4 * max(n for n, _ in shapes)
+        room += 4 * SPAN * self.spec.num_heads
+        self._scratch = aligned_zeros((threads, (room + 63) // 64 * 64), np.uint8)
+        for word, array in zip((op.TOKENS, op.SLOTS, op.POSITIONS, op.LOGIT_ROWS), self._inputs, strict=True):
+            self._control[word] = array.ctypes.data
+        self._control[op.RUN_ROWS] = self._runs.ctypes.data
+        self._control[op.SCRATCH] = self._scratch.ctypes.data
+        self._control[op.SCRATCH_STRIDE] = self._scratch.strides[0]
+        self._pool = Pool(self._program, self._control, threads)
+        self._channels_selected = 0
+        self.kv_bytes = self._cache.nbytes
+        self.weight_bytes = self._plan.weight_bytes
+
+    @property
+    def threads(self) -> int:
+        """Threads that a step runs on."""
+        return self._pool.threads
+
+    @property
+    def recall(self) -> float | None:
+        """Mean share of selected channels that are among the largest of the whole row, when measured."""
+        if not self.options.measure_recall or not self._channels_selected:
+            return None
+        return float(self._plan.hits.sum(dtype=np.int64) / self._channels_selected)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Keep the threads ready between steps; a generation runs inside one."""
+        with self._pool.session():
+            yield
+
+    def forward(self, step: Step) -> Float32Array:
+        """See `runtime.decoder.Decoder.forward`."""
+        M, R = step.tokens.size, step.logit_rows.size
+        self._check(step)
+        for array, values in zip(
+            self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True
+        ):
+            array[: values.size] = values
+        runs = self._write_runs(step)
+        control = self._control
+        control[op.M_ROWS], control[op.R_ROWS], control[op.RUNS] = M, R, runs
+        control[op.SPLITS] = self._splits(runs, int(step.positions.max()) + 1)
+        control[op.COMPENSATE] = int(step.compensate)
+        control[sync.FAILED] = 0
+        self._pool.step()
+        logits = self._logits[:R, : self.spec.vocab_size]
+        if control[sync.FAILED] or not np.isfinite(logits).all():
+            raise InvalidActivationError(
+                "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or the "
+                "checkpoint was quantized from a broken one; run `lowbit-chat show NAME --verify`"
+            )
+        if step.compensate and self.options.measure_recall:
+            blocks, head = self._plan.selected_channels
+            self._channels_selected += M * blocks + R * head
+        return logits
+
+    def close(self) -> None:
+        """See `runtime.decoder.Decoder.close`. Nothing runs between sessions, so there is nothing to stop."""
+
+    def _check(self, step: Step) -> None:
+        M = step.tokens.size
+        if not 1 <= M <= self.options.max_rows:
+            raise RequestError(f"a step has {M} rows; this decoder takes 1 to {self.options.max_rows}")
+        limits = (
+            ("token", step.tokens, self.spec.vocab_size),
+            ("slot", step.slots, self.options.slots),
+            ("position", step.positions, self.options.context),
+            ("logit row", step.logit_rows, M),
+        )
+        for name, values, limit in limits:
+            if values.size and not (values.min() >= 0 and values.max() < limit):
+                raise RequestError(f"{name} {int(values.max())} is out of range: it must be from 0 to {limit - 1}")
+
+    def _write_runs(self, step: Step) -> int:
+        """Cut the rows into runs of one sequence at consecutive positions. Returns their number."""
+        M = step.tokens.size
+        if M == 1:
+            self._runs[0] = (0, 1)
+            return 1
+        starts = [0]
+        for row in range(1, M):
+            follows = (
+                step.slots[row] == step.slots[row - 1] and step.positions[row] == step.positions[row - 1] + 1
+            )
+            if not follows or row - starts[-1] == _RUN_ROWS:
+                starts.append(row)
+        self._runs[: len(starts), 0] = starts
+        self._runs[: len(starts), 1] = np.diff([*starts, M])
+        return len(starts)
+
+    def _splits(self, runs: int, length: int) -> int:
+        """Pieces that a head's context is cut into, so that every thread has work and none is shorter than 2 spans."""
+        items = runs * self.spec.num_kv_heads
+        wanted = -(-2 * self._pool.threads // items)
+        return max(1, min(wanted, self._cache.max_splits, length // (2 * SPAN)))

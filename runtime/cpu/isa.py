@@ -1,0 +1,84 @@
+"""Which instruction-set variant the CPU kernels are compiled for, and where their machine code is cached.
+
+Importing this module is what configures numba for the kernels, so it is the one module here that reads the environment
+and the processor at import; only the CPU backend imports it, and only when it is built.
+
+Variants: `avx512` (512-bit VNNI dot product), `avxvnni` (256-bit VNNI), `avx2` (multiply-add pairs of bytes) and
+`generic` (plain LLVM vectors, which every target lowers in its own way). `LOWBIT_CHAT_CPU_VARIANT` forces one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+from typing import Final
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import platformdirs
+
+from runtime.errors import BackendError
+
+VARIANTS: Final = ("avx512", "avxvnni", "avx2", "generic")
+
+_REQUIRED: Final[dict[str, frozenset[str]]] = {
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"}),
+    "avxvnni": frozenset({"avx2", "avxvnni"}),
+    "avx2": frozenset({"avx2"}),
+    "generic": frozenset(),
+}
+
+
+def supported_variants() -> tuple[str, ...]:
+    """Variants that this processor can run, best first."""
+    features = {name for name, present in llvm.get_host_cpu_features().items() if present}
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        features = set()
+    # AVX-512 VL with VNNI has the 256-bit dot product too, under the same LLVM intrinsic.
+    if _REQUIRED["avx512"] <= features:
+        features.add("avxvnni")
+    return tuple(name for name in VARIANTS if _REQUIRED[name] <= features)
+
+
+def choose_variant(forced: str | None) -> str:
+    """The variant to compile for.
+
+    Args:
+        forced: A name from `VARIANTS`, or None for the best one.
+
+    Raises:
+        BackendError: the forced variant is unknown, or this processor lacks its instructions.
+    """
+    available = supported_variants()
+    if forced is None or forced == "":
+        return available[0]
+    if forced not in VARIANTS:
+        raise BackendError(
+            f"LOWBIT_CHAT_CPU_VARIANT is {forced!r}; use one of {', '.join(VARIANTS)}, or unset it to choose by itself"
+        )
+    if forced not in available:
+        raise BackendError(
+            f"this processor cannot run the {forced!r} kernels; available here: {', '.join(available)}. "
+            "Unset LOWBIT_CHAT_CPU_VARIANT to choose by itself"
+        )
+    return forced
+
+
+def _cache_folder(variant: str) -> Path:
+    """Folder for compiled kernels, keyed by their sources: numba itself notices a change of one file only."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {variant}".encode())
+    for source in sorted([*root.glob("cpu/*.py"), *root.glob("kernels/*/cpu.py")]):
+        digest.update(source.read_bytes())
+    home = os.environ.get("LOWBIT_CHAT_KERNEL_CACHE")
+    base = Path(home) if home else Path(platformdirs.user_cache_dir("lowbit-chat")) / "kernels"
+    return base / f"{variant}-{digest.hexdigest()[:16]}"
+
+
+VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
+"""The variant every kernel of this process is compiled for."""
+
+numba.config.CACHE_DIR = str(_cache_folder(VARIANT))

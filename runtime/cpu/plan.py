@@ -1,0 +1,303 @@
+"""Records a model's forward pass into a program, once, through `models.architecture.forward`.
+
+`PlanOperations` implements the operations of an architecture not by computing but by writing instructions, much as a
+CUDA graph is captured. What belongs together becomes one instruction: a norm or gate and the quantization of its output,
+head norms, rotation and the cache's append, a linear layer and the addition that follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models.architecture import forward
+from models.packed import PackedLinear, PackedResidual
+from models.rope import tables
+from models.spec import ModelSpec
+from runtime.weights import Weights
+from runtime.cpu import instructions as op
+from runtime.cpu.cache import CpuCache
+from runtime.cpu.layout import TiledLinear, aligned_zeros, padded, tile_linear
+from runtime.cpu.vector import LANES
+from runtime.decoder import DecoderOptions
+from runtime.kernels.gemv.cpu import BLOCK
+from runtime.kernels.select.budget import buckets, k_chunk_of, static_channels, total_budget
+from runtime.kernels.select.cpu import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
+
+MODES = {"approx": SELECT_APPROX, "exact": SELECT_EXACT, "static": SELECT_STATIC, "random": SELECT_RANDOM}
+ROW_PADDING = 16
+"""Buffers have rows for whole row blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """A [rows, width] matrix of float32 activations in a buffer, by address."""
+
+    address: int
+    """Of element [0, 0]."""
+    stride: int
+    """Bytes from row to row."""
+    width: int
+    """Channels."""
+    rows: int = 0
+    """0: the rows of the step; 1: those whose logits are wanted."""
+    norm: str = ""
+    """Head norm that is still to be applied."""
+    instruction: int = -1
+    """The linear layer that wrote it, if it can still be told to add instead."""
+    partial: int = 0
+    """Address of unmerged attention results, when this is what `attend` returned."""
+    gated: bool = False
+    """Whether gate and up are still to be multiplied."""
+
+
+class PlanOperations:
+    """Implements `models.architecture.Operations` by writing a program.
+
+    Args:
+        model: The stored model; its matrices are repacked here, one at a time.
+        options: How it is to be run.
+        cache: The KV cache that the program reads and writes.
+    """
+
+    def __init__(self, model: Weights, options: DecoderOptions, cache: CpuCache) -> None:
+        self._model = model
+        self._spec: ModelSpec = model.spec
+        self._options = options
+        self._cache = cache
+        self._program: list[list[int]] = []
+        self._keep: list[npt.NDArray[Any]] = []
+        self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self._rows = padded(options.max_rows, ROW_PADDING)
+        self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
+        self._cos, self._sin = (self._own(table) for table in tables(self._spec.rope, options.context))
+        self.weight_bytes = 0
+        self.residual_sources: list[npt.NDArray[Any]] = []
+        self.hits = self._own(np.zeros(self._rows, np.int32))
+        self.selected_channels = [0, 0]
+        """Channels that a row of the step, and a row whose logits are wanted, select in all layers together."""
+
+    def record(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Record the forward pass.
+
+        Returns:
+            The program, int64 [instructions, WIDTH], and the buffer that its logits arrive in, float32
+            [rows, V padded to 16]. Both live as long as this object's arrays (`buffers`).
+        """
+        forward(self, self._spec)
+        program = aligned_zeros((len(self._program), op.WIDTH), np.int64)
+        for i, words in enumerate(self._program):
+            program[i, : len(words)] = words
+        return program, self._buffers["logits"]
+
+    @property
+    def buffers(self) -> list[npt.NDArray[Any]]:
+        """Every array whose address the program holds."""
+        return [*self._keep, *self._buffers.values()]
+
+    # Operations, in the order of models.architecture.Operations
+
+    def embed(self) -> Activations:
+        """See `models.architecture.Operations`."""
+        table = self._own(np.asarray(self._model.embedding()))
+        out = self._matrix("stream", self._spec.hidden_size)
+        self._emit(op.EMBED, _address(table), self._spec.hidden_size, out.address, out.stride)
+        return out
+
+    def norm(self, x: Activations, name: str) -> Activations:
+        """See `models.architecture.Operations`. Written by the linear layer that reads it, which knows the groups."""
+        return replace(x, norm=name)
+
+    def linear(self, x: Activations, name: str) -> Activations:
+        """See `models.architecture.Operations`."""
+        packed = self._model.linear(name)
+        tiled = tile_linear(packed)
+        self._keep += [tiled.codes, tiled.scales, tiled.zeros]
+        self.weight_bytes += tiled.nbytes
+        k_chunk = k_chunk_of(self._options.k_chunk, name) if packed.residual is not None else 0
+        values = self._prepare(x, tiled)
+        total = total_budget(packed.shape[1], k_chunk)
+        if total:
+            self._select(values, packed, k_chunk, total)
+        return self._product(values, packed, tiled, total)
+
+    def split(self, x: Activations, widths: tuple[int, ...]) -> tuple[Activations, ...]:
+        """See `models.architecture.Operations`."""
+        parts, start = [], 0
+        for width in widths:
+            parts.append(replace(x, address=x.address + 4 * start, width=width, instruction=-1))
+            start += width
+        return tuple(parts)
+
+    def head_norm(self, x: Activations, name: str) -> Activations:
+        """See `models.architecture.Operations`. Applied by `attend`'s first instruction."""
+        return replace(x, norm=name)
+
+    def rotate(self, x: Activations) -> Activations:
+        """See `models.architecture.Operations`. Applied by `attend`'s first instruction."""
+        return x
+
+    def attend(self, q: Activations, k: Activations, v: Activations, layer: int) -> Activations:
+        """See `models.architecture.Operations`."""
+        spec = self._spec
+        assert k.address == q.address + 4 * q.width
+        assert v.address == k.address + 4 * k.width
+        norms = [_address(self._vector(x.norm)) if x.norm else 0 for x in (q, k)]
+        stored = self._cache.addresses(layer)
+        self._emit(
+            op.HEADS,
+            *(q.address, q.stride, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rope.rotary_dim // 2),
+            *(_address(self._cos), _address(self._sin), *norms, op.float_bits(spec.norm_eps)),
+            *(op.float_bits(spec.head_dim**-0.5), *stored, self._cache.context),
+        )
+        part = padded(spec.head_dim, LANES) + LANES
+        partial = self._buffer("partial", (self._rows * self._cache.max_splits * spec.num_heads * part,), np.float32)
+        self._emit(
+            op.ATTEND,
+            *(q.address, q.stride, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows[layer] or 0),
+            *(*stored, self._cache.context, _address(partial)),
+        )
+        return Activations(0, 0, spec.q_width, partial=_address(partial))
+
+    def gate(self, gate: Activations, up: Activations) -> Activations:
+        """See `models.architecture.Operations`. Written by the linear layer that reads it."""
+        assert up.address == gate.address + 4 * gate.width
+        return replace(gate, gated=True)
+
+    def add(self, x: Activations, y: Activations) -> Activations:
+        """See `models.architecture.Operations`. The linear layer that wrote y is told to add to x instead."""
+        words = self._program[y.instruction]
+        names = op.OPERANDS[op.LINEAR]
+        assert words[0] == op.LINEAR
+        words[1 + names.index("out")] = x.address
+        words[1 + names.index("out_stride")] = x.stride
+        words[1 + names.index("accumulate")] = 1
+        return x
+
+    def logit_rows(self, x: Activations) -> Activations:
+        """See `models.architecture.Operations`."""
+        out = replace(self._matrix("last", x.width), rows=1)
+        self._emit(op.GATHER, x.address, x.stride, x.width, out.address, out.stride)
+        return out
+
+    # How it is written down
+
+    def _prepare(self, x: Activations, tiled: TiledLinear) -> Activations:
+        """Write the instruction that makes x float32 and INT8: norm, gate, or merge of attention's splits."""
+        width = x.width
+        out = replace(self._matrix("input", self._widest()), width=width, rows=x.rows)
+        groups = -(-padded(width, BLOCK) // (BLOCK * tiled.group_blocks))
+        codes = self._buffer("codes", (self._rows, padded(self._widest(), BLOCK)), np.int8)
+        most_groups = padded(self._widest(), BLOCK) // BLOCK
+        scales = self._buffer("scales", (self._rows, most_groups), np.float32)
+        shifts = self._buffer("shifts", (self._rows, most_groups), np.float32)
+        assert groups == tiled.groups
+        source = x.partial or x.address
+        shared = (source, x.stride, width, out.address, out.stride, _address(codes), _address(scales))
+        shared += (_address(shifts), tiled.group_blocks, x.rows)
+        if x.partial:
+            self._emit(op.MERGE, *shared, self._spec.num_heads, self._spec.head_dim)
+        elif x.gated:
+            self._emit(op.GATE, *shared)
+        else:
+            weight = self._vector(x.norm)
+            self._emit(op.NORM, *shared, _address(weight), op.float_bits(self._spec.norm_eps))
+        return out
+
+    def _select(self, values: Activations, packed: PackedLinear, k_chunk: int, total: int) -> None:
+        chosen = self._chosen()
+        static = 0
+        border = (0, 0, 0)
+        options = self._options
+        if options.select == "static" and packed.mean_square is not None:
+            static = _address(self._own(static_channels(np.asarray(packed.mean_square), k_chunk)))
+        if options.select == "approx" and packed.rank_maximum is not None:
+            found = buckets(np.asarray(packed.rank_maximum), total)
+            border = tuple(op.float_bits(v) for v in (found.b15, found.upper_scale, found.lower_scale))
+        self.selected_channels[values.rows] += total
+        self._emit(
+            op.SELECT,
+            *(values.address, values.stride, packed.shape[1], k_chunk, total, _address(chosen), chosen.strides[0]),
+            *(values.rows, MODES[options.select], *border, static, options.seed % 2**63, self._names[packed.name]),
+            *(int(options.measure_recall), _address(self.hits)),
+        )
+
+    def _product(self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int) -> Activations:
+        name = "logits" if packed.name == "head" else packed.name.rsplit(".", 1)[-1]
+        out = replace(self._matrix(name, packed.shape[0]), rows=values.rows)
+        bias = 0
+        if packed.bias is not None:
+            wide = aligned_zeros((tiled.tiles * LANES,), np.float32)
+            wide[: packed.shape[0]] = packed.bias
+            bias = _address(self._own(wide))
+        residual = self._residual(packed.residual, tiled.tiles * LANES) if total and packed.residual else (0, 0, 0, 0)
+        chosen = self._chosen() if total else np.zeros((1, 1), np.int32)
+        self._emit(
+            op.LINEAR,
+            *(_address(tiled.codes), _address(tiled.scales), _address(tiled.zeros)),
+            *(_address(self._buffers[n]) for n in ("codes", "scales", "shifts")),
+            *(tiled.blocks, tiled.group_blocks, tiled.groups, tiled.tiles, tiled.bits, bias, out.address, out.stride),
+            *(0, values.rows, *residual, values.address, values.stride),
+            *((_address(chosen), chosen.strides[0]) if total else (0, 0)),
+            total,
+        )
+        return replace(out, instruction=len(self._program) - 1)
+
+    def _residual(self, residual: PackedResidual, columns: int) -> tuple[int, int, int, int]:
+        """Address of the codes, of the scales padded to whole tiles, bits, and bytes of a row."""
+        codes = np.asarray(residual.codes)
+        if residual.bits == 16 and codes.shape[1] < columns:
+            wide = aligned_zeros((codes.shape[0], columns), np.float16)
+            wide[:, : codes.shape[1]] = codes
+            codes = wide
+        self._own(codes)
+        self.residual_sources.append(codes)
+        if residual.scales is None:
+            return _address(codes), 0, residual.bits, codes.strides[0]
+        scales = aligned_zeros((columns,), np.float16)
+        scales[: residual.scales.size] = residual.scales
+        return _address(codes), _address(self._own(scales)), residual.bits, codes.strides[0]
+
+    def _widest(self) -> int:
+        return max(self._spec.linear_shape(kind)[1] for kind in ("qkv", "o", "down"))
+
+    def _chosen(self) -> npt.NDArray[Any]:
+        most = max(
+            total_budget(self._spec.linear_shape(name.rsplit(".", 1)[-1])[1], k_chunk_of(self._options.k_chunk, name))
+            for name in self._names
+        )
+        return self._buffer("chosen", (self._rows, padded(most, LANES)), np.int32)
+
+    def _matrix(self, name: str, width: int) -> Activations:
+        """The named activation buffer, zero-padded to whole blocks of channels."""
+        array = self._buffer(name, (self._rows, padded(width, BLOCK)), np.float32)
+        return Activations(_address(array), array.strides[0], width)
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        if name not in self._buffers:
+            self._buffers[name] = aligned_zeros(shape, dtype)
+        assert self._buffers[name].shape == shape
+        return self._buffers[name]
+
+    def _vector(self, name: str) -> npt.NDArray[Any]:
+        values = np.asarray(self._model.vector(name))
+        wide = aligned_zeros((padded(values.size, BLOCK),), np.float32)
+        wide[: values.size] = values
+        return self._own(wide)
+
+    def _own(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Keep the array alive as long as the program; contiguous."""
+        array = np.ascontiguousarray(array)
+        self._keep.append(array)
+        return array
+
+    def _emit(self, operation: int, *operands: int) -> None:
+        assert len(operands) == len(op.OPERANDS[operation]), op.OPERANDS[operation]
+        self._program.append([operation, *operands])
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return int(array.ctypes.data)

@@ -1,0 +1,78 @@
+"""The threads of the CPU backend.
+
+Threads live in compiled code while a session is open: a step is announced by one word in memory, so no thread needs the
+interpreter, or its lock, between two tokens. Between sessions they are gone and cost nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from runtime.cpu import sync
+from runtime.cpu.executor import run_program, serve_program
+
+
+def default_threads() -> int:
+    """Physical cores that this process may use."""
+    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
+    return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
+
+
+class Pool:
+    """Runs one program on several threads.
+
+    Args:
+        program: int64 [instructions, WIDTH].
+        control: int64 control block (see `runtime.cpu.sync` and `runtime.cpu.instructions`).
+        threads: Number of threads, the caller included.
+    """
+
+    def __init__(self, program: npt.NDArray[np.int64], control: npt.NDArray[np.int64], threads: int) -> None:
+        self._program, self._control, self.threads = program, control, threads
+        self._arguments = (int(program.ctypes.data), len(program), int(control.ctypes.data))
+        self._depth = 0
+        self._workers: list[threading.Thread] = []
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Keep the threads in compiled code; sessions may be nested, by one caller at a time."""
+        if self._depth == 0:
+            self._start()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._stop()
+
+    def step(self) -> None:
+        """Run the program once."""
+        with self.session():
+            run_program(*self._arguments, 0, self.threads)
+
+    def _start(self) -> None:
+        self._control[[sync.ARRIVED, sync.PHASE, sync.TICKET, sync.STOP]] = 0
+        self._workers = [
+            threading.Thread(
+                target=serve_program,
+                args=(*self._arguments, number, self.threads),
+                name=f"decoder-{number}",
+                daemon=True,
+            )
+            for number in range(1, self.threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def _stop(self) -> None:
+        self._control[sync.STOP] = 1
+        for worker in self._workers:
+            worker.join()
+        self._workers = []

@@ -1,0 +1,466 @@
+"""SIMD values for numba kernels: vectors of 16 floats, 16 integers and 64 bytes, and the few operations kernels need.
+
+Kernels take plain integer addresses and read and write through these functions, so no array descriptor is built and
+nothing is allocated on the way. All variants share the code; they differ in `dot4` alone, the byte dot product.
+
+Every function is an intrinsic for use inside `numba.njit` code. Addresses are int64; unless a function says otherwise
+they need only the alignment of their element.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+from runtime.cpu import isa
+
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+HALF, FLOAT = ir.HalfType(), ir.FloatType()
+POINTER = ir.PointerType()
+BYTES = ir.VectorType(I8, 64)
+WORDS = ir.VectorType(I32, 16)
+FLOATS = ir.VectorType(FLOAT, 16)
+HALVES = ir.VectorType(HALF, 16)
+
+LANES = 16
+"""Lanes of a vector of floats or integers: the output channels, or tokens, that a kernel handles side by side."""
+
+
+class VectorType(types.Type):  # type: ignore[misc]  # numba is untyped
+    """A numba type whose value is one LLVM vector."""
+
+    def __init__(self, name: str, llvm_type: ir.VectorType) -> None:
+        super().__init__(name=name)
+        self.llvm_type = llvm_type
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, numba_type: VectorType) -> None:
+        super().__init__(manager, numba_type, numba_type.llvm_type)
+
+
+bytes64 = VectorType("bytes64", BYTES)
+words16 = VectorType("words16", WORDS)
+floats16 = VectorType("floats16", FLOATS)
+
+Builder = Any
+Emit = Callable[..., Any]
+
+
+def define(result: types.Type, *arguments: types.Type) -> Callable[[Emit], Any]:
+    """Turn `emit(builder, *values)` into a numba intrinsic of the given signature."""
+
+    def decorate(emit: Emit) -> Any:
+        signature = result(*arguments)
+
+        def codegen(_context: Any, builder: Builder, _signature: Any, values: Any) -> Any:
+            value = emit(builder, *values)
+            return _context.get_dummy_value() if value is None else value
+
+        def typing_function(_typingctx: Any, *_arguments: Any) -> Any:
+            return signature, codegen
+
+        # numba reads the arity from the signature, so the declared one is put in place of `*_arguments`.
+        names = ["_typingctx", *(f"a{i}" for i in range(len(arguments)))]
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        typing_function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        typing_function.__name__ = emit.__name__
+        typing_function.__qualname__ = emit.__name__
+        typing_function.__doc__ = emit.__doc__
+        typing_function.__module__ = emit.__module__
+        return intrinsic(typing_function)
+
+    return decorate
+
+
+def pointer(b: Builder, address: Any) -> Any:
+    """The address as an LLVM pointer."""
+    return b.inttoptr(address, POINTER)
+
+
+def offset(b: Builder, address: Any, count: int) -> Any:
+    """The address `count` bytes further."""
+    return b.add(address, ir.Constant(I64, count)) if count else address
+
+
+def constant(vector: ir.VectorType, value: float) -> Any:
+    """A vector with the same value in each lane."""
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def splat(b: Builder, scalar: Any, vector: ir.VectorType) -> Any:
+    """A vector with the scalar in each lane."""
+    one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+    mask = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
+    return b.shuffle_vector(one, ir.Constant(vector, ir.Undefined), mask)
+
+
+def load(b: Builder, vector: Any, address: Any, align: int) -> Any:
+    """Load a value of LLVM type `vector`."""
+    return b.load(pointer(b, address), typ=vector, align=align)
+
+
+def call(b: Builder, name: str, result: Any, *values: Any) -> Any:
+    """Call an LLVM intrinsic by name."""
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(result, [v.type for v in values]), name)
+    return b.call(function, list(values))
+
+
+def shift_right(b: Builder, value: Any, bits: int) -> Any:
+    """Shift the 16-bit lanes of a byte vector; bits cross from byte to byte, so mask afterwards."""
+    if bits == 0:
+        return value
+    halves = ir.VectorType(I16, 32)
+    return b.bitcast(b.lshr(b.bitcast(value, halves), constant(halves, bits)), BYTES)
+
+
+def shift_left(b: Builder, value: Any, bits: int) -> Any:
+    """Like `shift_right`, to the left."""
+    halves = ir.VectorType(I16, 32)
+    return b.bitcast(b.shl(b.bitcast(value, halves), constant(halves, bits)), BYTES)
+
+
+def _half(b: Builder, value: Any, vector: ir.VectorType, part: int) -> Any:
+    count = vector.count
+    mask = ir.Constant(ir.VectorType(I32, count), [part * count + i for i in range(count)])
+    return b.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
+
+
+def _joined(b: Builder, low: Any, high: Any) -> Any:
+    mask = ir.Constant(ir.VectorType(I32, LANES), list(range(LANES)))
+    return b.shuffle_vector(low, high, mask)
+
+
+def _dot4_avx512(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+    operand = BYTES if llvm.llvm_version_info >= (22,) else WORDS
+    return call(
+        b, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, b.bitcast(unsigned, operand), b.bitcast(signed, operand)
+    )
+
+
+def _dot4_halves(b: Builder, total: Any, unsigned: Any, signed: Any, dot: Emit) -> Any:
+    bytes32, words8 = ir.VectorType(I8, 32), ir.VectorType(I32, 8)
+    parts = [
+        dot(b, _half(b, total, words8, i), _half(b, unsigned, bytes32, i), _half(b, signed, bytes32, i))
+        for i in range(2)
+    ]
+    return _joined(b, *parts)
+
+
+def _dot4_avxvnni(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+    words8 = ir.VectorType(I32, 8)
+    operand = ir.VectorType(I8, 32) if llvm.llvm_version_info >= (22,) else words8
+
+    def dot(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+        name = "llvm.x86.avx512.vpdpbusd.256"
+        return call(b, name, words8, total, b.bitcast(unsigned, operand), b.bitcast(signed, operand))
+
+    return _dot4_halves(b, total, unsigned, signed, dot)
+
+
+def _dot4_avx2(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+    # Sums of two products stay under 2 * 15 * 127, far from where the 16-bit step would saturate.
+    shorts16, words8 = ir.VectorType(I16, 16), ir.VectorType(I32, 8)
+
+    def dot(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+        pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", shorts16, unsigned, signed)
+        return b.add(total, call(b, "llvm.x86.avx2.pmadd.wd", words8, pairs, constant(shorts16, 1)))
+
+    return _dot4_halves(b, total, unsigned, signed, dot)
+
+
+def _dot4_generic(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+    # Byte i of each 32-bit lane is brought down by shifts: plain lane arithmetic that every target has.
+    u, s = b.bitcast(unsigned, WORDS), b.bitcast(signed, WORDS)
+    for byte in range(4):
+        a = b.and_(b.lshr(u, constant(WORDS, 8 * byte)), constant(WORDS, 255))
+        c = b.ashr(b.shl(s, constant(WORDS, 24 - 8 * byte)), constant(WORDS, 24))
+        total = b.add(total, b.mul(a, c))
+    return total
+
+
+emit_dot4: Emit = {
+    "avx512": _dot4_avx512,
+    "avxvnni": _dot4_avxvnni,
+    "avx2": _dot4_avx2,
+    "generic": _dot4_generic,
+}[isa.VARIANT]
+"""total[i] + sum of unsigned[4i + j] * signed[4i + j] over j in 0..3, for weights up to 4 bits."""
+
+
+@define(words16, words16, bytes64, words16)
+def dot4(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+    """Per lane: total + four products of unsigned bytes (at most 15) and signed bytes."""
+    return emit_dot4(b, total, unsigned, b.bitcast(signed, BYTES))
+
+
+@define(words16)
+def zero_words(_b: Builder) -> Any:
+    """Sixteen zeros."""
+    return constant(WORDS, 0)
+
+
+@define(floats16)
+def zero_floats(_b: Builder) -> Any:
+    """Sixteen zeros."""
+    return constant(FLOATS, 0.0)
+
+
+@define(words16, words16, words16)
+def add_words(b: Builder, x: Any, y: Any) -> Any:
+    """x + y."""
+    return b.add(x, y)
+
+
+@define(floats16, words16)
+def to_floats(b: Builder, x: Any) -> Any:
+    """Signed integers to floats."""
+    return b.sitofp(x, FLOATS)
+
+
+@define(words16, types.int64)
+def broadcast_word(b: Builder, address: Any) -> Any:
+    """The 32-bit word at the address in every lane."""
+    return splat(b, load(b, I32, address, 4), WORDS)
+
+
+@define(floats16, types.int64)
+def broadcast(b: Builder, address: Any) -> Any:
+    """The float at the address in every lane."""
+    return splat(b, load(b, FLOAT, address, 4), FLOATS)
+
+
+@define(floats16, types.float32)
+def fill(b: Builder, value: Any) -> Any:
+    """The value in every lane."""
+    return splat(b, value, FLOATS)
+
+
+@define(floats16, types.int64)
+def load_floats(b: Builder, address: Any) -> Any:
+    """Sixteen floats."""
+    return load(b, FLOATS, address, 4)
+
+
+@define(floats16, types.int64)
+def load_halves(b: Builder, address: Any) -> Any:
+    """Sixteen half-precision numbers as floats."""
+    return b.fpext(load(b, HALVES, address, 2), FLOATS)
+
+
+@define(floats16, types.int64)
+def load_signed(b: Builder, address: Any) -> Any:
+    """Sixteen signed bytes as floats."""
+    return b.sitofp(b.sext(load(b, ir.VectorType(I8, 16), address, 1), WORDS), FLOATS)
+
+
+@define(floats16, types.int64)
+def load_unsigned(b: Builder, address: Any) -> Any:
+    """Sixteen unsigned bytes as floats."""
+    return b.sitofp(b.zext(load(b, ir.VectorType(I8, 16), address, 1), WORDS), FLOATS)
+
+
+@define(types.void, types.int64, floats16)
+def store_floats(b: Builder, address: Any, value: Any) -> None:
+    """Store sixteen floats."""
+    b.store(value, pointer(b, address), align=4)
+
+
+@define(types.void, types.int64, floats16)
+def store_halves(b: Builder, address: Any, value: Any) -> None:
+    """Round to half precision and store."""
+    b.store(b.fptrunc(value, HALVES), pointer(b, address), align=2)
+
+
+@define(floats16, floats16, floats16)
+def add(b: Builder, x: Any, y: Any) -> Any:
+    """x + y."""
+    return b.fadd(x, y)
+
+
+@define(floats16, floats16, floats16)
+def sub(b: Builder, x: Any, y: Any) -> Any:
+    """x - y."""
+    return b.fsub(x, y)
+
+
+@define(floats16, floats16, floats16)
+def mul(b: Builder, x: Any, y: Any) -> Any:
+    """x * y."""
+    return b.fmul(x, y)
+
+
+@define(floats16, floats16, floats16)
+def div(b: Builder, x: Any, y: Any) -> Any:
+    """x / y."""
+    return b.fdiv(x, y)
+
+
+def emit_fma(b: Builder, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z with one rounding."""
+    return call(b, "llvm.fma.v16f32", FLOATS, x, y, z)
+
+
+@define(floats16, floats16, floats16, floats16)
+def fma(b: Builder, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z with one rounding."""
+    return emit_fma(b, x, y, z)
+
+
+@define(floats16, floats16, types.int64, types.int64)
+def keep_lanes(b: Builder, x: Any, first: Any, end: Any) -> Any:
+    """x in lanes first .. end - 1, a very negative number in the others (which `exp` turns into 0)."""
+    numbers = ir.Constant(WORDS, list(range(LANES)))
+    low = b.icmp_signed(">=", numbers, splat(b, b.trunc(first, I32), WORDS))
+    high = b.icmp_signed("<", numbers, splat(b, b.trunc(end, I32), WORDS))
+    return b.select(b.and_(low, high), x, constant(FLOATS, -1e30))
+
+
+@define(floats16, floats16)
+def rounded(b: Builder, x: Any) -> Any:
+    """Nearest integers, ties to even."""
+    return call(b, "llvm.rint.v16f32", FLOATS, x)
+
+
+@define(types.void, types.int64, types.int64, floats16)
+def store_quads(b: Builder, address: Any, stride: Any, value: Any) -> None:
+    """Store sixteen whole numbers as signed bytes: four words of four bytes, `stride` bytes apart."""
+    quads = b.bitcast(b.trunc(b.fptosi(value, WORDS), ir.VectorType(I8, 16)), ir.VectorType(I32, 4))
+    for i in range(4):
+        b.store(b.extract_element(quads, ir.Constant(I32, i)), pointer(b, address), align=4)
+        address = b.add(address, stride)
+
+
+@define(floats16, floats16, floats16)
+def maximum(b: Builder, x: Any, y: Any) -> Any:
+    """The larger of both, lane by lane."""
+    return call(b, "llvm.maxnum.v16f32", FLOATS, x, y)
+
+
+@define(floats16, floats16)
+def absolute(b: Builder, x: Any) -> Any:
+    """|x|."""
+    return call(b, "llvm.fabs.v16f32", FLOATS, x)
+
+
+@define(types.float32, floats16)
+def sum_lanes(b: Builder, x: Any) -> Any:
+    """Sum of the lanes, in a fixed tree order."""
+    for width in (8, 4, 2, 1):
+        vector = ir.VectorType(FLOAT, width)
+        low = ir.Constant(ir.VectorType(I32, width), list(range(width)))
+        high = ir.Constant(ir.VectorType(I32, width), list(range(width, 2 * width)))
+        undefined = ir.Constant(x.type, ir.Undefined)
+        x = b.fadd(b.shuffle_vector(x, undefined, low), b.shuffle_vector(x, undefined, high))
+        assert x.type == vector
+    return b.extract_element(x, ir.Constant(I32, 0))
+
+
+@define(types.float32, floats16)
+def max_lanes(b: Builder, x: Any) -> Any:
+    """Largest lane."""
+    return call(b, "llvm.vector.reduce.fmax.v16f32", FLOAT, x)
+
+
+_EXP_TERMS = [1 / math.factorial(n) * math.log(2) ** n for n in range(7)]
+
+
+@define(floats16, floats16)
+def exp(b: Builder, x: Any) -> Any:
+    """e^x, clamped to the range of normal floats. Relative error under 3e-7: 2^n times a Taylor polynomial of 2^f."""
+    scaled = b.fmul(x, constant(FLOATS, math.log2(math.e)))
+    scaled = call(b, "llvm.maxnum.v16f32", FLOATS, scaled, constant(FLOATS, -126.0))
+    scaled = call(b, "llvm.minnum.v16f32", FLOATS, scaled, constant(FLOATS, 127.0))
+    whole = call(b, "llvm.rint.v16f32", FLOATS, scaled)
+    fraction = b.fsub(scaled, whole)
+    power = constant(FLOATS, _EXP_TERMS[-1])
+    for term in reversed(_EXP_TERMS[:-1]):
+        power = emit_fma(b, power, fraction, constant(FLOATS, term))
+    bits = b.shl(b.add(b.fptosi(whole, WORDS), constant(WORDS, 127)), constant(WORDS, 23))
+    return b.fmul(power, b.bitcast(bits, FLOATS))
+
+
+@define(types.void, types.int64)
+def prefetch(b: Builder, address: Any) -> None:
+    """Ask for the cache line at the address."""
+    name = "llvm.prefetch.p0"
+    values = (pointer(b, address), ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1))
+    call(b, name, ir.VoidType(), *values)
+
+
+def _scalar_load(numba_type: types.Type, llvm_type: Any, align: int, name: str, doc: str) -> Any:
+    def emit(b: Builder, address: Any) -> Any:
+        return load(b, llvm_type, address, align)
+
+    emit.__name__ = name
+    emit.__doc__ = doc
+    return define(numba_type, types.int64)(emit)
+
+
+def _scalar_store(numba_type: types.Type, align: int, name: str, doc: str) -> Any:
+    def emit(b: Builder, address: Any, value: Any) -> None:
+        b.store(value, pointer(b, address), align=align)
+
+    emit.__name__ = name
+    emit.__doc__ = doc
+    return define(types.void, types.int64, numba_type)(emit)
+
+
+get_float = _scalar_load(types.float32, FLOAT, 4, "get_float", "The float at the address.")
+get_int = _scalar_load(types.int32, I32, 4, "get_int", "The 32-bit integer at the address.")
+get_word = _scalar_load(types.int64, I64, 8, "get_word", "The 64-bit integer at the address.")
+set_float = _scalar_store(types.float32, 4, "set_float", "Store a float.")
+set_int = _scalar_store(types.int32, 4, "set_int", "Store a 32-bit integer.")
+set_word = _scalar_store(types.int64, 8, "set_word", "Store a 64-bit integer.")
+set_byte = _scalar_store(types.int8, 1, "set_byte", "Store a signed byte.")
+
+
+@define(types.float32, types.int64)
+def get_half(b: Builder, address: Any) -> Any:
+    """The half-precision number at the address, as a float."""
+    return b.fpext(load(b, HALF, address, 2), FLOAT)
+
+
+@define(types.void, types.int64, types.float32)
+def set_half(b: Builder, address: Any, value: Any) -> None:
+    """Round to half precision and store."""
+    b.store(b.fptrunc(value, HALF), pointer(b, address), align=2)
+
+
+@define(types.float32, types.int64)
+def as_float(b: Builder, word: Any) -> Any:
+    """The float whose bits are the low half of the word."""
+    return b.bitcast(b.trunc(word, I32), FLOAT)
+
+
+@define(types.int64, types.int64)
+def magnitude_bits(b: Builder, address: Any) -> Any:
+    """Bits of |x| of the float at the address: non-negative, and ordered like the magnitudes."""
+    return b.zext(b.and_(load(b, I32, address, 4), ir.Constant(I32, 0x7FFFFFFF)), I64)
+
+
+@define(types.float32, types.float32)
+def round_even(b: Builder, value: Any) -> Any:
+    """Round to the nearest integer, ties to even."""
+    return call(b, "llvm.rint.f32", FLOAT, value)
+
+
+def _stack(count: int) -> Any:
+    def emit(b: Builder) -> Any:
+        return b.ptrtoint(cgutils.alloca_once(b, ir.ArrayType(I64, count)), I64)
+
+    emit.__name__ = f"stack_words_{count}"
+    emit.__doc__ = f"Address of {count} uninitialized words on the stack of the calling function."
+    return define(types.int64)(emit)
+
+
+stack_words_128, stack_words_1024 = _stack(128), _stack(1024)

@@ -1,0 +1,299 @@
+"""Attention over the cached keys and values in their packed form, each read once for all query heads that share them.
+
+Keys of 16 tokens stand together channel by channel ([T / 16, D, 16]), so 16 scores are one vector and nothing is summed
+across lanes; values stand token by token ([T, D padded to 16]). One work item is a run of query rows of a sequence, one
+key-value head and one split of the context; its softmax is kept unnormalized with its maximum, and `merge_splits` joins
+the splits (flash-decoding).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+
+from runtime.cpu.vector import (
+    add,
+    broadcast,
+    div,
+    exp,
+    fill,
+    fma,
+    get_float,
+    keep_lanes,
+    load_floats,
+    load_halves,
+    load_signed,
+    max_lanes,
+    maximum,
+    mul,
+    set_float,
+    store_floats,
+    sub,
+    sum_lanes,
+    zero_floats,
+)
+
+SPAN = 64
+"""Tokens handled between two updates of the softmax."""
+_TILE = 16
+_LOWEST = -1e30
+
+
+def _scores(load_cached: Any, item: int) -> Any:
+    """Scores of `queries` query vectors with SPAN cached keys."""
+    tile_step = _TILE * item
+
+    @numba.njit(nogil=True)
+    def scores(q: int, q_stride: int, queries: int, keys: int, dim: int, out: int) -> None:
+        n = 0
+        while n + 4 <= queries:
+            q0 = q + n * q_stride
+            q1, q2, q3 = q0 + q_stride, q0 + 2 * q_stride, q0 + 3 * q_stride
+            for tile in range(SPAN // _TILE):
+                at = keys + tile * dim * tile_step
+                s0, s1, s2, s3 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
+                for d in range(dim):
+                    key = load_cached(at + d * tile_step)
+                    s0 = fma(key, broadcast(q0 + 4 * d), s0)
+                    s1 = fma(key, broadcast(q1 + 4 * d), s1)
+                    s2 = fma(key, broadcast(q2 + 4 * d), s2)
+                    s3 = fma(key, broadcast(q3 + 4 * d), s3)
+                to = out + 4 * (n * SPAN + tile * _TILE)
+                store_floats(to, s0)
+                store_floats(to + 4 * SPAN, s1)
+                store_floats(to + 8 * SPAN, s2)
+                store_floats(to + 12 * SPAN, s3)
+            n += 4
+        while n < queries:
+            qn = q + n * q_stride
+            k0, k1 = keys, keys + dim * tile_step
+            k2, k3 = keys + 2 * dim * tile_step, keys + 3 * dim * tile_step
+            s0, s1, s2, s3 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
+            for d in range(dim):
+                value = broadcast(qn + 4 * d)
+                s0 = fma(load_cached(k0 + d * tile_step), value, s0)
+                s1 = fma(load_cached(k1 + d * tile_step), value, s1)
+                s2 = fma(load_cached(k2 + d * tile_step), value, s2)
+                s3 = fma(load_cached(k3 + d * tile_step), value, s3)
+            to = out + 4 * n * SPAN
+            store_floats(to, s0)
+            store_floats(to + 64, s1)
+            store_floats(to + 128, s2)
+            store_floats(to + 192, s3)
+            n += 1
+
+    return scores
+
+
+def _weigh(load_cached: Any, item: int) -> Any:
+    """Add the weighted values of `count` tokens to the sums of `queries` heads."""
+
+    @numba.njit(nogil=True)
+    def weigh(weights: int, queries: int, values: int, count: int, padded: int, sums: int, sums_stride: int) -> None:
+        row = padded * item
+        n = 0
+        while n + 4 <= queries:
+            w0 = weights + 4 * n * SPAN
+            for d in range(0, padded, 16):
+                to = sums + n * sums_stride + 4 * d
+                a0, a1 = load_floats(to), load_floats(to + sums_stride)
+                a2, a3 = load_floats(to + 2 * sums_stride), load_floats(to + 3 * sums_stride)
+                for t in range(count):
+                    value = load_cached(values + t * row + d * item)
+                    a0 = fma(value, broadcast(w0 + 4 * t), a0)
+                    a1 = fma(value, broadcast(w0 + 4 * (SPAN + t)), a1)
+                    a2 = fma(value, broadcast(w0 + 4 * (2 * SPAN + t)), a2)
+                    a3 = fma(value, broadcast(w0 + 4 * (3 * SPAN + t)), a3)
+                store_floats(to, a0)
+                store_floats(to + sums_stride, a1)
+                store_floats(to + 2 * sums_stride, a2)
+                store_floats(to + 3 * sums_stride, a3)
+            n += 4
+        while n < queries:
+            wn = weights + 4 * n * SPAN
+            for d in range(0, padded, 16):
+                to = sums + n * sums_stride + 4 * d
+                at = values + d * item
+                a0, a1, a2, a3 = load_floats(to), zero_floats(), zero_floats(), zero_floats()
+                t = 0
+                while t + 4 <= count:
+                    a0 = fma(load_cached(at + t * row), broadcast(wn + 4 * t), a0)
+                    a1 = fma(load_cached(at + (t + 1) * row), broadcast(wn + 4 * t + 4), a1)
+                    a2 = fma(load_cached(at + (t + 2) * row), broadcast(wn + 4 * t + 8), a2)
+                    a3 = fma(load_cached(at + (t + 3) * row), broadcast(wn + 4 * t + 12), a3)
+                    t += 4
+                while t < count:
+                    a0 = fma(load_cached(at + t * row), broadcast(wn + 4 * t), a0)
+                    t += 1
+                store_floats(to, add(add(a0, a1), add(a2, a3)))
+            n += 1
+
+    return weigh
+
+
+_scores_fp16, _scores_int8 = _scores(load_halves, 2), _scores(load_signed, 1)
+_weigh_fp16, _weigh_int8 = _weigh(load_halves, 2), _weigh(load_signed, 1)
+
+
+@numba.njit(nogil=True)
+def _softmax_span(
+    scores: int, start: int, first: int, end: int, key_scales: int, value_scales: int, sums: int, padded: int, state: int
+) -> None:
+    """Turn one query's SPAN scores into weights and bring its running maximum and sum up to date.
+
+    Args:
+        scores: Address of float32 [SPAN], the scores of tokens start .. start + SPAN - 1; overwritten by the weights
+            (times the value's scale, for int8).
+        start: First token of the span.
+        first: First token that the query sees.
+        end: One past the last token that it sees.
+        key_scales: Address of float16 scales of the span's keys, or 0.
+        value_scales: Likewise of its values.
+        sums: Address of the query's weighted sum, float32 [padded]; rescaled when the maximum grows.
+        padded: D padded to 16.
+        state: Address of float32 [2], running maximum and running sum of the weights.
+    """
+    largest = fill(numba.float32(_LOWEST))
+    for tile in range(0, SPAN, _TILE):
+        s = load_floats(scores + 4 * tile)
+        if key_scales != 0:
+            s = mul(s, load_halves(key_scales + 2 * tile))
+        if start + tile < first or start + tile + _TILE > end:
+            s = keep_lanes(s, first - start - tile, end - start - tile)
+        store_floats(scores + 4 * tile, s)
+        largest = maximum(largest, s)
+    before = get_float(state)
+    top = max(before, max_lanes(largest))
+    total = zero_floats()
+    tops = fill(numba.float32(top))
+    for tile in range(0, SPAN, _TILE):
+        weight = exp(sub(load_floats(scores + 4 * tile), tops))
+        total = add(total, weight)
+        if value_scales != 0:
+            weight = mul(weight, load_halves(value_scales + 2 * tile))
+        store_floats(scores + 4 * tile, weight)
+    if top > before:
+        factor = numba.float32(math.exp(before - top))
+        set_float(state, numba.float32(top))
+        set_float(state + 4, numba.float32(get_float(state + 4) * factor))
+        factors = fill(factor)
+        for d in range(0, padded, 16):
+            store_floats(sums + 4 * d, mul(load_floats(sums + 4 * d), factors))
+    set_float(state + 4, numba.float32(get_float(state + 4) + sum_lanes(total)))
+
+
+@numba.njit(nogil=True)
+def attend_split(
+    q: int,
+    q_row: int,
+    rows: int,
+    heads: int,
+    position: int,
+    window: int,
+    keys: int,
+    values: int,
+    key_scales: int,
+    value_scales: int,
+    dim: int,
+    start: int,
+    stop: int,
+    sums: int,
+    sums_row: int,
+    sums_head: int,
+    scores: int,
+) -> None:
+    """Attention of a few rows of one sequence over one key-value head and one split of the context.
+
+    Args:
+        q: Address of the first row's first query head of the group, float32, rotated and divided by sqrt(D).
+        q_row: Bytes from row to row.
+        rows: Rows, at consecutive positions.
+        heads: Query heads that share the key-value head.
+        position: Position of the first row.
+        window: Tokens that a query sees, itself included; 0 = all.
+        keys: Address of this head's keys [T / 16, D, 16].
+        values: Address of this head's values [T, D padded to 16].
+        key_scales: Address of float16 [T] for int8, 0 for fp16.
+        value_scales: Likewise.
+        dim: D.
+        start: First token of the split, a multiple of SPAN.
+        stop: One past its last token.
+        sums: Address of the first row's and head's partial result: float32 [D padded to 16], then maximum and sum.
+        sums_row: Bytes from row to row.
+        sums_head: Bytes from head to head.
+        scores: Address of scratch, float32 [heads, SPAN].
+    """
+    padded = (dim + 15) // 16 * 16
+    for row in range(rows):
+        for head in range(heads):
+            to = sums + row * sums_row + head * sums_head
+            for d in range(0, padded, 16):
+                store_floats(to + 4 * d, zero_floats())
+            set_float(to + 4 * padded, numba.float32(_LOWEST))
+            set_float(to + 4 * padded + 4, numba.float32(0.0))
+    for span in range(start, stop, SPAN):
+        for row in range(rows):
+            end = min(position + row + 1, stop)
+            first = 0 if window == 0 else max(0, position + row + 1 - window)
+            if span >= end or span + SPAN <= first:
+                continue
+            at, to = q + row * q_row, sums + row * sums_row
+            count = min(SPAN, end - span)
+            if key_scales == 0:
+                _scores_fp16(at, 4 * dim, heads, keys + 2 * span * dim, dim, scores)
+            else:
+                _scores_int8(at, 4 * dim, heads, keys + span * dim, dim, scores)
+            for head in range(heads):
+                _softmax_span(
+                    scores + 4 * SPAN * head,
+                    span,
+                    first,
+                    end,
+                    0 if key_scales == 0 else key_scales + 2 * span,
+                    0 if value_scales == 0 else value_scales + 2 * span,
+                    to + head * sums_head,
+                    padded,
+                    to + head * sums_head + 4 * padded,
+                )
+            if key_scales == 0:
+                _weigh_fp16(scores, heads, values + 2 * span * padded, count, padded, to, sums_head)
+            else:
+                _weigh_int8(scores, heads, values + span * padded, count, padded, to, sums_head)
+
+
+@numba.njit(nogil=True)
+def merge_splits(sums: int, splits: int, split_step: int, dim: int, out: int) -> None:
+    """Join the partial results of one row and query head and normalize: float32 [D] at `out`.
+
+    Args:
+        sums: Address of the first split's partial result (see `attend_split`).
+        splits: Number of splits.
+        split_step: Bytes from split to split.
+        dim: D.
+        out: Address of float32 [D].
+    """
+    padded = (dim + 15) // 16 * 16
+    top = numba.float32(_LOWEST)
+    for split in range(splits):
+        top = max(top, get_float(sums + split * split_step + 4 * padded))
+    total = numba.float32(0.0)
+    for split in range(splits):
+        state = sums + split * split_step + 4 * padded
+        total += numba.float32(math.exp(get_float(state) - top)) * get_float(state + 4)
+    for d in range(0, padded, 16):
+        value = zero_floats()
+        for split in range(splits):
+            at = sums + split * split_step
+            value = fma(
+                load_floats(at + 4 * d), fill(numba.float32(math.exp(get_float(at + 4 * padded) - top))), value
+            )
+        value = div(value, fill(total))
+        if d + 16 <= dim:
+            store_floats(out + 4 * d, value)
+        else:
+            store_floats(sums + 4 * d, value)
+            for i in range(d, dim):
+                set_float(out + 4 * i, get_float(sums + 4 * i))
+

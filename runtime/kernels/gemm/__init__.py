@@ -1,0 +1,1 @@
+"""Low-bit matrix times many rows of activations (prefill, verification, batches)."""
