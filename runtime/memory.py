@@ -1,0 +1,217 @@
+"""The memory plan: what a model will take on this machine, set against what is free now, before anything is loaded.
+
+Nothing here imports torch. The plan decides the context where the person leaves it open, and refuses with numbers and a
+way out where the model can't fit; see design decision 14.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from models.spec import ModelSpec
+from runtime.decoder import KVKind
+from runtime.errors import OutOfMemoryError, RequestError
+from tuner.detect import MemoryInfo, detect_memory
+
+MIB, GIB = 1 << 20, 1 << 30
+
+DEFAULT_CONTEXT = 8192
+"""Context in tokens where neither the person, nor the model, nor memory asks for less."""
+SMALLEST_CONTEXT = 256
+"""A model that can't have this many tokens of context (or its own maximum, if that is less) is not loaded."""
+_STEP = 64
+"""A planned context is a multiple of this, unless it is the model's own maximum."""
+_MARGIN = 256 * MIB
+"""Room left for what is not planned: allocator slack, the tokenizer, the rest of the system."""
+_LARGE_CONTEXT = 1024
+"""Advice does not mention the context below this: cutting it further would not help anybody."""
+
+Backend = Literal["cpu", "reference"]
+_PlanAt = Callable[[int], "MemoryPlan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What the weights of a stored model take."""
+
+    weight_bytes: int
+    """Packed linear layers, norms and scales."""
+    residual_bytes: int = 0
+    """Residual codes; they stay mapped from the file, and the system may drop and read them again."""
+
+    def __post_init__(self) -> None:
+        if self.weight_bytes < 0 or self.residual_bytes < 0:
+            raise ValueError(f"sizes cannot be negative: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Where the memory goes. All sizes in bytes."""
+
+    context: int
+    """Positions of each slot, in tokens."""
+    weight_bytes: int
+    """The weights in the backend's own layout."""
+    residual_bytes: int
+    """Residuals, mapped: wanted in memory for speed, not counted in `needed_bytes`."""
+    kv_bytes: int
+    """The KV cache at `context`."""
+    buffer_bytes: int
+    """Activations of the widest step, logits, rotary tables."""
+    margin_bytes: int
+    """Room left unplanned."""
+    available_bytes: int
+    """What is free now."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must fit."""
+        return self.weight_bytes + self.kv_bytes + self.buffer_bytes + self.margin_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does."""
+        return self.needed_bytes <= self.available_bytes
+
+
+def kv_bytes_per_token(spec: ModelSpec, kv: KVKind) -> int:
+    """Bytes of keys and values of one token in all layers.
+
+    `fp16` takes two bytes a value; `int8` one, and a half-precision scale for each head.
+    """
+    per_head = 2 * spec.head_dim if kv == "fp16" else spec.head_dim + 2
+    return 2 * spec.num_layers * spec.num_kv_heads * per_head
+
+
+def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
+    """Bytes of the working buffers of a step of `rows` rows: activations, one row of logits and rotary tables, fp32."""
+    widths = 3 * spec.hidden_size + spec.q_width + 2 * spec.kv_width + 3 * spec.intermediate_size + spec.q_width
+    return 4 * (rows * widths + 2 * spec.vocab_size + context * spec.rope.rotary_dim)
+
+
+def plan(
+    spec: ModelSpec,
+    sizes: ModelSizes,
+    *,
+    kv: KVKind = "fp16",
+    context: int | None = None,
+    slots: int = 1,
+    rows: int = 128,
+    backend: Backend = "cpu",
+    compensated: bool = False,
+    memory: MemoryInfo | None = None,
+) -> MemoryPlan:
+    """Plan a load, and choose the context if it is left open.
+
+    Args:
+        spec: The architecture.
+        sizes: What its stored weights take.
+        kv: Precision of the cache.
+        context: Tokens of context, or None for the least of the model's maximum, what fits, and `DEFAULT_CONTEXT`.
+        slots: Sequences that keep a cache at the same time.
+        rows: Most rows of one step.
+        backend: Which backend will hold the weights; the reference one unpacks them to fp32.
+        compensated: Whether error compensation will be used (the reference backend then unpacks the residuals too).
+        memory: What is free; looked up if None.
+
+    Raises:
+        RequestError: the context is not positive or longer than the model's.
+        OutOfMemoryError: it does not fit, with the numbers and what to do.
+    """
+    if context is not None and not 0 < context <= spec.max_context:
+        raise RequestError(
+            f"a context of {context} tokens is not possible with this model: choose 1 to {spec.max_context}"
+        )
+    free = memory if memory is not None else detect_memory()
+    weights = _resident_weights(spec, sizes, backend, compensated=compensated)
+
+    def at(tokens: int) -> MemoryPlan:
+        return MemoryPlan(
+            context=tokens,
+            weight_bytes=weights,
+            residual_bytes=sizes.residual_bytes if compensated else 0,
+            kv_bytes=tokens * slots * kv_bytes_per_token(spec, kv),
+            buffer_bytes=buffer_bytes(spec, tokens, rows),
+            margin_bytes=_MARGIN,
+            available_bytes=free.available_bytes,
+        )
+
+    wanted = context if context is not None else min(spec.max_context, DEFAULT_CONTEXT)
+    if at(wanted).fits:
+        return at(wanted)
+    smallest = min(SMALLEST_CONTEXT, spec.max_context)
+    largest = _largest_fitting(at, smallest, wanted)
+    if context is None and largest is not None:
+        return at(largest)
+    raise OutOfMemoryError(_explain(at(wanted if context is not None else smallest), largest, kv, free))
+
+
+def describe(planned: MemoryPlan) -> str:
+    """The plan in one line, for a person."""
+    mapped = f", residuals {size(planned.residual_bytes)} mapped" if planned.residual_bytes else ""
+    return (
+        f"{size(planned.needed_bytes)} (weights {size(planned.weight_bytes)}, cache {size(planned.kv_bytes)} for "
+        f"{planned.context} tokens, buffers {size(planned.buffer_bytes)}, margin {size(planned.margin_bytes)}{mapped})"
+    )
+
+
+def size(count: int) -> str:
+    """A number of bytes as a person reads it: `1.5 GiB`, `300 MiB`, `12 KiB`."""
+    if count >= GIB:
+        return f"{count / GIB:.1f} GiB"
+    return f"{count / MIB:.0f} MiB" if count >= MIB else f"{count / 1024:.0f} KiB"
+
+
+def _resident_weights(spec: ModelSpec, sizes: ModelSizes, backend: Backend, *, compensated: bool) -> int:
+    if backend == "cpu":
+        return sizes.weight_bytes
+    values = sum(rows * width for rows, width in (spec.linear_shape(_kind(name)) for name in spec.linear_names()))
+    return 4 * values * (2 if compensated else 1) + 2 * spec.vocab_size * spec.hidden_size
+
+
+def _kind(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
+def _largest_fitting(at: _PlanAt, smallest: int, wanted: int) -> int | None:
+    """The longest context, a multiple of `_STEP`, that fits between `smallest` and `wanted`; None if there is none."""
+    if smallest > wanted or not at(smallest).fits:
+        return None
+    low, high = smallest // _STEP, wanted // _STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if at(middle * _STEP).fits else (low, middle - 1)
+    return max(low * _STEP, smallest)
+
+
+def _explain(planned: MemoryPlan, largest: int | None, kv: KVKind, free: MemoryInfo) -> str:
+    limited = f" of this container's {size(free.limit_bytes)}" if free.limit_bytes is not None else ""
+    advice = []
+    if largest is not None:
+        advice.append(f"a context of {largest} tokens fits")
+    if kv == "fp16" and planned.kv_bytes > planned.needed_bytes // 8:
+        advice.append("an int8 cache takes about half")
+    if largest is None or planned.context <= _LARGE_CONTEXT:
+        advice.append("use fewer bits or a smaller model")
+    holder = largest_process()
+    advice.append(f"close other programs{f' ({holder})' if holder else ''}")
+    return (
+        f"not enough memory: needs {describe(planned)}, but {size(free.available_bytes)}{limited} is free now; "
+        + ", or ".join(advice)
+    )
+
+
+def largest_process() -> str | None:
+    """The other process that holds most memory, `name holds 2.1 GiB`; None if none is seen to hold 256 MiB."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter(["name", "memory_info"]):
+        memory = process.info["memory_info"]
+        if memory is not None and process.pid != os.getpid():
+            found.append((memory.rss, process.info["name"] or f"process {process.pid}"))
+    held, name = max(found, default=(0, ""))
+    return f"{name} holds {size(held)}" if held >= 256 * MIB else None

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.spec import ModelSpec, RopeSpec
+from runtime.decoder import DecoderOptions, KVKind
+from runtime.errors import OutOfMemoryError, RequestError
+from runtime.memory import (
+    DEFAULT_CONTEXT,
+    MIB,
+    SMALLEST_CONTEXT,
+    MemoryPlan,
+    ModelSizes,
+    describe,
+    kv_bytes_per_token,
+    plan,
+    size,
+)
+from tuner.detect import MemoryInfo
+
+
+def spec(max_context: int = 32768, layers: int = 22) -> ModelSpec:
+    return ModelSpec(
+        family="llama",
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=64,
+        vocab_size=32000,
+        max_context=max_context,
+        norm_eps=1e-5,
+        rope=RopeSpec(rotary_dim=64),
+        windows=(None,) * layers,
+    )
+
+
+WEIGHTS = ModelSizes(weight_bytes=600 * MIB, residual_bytes=500 * MIB)
+
+
+def free(mib: int, limit: int | None = None) -> MemoryInfo:
+    return MemoryInfo(total_bytes=64 << 30, available_bytes=mib * MIB, limit_bytes=limit)
+
+
+def planned(mib: int, context: int | None = None, kv: KVKind = "fp16", model: ModelSpec | None = None) -> MemoryPlan:
+    return plan(model or spec(), WEIGHTS, kv=kv, context=context, memory=free(mib))
+
+
+def test_plenty_of_memory_gives_the_default_context() -> None:
+    found = planned(16_000)
+    assert found.context == DEFAULT_CONTEXT
+    assert found.fits
+    assert found.kv_bytes == DEFAULT_CONTEXT * 2 * 22 * 4 * 64 * 2
+
+
+def test_a_short_model_gives_its_own_maximum() -> None:
+    assert planned(16_000, model=spec(max_context=500)).context == 500
+    assert planned(16_000, model=spec(max_context=40)).context == 40
+
+
+def test_little_memory_gives_the_context_that_fits() -> None:
+    found = planned(1000)
+    assert SMALLEST_CONTEXT <= found.context < DEFAULT_CONTEXT
+    assert found.context % 64 == 0
+    assert found.fits
+    more = planned(16_000, context=found.context + 64)
+    assert more.needed_bytes > found.available_bytes  # the next one would not have fitted
+
+
+def test_int8_lets_a_longer_context_fit() -> None:
+    assert planned(940, kv="int8").context > 1.5 * planned(940).context
+
+
+def test_a_context_that_is_asked_for_is_kept() -> None:
+    assert planned(16_000, context=30_000).context == 30_000
+
+
+@pytest.mark.parametrize("context", [0, -1, 32769])
+def test_an_impossible_context_is_refused(context: int) -> None:
+    with pytest.raises(RequestError, match="32768"):
+        planned(16_000, context=context)
+
+
+def test_the_refusal_has_numbers_and_a_way_out() -> None:
+    with pytest.raises(OutOfMemoryError) as caught:
+        planned(1000, context=32768)
+    text = str(caught.value)
+    assert "weights 600 MiB" in text
+    assert "for 32768 tokens" in text
+    assert "1000 MiB is free" in text
+    assert f"context of {planned(1000).context} tokens fits" in text
+    assert "int8" in text
+    assert "\n" not in text
+
+
+def test_weights_that_do_not_fit_at_all() -> None:
+    with pytest.raises(OutOfMemoryError, match="fewer bits or a smaller model") as caught:
+        planned(500)
+    assert "tokens fits" not in str(caught.value)
+    assert f"for {SMALLEST_CONTEXT} tokens" in str(caught.value)
+
+
+def test_a_container_is_named() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"500 MiB of this container's 2\.0 GiB is free"):
+        plan(spec(), WEIGHTS, memory=free(500, limit=2 << 30))
+
+
+def test_residuals_are_mapped_and_not_needed() -> None:
+    plain = plan(spec(), WEIGHTS, memory=free(16_000))
+    compensated = plan(spec(), WEIGHTS, compensated=True, memory=free(16_000))
+    assert compensated.needed_bytes == plain.needed_bytes
+    assert (plain.residual_bytes, compensated.residual_bytes) == (0, 500 * MIB)
+    assert "residuals 500 MiB mapped" in describe(compensated)
+    assert "residuals" not in describe(plain)
+
+
+def test_the_reference_backend_unpacks_the_weights() -> None:
+    cpu = plan(spec(), WEIGHTS, memory=free(64_000))
+    reference = plan(spec(), WEIGHTS, backend="reference", memory=free(64_000))
+    both = plan(spec(), WEIGHTS, backend="reference", compensated=True, memory=free(64_000))
+    assert reference.weight_bytes > 6 * cpu.weight_bytes
+    assert both.weight_bytes > 1.9 * reference.weight_bytes
+
+
+def test_slots_multiply_the_cache() -> None:
+    one = plan(spec(), WEIGHTS, context=1024, memory=free(16_000))
+    four = plan(spec(), WEIGHTS, context=1024, slots=4, memory=free(16_000))
+    assert four.kv_bytes == 4 * one.kv_bytes
+
+
+@given(st.integers(0, 40_000), st.integers(1, 200_000), st.sampled_from(["fp16", "int8"]))
+def test_a_plan_fits_or_is_refused(mib: int, maximum: int, kv: KVKind) -> None:
+    model = spec(max_context=maximum)
+    try:
+        found = plan(model, WEIGHTS, kv=kv, memory=free(mib))
+    except OutOfMemoryError:
+        smallest = min(maximum, SMALLEST_CONTEXT)
+        roomy = plan(model, WEIGHTS, kv=kv, context=smallest, memory=free(1_000_000))
+        assert roomy.needed_bytes > mib * MIB
+    else:
+        assert found.fits
+        assert found.context <= min(maximum, DEFAULT_CONTEXT)
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int8"])
+def test_the_cache_is_as_large_as_the_reference_backend_makes_it(kv: KVKind) -> None:
+    from runtime.reference import cache
+
+    model = spec(layers=2)
+    built = cache.build(model, DecoderOptions(kv=kv, context=10, slots=3))
+    assert sum(keys.nbytes + values.nbytes for keys, values in built) == 30 * kv_bytes_per_token(model, kv)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 KiB"), (12 << 10, "12 KiB"), (300 * MIB, "300 MiB"), (3 << 29, "1.5 GiB")]
+)
+def test_sizes_are_readable(count: int, text: str) -> None:
+    assert size(count) == text

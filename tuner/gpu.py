@@ -1,0 +1,103 @@
+"""Graphics cards: asked from NVIDIA's management library where Python can reach it, else seen on the PCI bus."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from tuner.detect import ROOT, GpuInfo, PcieLink
+
+_VENDORS: dict[str, Literal["nvidia", "amd", "intel"]] = {"0x10de": "nvidia", "0x1002": "amd", "0x8086": "intel"}
+_DISPLAY_CLASS = "0x03"
+_GIGABYTES_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""One direction, after line coding, in 10^9 bytes per second."""
+_GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8": 3, "8.0": 3, "16": 4, "16.0": 4, "32": 5, "32.0": 5, "64": 6,
+                "64.0": 6}  # fmt: skip
+
+
+def detect_gpus(root: Path = ROOT) -> tuple[GpuInfo, ...]:
+    """All graphics cards; those of NVIDIA with what the driver knows of them, if it answers."""
+    seen = tuple(_pci_gpus(root))
+    if root != ROOT:
+        return seen
+    managed = tuple(_managed_gpus())
+    return (*managed, *(gpu for gpu in seen if gpu.vendor != "nvidia")) if managed else seen
+
+
+def link(generation: int, lanes: int) -> PcieLink | None:
+    """A PCIe link by generation and lanes; None where either makes no sense."""
+    if generation not in _GIGABYTES_PER_LANE or lanes < 1:
+        return None
+    return PcieLink(generation=generation, lanes=lanes, gb_s=round(_GIGABYTES_PER_LANE[generation] * lanes, 1))
+
+
+def _pci_gpus(root: Path) -> Iterator[GpuInfo]:
+    folder = root / "sys/bus/pci/devices"
+    for device in sorted(folder.iterdir()) if folder.is_dir() else []:
+        vendor = _VENDORS.get(_text(device / "vendor"))
+        if vendor is None or not _text(device / "class").startswith(_DISPLAY_CLASS):
+            continue
+        speed = re.match(r"[\d.]+", _text(device / "max_link_speed"))
+        lanes = _text(device / "current_link_width")
+        generation = _GENERATIONS.get(speed[0], 0) if speed else 0
+        yield GpuInfo(
+            name=f"{vendor} {_text(device / 'device')} at {device.name}",
+            vendor=vendor,
+            memory_total_bytes=None,
+            memory_free_bytes=None,
+            compute_capability=None,
+            driver=None,
+            pcie=link(generation, int(lanes) if lanes.isdigit() else 0),
+        )
+
+
+def _managed_gpus() -> Iterator[GpuInfo]:
+    """What `nvidia-ml-py` reports, if it is installed and a driver answers."""
+    try:
+        import pynvml
+    except ImportError:
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return
+    try:
+        driver = _decoded(pynvml.nvmlSystemGetDriverVersion())
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            yield _managed_gpu(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index), driver)
+    except pynvml.NVMLError:
+        return
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _managed_gpu(nvml: Any, handle: Any, driver: str) -> GpuInfo:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    pcie = None
+    with contextlib.suppress(nvml.NVMLError):  # a card on another kind of link has none
+        pcie = link(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))
+    return GpuInfo(
+        name=_decoded(nvml.nvmlDeviceGetName(handle)),
+        vendor="nvidia",
+        memory_total_bytes=int(memory.total),
+        memory_free_bytes=int(memory.free),
+        compute_capability=f"{major}.{minor}",
+        driver=driver,
+        pcie=pcie,
+    )
+
+
+def _decoded(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
