@@ -66,8 +66,9 @@ def pack(codes: UInt8Array, bits: int) -> Int32Array:
         wide = np.zeros((rows, padded), dtype=np.uint8)
         wide[:, :length] = codes
         codes = wide
+    codes = np.ascontiguousarray(codes)
     if bits == 8:
-        packed = np.ascontiguousarray(codes)
+        packed = codes
     elif bits == 4:
         packed = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
     elif bits == 2:

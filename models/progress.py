@@ -26,6 +26,10 @@ ProgressCallback = Callable[[Progress], None]
 """Receives reports; called from the thread that does the work, so it must be quick."""
 
 
+Cancelled = Callable[[], bool]
+"""Asked between pieces of work whether to stop; called from the thread that does the work."""
+
+
 def ignore_progress(progress: Progress) -> None:
     """A `ProgressCallback` for callers that do not listen."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,19 @@ class MappedTensors:
         return np.frombuffer(self._map, entry.dtype, entry.count, entry.offset).reshape(entry.shape)
 
 
-def tensor_file(tensors: Mapping[str, Array]) -> Iterator[memoryview]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiecewiseTensor:
+    """A tensor to be written that need not be in memory as a whole."""
+
+    dtype: np.dtype[Any]
+    """Type of the items."""
+    shape: tuple[int, ...]
+    """Shape."""
+    pieces: Callable[[], Iterator[Array]]
+    """Gives consecutive ranges of the first axis, together the whole tensor."""
+
+
+def tensor_file(tensors: Mapping[str, Array | PiecewiseTensor]) -> Iterator[memoryview]:
     """The bytes of a safetensors file, piece by piece; equal tensors give equal bytes, in any order of the mapping.
 
     Raises:
@@ -136,19 +148,17 @@ def tensor_file(tensors: Mapping[str, Array]) -> Iterator[memoryview]:
     header: dict[str, dict[str, object]] = {}
     offset = 0
     for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in _NAMES:
-            raise ValueError(f"{name}: {tensor.dtype} is not stored")
-        end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+        dtype, shape = tensors[name].dtype, tensors[name].shape
+        if dtype not in _NAMES:
+            raise ValueError(f"{name}: {dtype} is not stored")
+        end = offset + TensorEntry(dtype=dtype, shape=shape, offset=0).nbytes
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in order:
-        if tensors[name].nbytes:
-            yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
+        tensor = tensors[name]
+        for piece in tensor.pieces() if isinstance(tensor, PiecewiseTensor) else (tensor,):
+            if piece.nbytes:
+                yield np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data

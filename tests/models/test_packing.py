@@ -57,11 +57,13 @@ def test_tail_is_filled_with_zeros(bits: int) -> None:
     np.testing.assert_array_equal(pack(full, bits), pack(padded, bits))
 
 
-def test_strided_and_read_only_inputs() -> None:
-    codes = np.random.default_rng(0).integers(0, 8, (40, 66), dtype=np.uint8)
-    words = pack(codes.T, 3)
+@pytest.mark.parametrize("bits", PACKED_BITS)
+@pytest.mark.parametrize("length", [40, 64])
+def test_strided_and_read_only_inputs(bits: int, length: int) -> None:
+    codes = np.random.default_rng(0).integers(0, 1 << bits, (length, 66), dtype=np.uint8)
+    words = pack(codes.T, bits)
     words.flags.writeable = False
-    np.testing.assert_array_equal(unpack(words, 3, 40), codes.T)
+    np.testing.assert_array_equal(unpack(words, bits, length), codes.T)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

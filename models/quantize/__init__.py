@@ -1,0 +1,65 @@
+"""Quantizing a checkpoint into the store, block by block. Importing this needs no torch; calling `quantize` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.progress import Cancelled, ProgressCallback, ignore_progress, never_cancelled
+from models.recipe import Recipe
+from models.store import Store, StoredModelInfo
+
+
+def quantize(
+    checkpoint_folder: Path,
+    store: Store,
+    recipe: Recipe,
+    *,
+    name: str | None = None,
+    calibration: str | None = None,
+    evaluation: str | None = None,
+    force: bool = False,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Cancelled = never_cancelled,
+) -> StoredModelInfo:
+    """Make a low-bit model from a Hugging Face checkpoint.
+
+    The work proceeds block by block: the calibration and the evaluation text pass through each block in full
+    precision, its matrices are quantized, the evaluation text passes through the low-bit block, and the result is
+    written and synced. Memory stays below the largest block in full precision + the map of one shard + 1.5 GiB. A run
+    that was killed or cancelled goes on after the last finished block when called again with the same arguments; the
+    result is byte for byte that of an undisturbed run. The finished model appears in the store at once.
+
+    Args:
+        checkpoint_folder: Holds config.json, safetensors and tokenizer files.
+        store: Where the model goes.
+        recipe: How to quantize.
+        name: Its name; derived from the folder and the recipe if None.
+        calibration: Text for the statistics of salient channels; up to 2048 tokens of it are used. Needed unless the
+            recipe keeps no residuals.
+        evaluation: Text for the perplexities before and after; up to 1024 tokens of it are used. None measures none.
+        force: Whether to replace a model of that name.
+        progress: Receives reports.
+        cancelled: Asked between pieces of work whether to stop.
+
+    Returns:
+        The new model.
+
+    Raises:
+        UnsupportedModelError: the architecture is not one this program runs.
+        CheckpointError: the checkpoint is incomplete or damaged, or has no tokenizer.
+        QuantizationError: the recipe, the texts and the checkpoint do not go together.
+        StoreError: the name is taken or not acceptable, the disk is full or read-only.
+        CancelledError: `cancelled` said so; what is done is kept.
+    """
+    from models.quantize.pipeline import Pipeline
+
+    pipeline = Pipeline(
+        checkpoint_folder,
+        store,
+        recipe,
+        calibration=calibration,
+        evaluation=evaluation,
+        progress=progress,
+        cancelled=cancelled,
+    )
+    return pipeline.run(name, force=force)

@@ -1,0 +1,159 @@
+"""One weight matrix: rows are quantized piece by piece, so that a head of a billion weights needs no second copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from models.calibration import InputStatistics
+from models.errors import QuantizationError
+from models.packed import PackedLinear, PackedResidual
+from models.packing import RUN, pack, packed_width
+from models.quantizers import quantizer
+from models.quantizers.residual import quantize_residual
+from models.recipe import Recipe
+from models.store.tensors import Array
+
+_PIECE = 1 << 23
+"""Weights handled at a time."""
+
+
+class MatrixQuantizer:
+    """Fills the tensors of one linear layer, a piece of rows after the other.
+
+    Args:
+        name: The linear layer, for example `layers.0.qkv`.
+        shape: (N, K).
+        recipe: How to quantize.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, int], recipe: Recipe) -> None:
+        self.name = name
+        self.shape = shape
+        self.recipe = recipe
+        self.bits = recipe.layer_bits(name)
+        self._quantize = quantizer(recipe.layer_method(name))
+        rows, width = shape
+        groups = -(-width // recipe.group_size)
+        self._codes = np.empty((rows, packed_width(width, self.bits)), np.int32)
+        self._scales = np.empty((rows, groups), np.float16)
+        self._zeros = np.empty((rows, groups), np.uint8)
+        self._residual: Array | None = None
+        self._residual_scales: Array | None = None
+        if recipe.residual_bits == 16:
+            self._residual = np.empty((width, rows), np.float16)
+        elif recipe.residual_bits:
+            self._residual = np.empty((width, packed_width(rows, recipe.residual_bits)), np.int32)
+            self._residual_scales = np.empty(rows, np.float16)
+
+    def pieces(self) -> list[slice]:
+        """Rows to hand to `add`, in order; all but the last hold a multiple of 32."""
+        rows, width = self.shape
+        step = max(1, _PIECE // max(1, width) // RUN) * RUN
+        return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def add(self, rows: slice, weight: torch.Tensor) -> torch.Tensor:
+        """Quantize some rows.
+
+        Args:
+            rows: One of `pieces`.
+            weight: Those rows, float32 [n, K].
+
+        Returns:
+            Ŵ of those rows, float32 [n, K].
+
+        Raises:
+            QuantizationError: a weight is NaN or infinite, or out of range.
+        """
+        try:
+            groups = self._quantize(weight, self.bits, self.recipe.group_size)
+            dequantized = groups.dequantize()
+            self._codes[rows] = pack(groups.codes.numpy(), self.bits)
+            self._scales[rows] = groups.scales.numpy()
+            self._zeros[rows] = groups.zeros.numpy()
+            self._add_residual(rows, weight - dequantized)
+        except QuantizationError as error:
+            raise QuantizationError(f"{self.name}: {error}") from error
+        return dequantized
+
+    def _add_residual(self, rows: slice, residual: torch.Tensor) -> None:
+        bits = self.recipe.residual_bits
+        if self._residual is None:
+            return
+        if self._residual_scales is None:
+            self._residual[:, rows] = residual.T.to(torch.float16).numpy()
+            return
+        quantized = quantize_residual(residual, bits)
+        words = pack(quantized.codes.numpy().T, bits)
+        start = rows.start // RUN * bits
+        self._residual[:, start : start + words.shape[1]] = words
+        self._residual_scales[rows] = quantized.scales.numpy()
+
+    def finish(self, bias: torch.Tensor | None, statistics: InputStatistics) -> PackedLinear:
+        """The finished layer, as a backend would receive it."""
+        keep = self.recipe.residual_bits > 0
+        residual = None
+        if self._residual is not None:
+            residual = PackedResidual(
+                bits=self.recipe.residual_bits, codes=self._residual, scales=self._residual_scales
+            )
+        return PackedLinear(
+            name=self.name,
+            shape=self.shape,
+            bits=self.bits,
+            group_size=self.recipe.group_size,
+            codes=self._codes,
+            scales=self._scales,
+            zeros=self._zeros,
+            bias=None if bias is None else bias.to(torch.float32).numpy(),
+            residual=residual,
+            rank_maximum=statistics.ranks() if keep else None,
+            mean_square=statistics.mean_square() if keep else None,
+        )
+
+
+def quantize_matrix(
+    name: str,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    statistics: InputStatistics,
+    watch: Callable[[], None],
+) -> PackedLinear:
+    """Quantize a whole linear layer.
+
+    Args:
+        name: The linear layer.
+        weight: [N, K] in the checkpoint's dtype.
+        bias: [N] or None.
+        recipe: How to quantize.
+        statistics: Of the layer's inputs.
+        watch: Called after each piece; may raise to stop.
+
+    Raises:
+        QuantizationError: a weight is NaN or infinite, or out of range.
+    """
+    rows, width = weight.shape
+    matrix = MatrixQuantizer(name, (rows, width), recipe)
+    for piece in matrix.pieces():
+        matrix.add(piece, weight[piece].to(torch.float32))
+        watch()
+    return matrix.finish(bias, statistics)
+
+
+def stored_tensors(linear: PackedLinear) -> dict[str, Array]:
+    """A linear layer's arrays under the names they are stored by."""
+    residual = linear.residual
+    arrays: dict[str, Array | None] = {
+        "codes": linear.codes,
+        "scales": linear.scales,
+        "zeros": linear.zeros,
+        "bias": linear.bias,
+        "residual": None if residual is None else residual.codes,
+        "residual_scales": None if residual is None else residual.scales,
+        "rank_maximum": linear.rank_maximum,
+        "mean_square": linear.mean_square,
+    }
+    return {f"{linear.name}.{kind}": array for kind, array in arrays.items() if array is not None}

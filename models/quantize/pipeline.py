@@ -1,0 +1,209 @@
+"""The way from a checkpoint to a stored model: check, tokenizer, block after block, head, verify, publish."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+from models.checkpoint import Checkpoint
+from models.errors import CancelledError, CheckpointError, QuantizationError, StoreError
+from models.packed import PackedLinear
+from models.progress import Cancelled, Progress, ProgressCallback
+from models.quantize.matrix import quantize_matrix, stored_tensors
+from models.quantize.outer import quantize_outer
+from models.quantize.quality import Quality, summarize
+from models.quantize.source import identity_of, read_source
+from models.quantize.streams import Batches, Streams
+from models.quantize.text import (
+    CALIBRATION_TOKENS,
+    EVALUATION_TOKENS,
+    LAST_TOKENIZER_FILE,
+    convert_tokenizer,
+    token_windows,
+)
+from models.quantize.work import Work, recipe_file
+from models.recipe import Recipe
+from models.spec import LAYER_TYPES
+from models.store import Store, StoredModelInfo, layout
+from models.store.durable import remove_folder
+from models.store.manifest import Manifest, verify
+from models.store.names import check_name, default_name
+
+_STEPS = len(LAYER_TYPES) + 2
+"""Reports of a block: full-precision pass, each linear layer, low-bit pass."""
+
+
+class Pipeline:
+    """One run of `models.quantize.quantize`; see there for the arguments."""
+
+    def __init__(
+        self,
+        folder: Path,
+        store: Store,
+        recipe: Recipe,
+        *,
+        calibration: str | None,
+        evaluation: str | None,
+        progress: ProgressCallback,
+        cancelled: Cancelled,
+    ) -> None:
+        if calibration is None and recipe.residual_bits:
+            raise QuantizationError("residuals need a calibration text; give one, or choose residual_bits 0")
+        self.checkpoint = Checkpoint.open(folder)
+        self.store = store
+        self.recipe = recipe
+        self.texts = (calibration, evaluation)
+        self.progress = progress
+        self.cancelled = cancelled
+
+    def run(self, name: str | None, *, force: bool) -> StoredModelInfo:
+        """Make the model under `name`."""
+        name = default_name(self.checkpoint.folder, self.recipe) if name is None else check_name(name)
+        self._check_free(name, force=force)
+        with self.store.lock(name):
+            self._check_free(name, force=force)
+            work = Work(self.store.work_folder(name))
+            try:
+                self._begin(work)
+                if not work.complete():
+                    self._make(name, work)
+            except (CheckpointError, QuantizationError):
+                remove_folder(work.folder)  # trying again would fail again
+                raise
+            self._publish(name, work)
+        return self.store.info(name)
+
+    def _check_free(self, name: str, *, force: bool) -> None:
+        if name in self.store and not force:
+            raise StoreError(
+                f"the store has a model {name!r} already; replace it with --force or choose another name with --name"
+            )
+
+    def _begin(self, work: Work) -> None:
+        """Find out what is to be made and whether the work folder holds a part of it."""
+        calibration, evaluation = self.texts
+        source = read_source(
+            self.checkpoint.folder,
+            self.checkpoint.shards,
+            work.state(),
+            lambda done, total: self._report("check", done, total, "bytes", "Reading the checkpoint"),
+        )
+        self.identity = identity_of(self.checkpoint.folder, source, self.recipe, calibration, evaluation)
+        work.begin(self.identity, source.stamps)
+
+    def _make(self, name: str, work: Work) -> None:
+        self._check_space(name, work)
+        self._save_small_files(work)
+        calibration, evaluation = self._tokens(work)
+        layer, streams = self._resume(work, calibration, evaluation)
+        for index in range(layer, self.checkpoint.spec.num_layers):
+            self._block(work, index, streams)
+        quality = self._outer(work, streams, evaluation)
+        files = work.entries()
+        summary = summarize(self.checkpoint.spec, self.recipe, quality, files)
+        Manifest(summary=summary, files=files).write(work.folder)
+
+    def _check_space(self, name: str, work: Work) -> None:
+        spec = self.checkpoint.spec
+        needed = sum(
+            dtype.itemsize * math.prod(shape)
+            for file in layout.tensor_files(spec)
+            if not work.has(file)
+            for dtype, shape in layout.file_tensors(spec, self.recipe, file).values()
+        )
+        free = shutil.disk_usage(work.folder).free
+        if needed > free:
+            raise StoreError(
+                f"{name} needs {needed / 1e9:.2f} GB more on the disk of {self.store.root}, {free / 1e9:.2f} GB are "
+                "free; free some space and run the same command again"
+            )
+
+    def _save_small_files(self, work: Work) -> None:
+        """Copy the configuration, convert the tokenizer."""
+        folder = self.checkpoint.folder
+        for file in (layout.CONFIG, layout.GENERATION_CONFIG):
+            if (folder / file).is_file() and not work.has(file):
+                work.save(file, [(folder / file).read_bytes()])
+        if not work.has(LAST_TOKENIZER_FILE):
+            self._report("tokenizer", 0, 1, "files", "Converting the tokenizer")
+            convert_tokenizer(folder, work.folder, lambda file, content: work.save(file, [content]))
+
+    def _tokens(self, work: Work) -> tuple[Batches, Batches]:
+        spec, (calibration, evaluation) = self.checkpoint.spec, self.texts
+        windows: list[Batches] = []
+        for text, limit, purpose in (
+            (calibration, CALIBRATION_TOKENS, "calibration"),
+            (evaluation, EVALUATION_TOKENS, "evaluation"),
+        ):
+            windows.append([] if text is None else token_windows(work.folder, spec, text, limit, purpose))
+        return windows[0], windows[1]
+
+    def _resume(self, work: Work, calibration: Batches, evaluation: Batches) -> tuple[int, Streams]:
+        found = work.resume()
+        if found is None:
+            return 0, Streams.start(self.checkpoint, calibration, evaluation)
+        layer, tensors = found
+        return layer, Streams.load(tensors)
+
+    def _block(self, work: Work, layer: int, streams: Streams) -> None:
+        """Quantize one block and save it with the hidden states behind it."""
+        checkpoint, done = self.checkpoint, 0
+
+        def step() -> None:
+            total = checkpoint.spec.num_layers + 1
+            message = f"Block {layer + 1} of {checkpoint.spec.num_layers}"
+            self._report("quantize", layer + min(done, _STEPS) / _STEPS, total, "blocks", message)
+
+        step()
+        statistics = streams.run_full(checkpoint, layer, step)
+        linears: dict[str, PackedLinear] = {}
+        for name, seen in statistics.items():
+            done += 1
+            weight, bias = checkpoint.linear(name)
+            linears[name] = quantize_matrix(name, weight, bias, self.recipe, seen, step)
+        done += 1
+        streams.run_low(checkpoint, layer, linears, step)
+        tensors = {name: checkpoint.vector(name).numpy() for name in layout.block_vectors(checkpoint.spec, layer)}
+        for linear in linears.values():
+            tensors |= stored_tensors(linear)
+        work.save_tensors(layout.block_file(layer), tensors)
+        work.save_streams(layer + 1, streams.tensors())
+
+    def _outer(self, work: Work, streams: Streams, evaluation: Batches) -> Quality:
+        """Quantize the head, measure, and save outer.safetensors and recipe.json."""
+        recorded = work.saved_recipe().get("quality")
+        if recorded is not None and work.has(layout.OUTER):
+            return Quality(**recorded)
+        layers = self.checkpoint.spec.num_layers
+
+        def watch(share: float) -> None:
+            self._report("quantize", layers + share, layers + 1, "blocks", "Output head and perplexity")
+
+        outer = quantize_outer(self.checkpoint, self.recipe, streams, evaluation, watch)
+        work.save_tensors(layout.OUTER, outer.tensors)
+        quality = Quality.judge(outer.perplexity_before, outer.perplexity_after, self.recipe)
+        work.save(layout.RECIPE, [recipe_file(self.identity, quality.to_json())])
+        return quality
+
+    def _publish(self, name: str, work: Work) -> None:
+        """Clean up, read everything once more, and move the model into its place."""
+        manifest = work.finish()
+        try:
+            verify(
+                work.folder,
+                manifest,
+                lambda done, total: self._report("verify", done, total, "bytes", "Verifying what was written"),
+            )
+        except StoreError as error:
+            remove_folder(work.folder)
+            raise StoreError(f"{name} was written, but reads back differently; check the disk ({error})") from error
+        self.store.publish(name)
+        total = float(self.checkpoint.spec.num_layers + 1)
+        self.progress(Progress(phase="quantize", done=total, total=total, unit="blocks", message=f"{name} is ready"))
+
+    def _report(self, phase: str, done: float, total: float, unit: str, message: str) -> None:
+        """Tell how far the work is, and stop if asked to."""
+        if self.cancelled():
+            raise CancelledError("stopped; what is done so far is kept, and the same command continues it")
+        self.progress(Progress(phase=phase, done=done, total=total, unit=unit, message=message))

@@ -1,0 +1,145 @@
+"""The hidden states that pass through the model, block by block, while it is quantized.
+
+Three streams: the calibration text and the evaluation text in full precision, and the evaluation text through the
+low-bit blocks. After every block they are saved, so that a killed run goes on from the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from models.calibration import InputStatistics
+from models.checkpoint import Checkpoint
+from models.oracle import Oracle
+from models.packed import PackedLinear
+from models.quantizers.dequantize import dequantize
+from models.spec import LAYER_TYPES, ModelSpec
+from models.store.tensors import Array, MappedTensors
+
+Batches = list[torch.Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Streams:
+    """Inputs of the next block, each batch float32 [B, S, C]."""
+
+    calibration: Batches
+    """The calibration text in full precision."""
+    full: Batches
+    """The evaluation text in full precision."""
+    low: Batches
+    """The evaluation text through the low-bit blocks."""
+
+    @classmethod
+    def start(cls, checkpoint: Checkpoint, calibration: Batches, evaluation: Batches) -> Streams:
+        """Embed tokens.
+
+        Args:
+            checkpoint: Has the embedding table.
+            calibration: int64 [B, S] token windows.
+            evaluation: The same.
+        """
+        table = checkpoint.embedding()
+        full = [table[tokens].to(torch.float32) for tokens in evaluation]
+        return cls(
+            calibration=[table[tokens].to(torch.float32) for tokens in calibration],
+            full=full,
+            low=[x.to(torch.float16).to(torch.float32) for x in full],
+        )
+
+    def tensors(self) -> dict[str, Array]:
+        """The streams as they are saved."""
+        return {
+            f"{stream}.{index}": x.numpy()
+            for stream in ("calibration", "full", "low")
+            for index, x in enumerate(getattr(self, stream))
+        }
+
+    @classmethod
+    def load(cls, file: MappedTensors) -> Streams:
+        """Undo `tensors`.
+
+        Raises:
+            StoreError: the file is damaged.
+        """
+        streams: dict[str, Batches] = {"calibration": [], "full": [], "low": []}
+        for name in sorted(file.entries, key=lambda name: int(name.rpartition(".")[2])):
+            streams[name.rpartition(".")[0]].append(torch.from_numpy(np.array(file[name])))
+        return cls(**streams)
+
+    def run_full(self, checkpoint: Checkpoint, layer: int, watch: Callable[[], None]) -> dict[str, InputStatistics]:
+        """Pass the full-precision streams through a block.
+
+        Args:
+            checkpoint: Has the weights.
+            layer: Which block.
+            watch: Called after each batch; may raise to stop.
+
+        Returns:
+            Statistics of the calibration text at the input of each of the block's linear layers.
+
+        Raises:
+            QuantizationError: an activation is NaN or infinite.
+        """
+        spec = checkpoint.spec
+        statistics = {
+            f"layers.{layer}.{kind}": InputStatistics.empty(spec.linear_shape(kind)[1]) for kind in LAYER_TYPES
+        }
+        oracle = Oracle(checkpoint, resident=False, observe=lambda name, x: statistics[name].add(x, name))
+        self.calibration = _pass(oracle, layer, self.calibration, watch)
+        oracle.observe = None
+        self.full = _pass(oracle, layer, self.full, watch)
+        return statistics
+
+    def run_low(
+        self, checkpoint: Checkpoint, layer: int, linears: Mapping[str, PackedLinear], watch: Callable[[], None]
+    ) -> None:
+        """Pass the low-bit stream through a block.
+
+        Args:
+            checkpoint: Has the norms.
+            layer: Which block.
+            linears: The block's linear layers.
+            watch: Called after each batch; may raise to stop.
+        """
+        oracle = Oracle(LowBitWeights(checkpoint, linears), resident=False)
+        self.low = _pass(oracle, layer, self.low, watch)
+
+
+class LowBitWeights:
+    """Weights for the oracle: low-bit linear layers, dequantized when asked for, and a checkpoint's norms."""
+
+    def __init__(self, checkpoint: Checkpoint, linears: Mapping[str, PackedLinear]) -> None:
+        self._checkpoint = checkpoint
+        self._linears = linears
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The architecture."""
+        return self._checkpoint.spec
+
+    def vector(self, name: str) -> torch.Tensor:
+        """A norm's weight, float32 [width]."""
+        return self._checkpoint.vector(name)
+
+    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A linear layer's weight float32 [N, K] and bias float32 [N] or None."""
+        linear = self._linears[name]
+        bias = None if linear.bias is None else torch.from_numpy(linear.bias)
+        return torch.from_numpy(dequantize(linear)), bias
+
+    def embedding(self) -> torch.Tensor:
+        """The embedding table [V, C] as it will be stored."""
+        return self._checkpoint.embedding().to(torch.float16)
+
+
+def _pass(oracle: Oracle, layer: int, batches: Batches, watch: Callable[[], None]) -> Batches:
+    outputs = []
+    for x in batches:
+        outputs.append(oracle.block(layer, x))
+        watch()
+    return outputs

@@ -1,0 +1,122 @@
+"""Tokenizer files and the token windows that run through the model while it is quantized."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.errors import CheckpointError, QuantizationError
+from models.spec import ModelSpec
+from models.store.durable import TEMPORARY, private_folder, remove_folder
+
+WINDOW = 256
+"""Tokens of a sequence."""
+_BATCH = 4
+CALIBRATION_TOKENS = 2048
+"""Most tokens of the calibration text that are used."""
+EVALUATION_TOKENS = 1024
+"""Most tokens of the evaluation text that are used."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a checkpoint that can belong to its tokenizer."""
+LAST_TOKENIZER_FILE = "tokenizer_config.json"
+"""Saved after the others, so that it tells whether all are there."""
+
+
+def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes], None]) -> None:
+    """Write the tokenizer of a checkpoint as tokenizer.json and tokenizer_config.json, whatever form it has there.
+
+    Args:
+        checkpoint: A folder with tokenizer files.
+        folder: Where a scratch folder may be made.
+        save: Stores a file by its name and content.
+
+    Raises:
+        CheckpointError: the checkpoint has no tokenizer, or one that cannot be read without running its code.
+        StoreError: the disk refuses.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((checkpoint / name).is_file() for name in TOKENIZER_FILES if name != "tokenizer_config.json"):
+        raise CheckpointError(
+            f"{checkpoint} has no tokenizer (tokenizer.json or tokenizer.model); take the tokenizer files from where "
+            "the model came from and put them beside its weights"
+        )
+    scratch = folder / f"tokenizer{TEMPORARY}"
+    remove_folder(scratch)
+    private_folder(scratch)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+        tokenizer.save_pretrained(scratch)
+    except Exception as error:  # transformers lets through whatever its parsers raise
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise CheckpointError(f"cannot read the tokenizer of {checkpoint}: {error}") from error
+    written = sorted(path.name for path in scratch.iterdir() if path.is_file())
+    if "tokenizer.json" not in written:
+        remove_folder(scratch)
+        raise CheckpointError(
+            f"the tokenizer of {checkpoint} cannot be converted to tokenizer.json; look for a version of the model "
+            "that has this file"
+        )
+    for name in sorted(written, key=lambda name: name == LAST_TOKENIZER_FILE):
+        save(name, (scratch / name).read_bytes())
+    remove_folder(scratch)
+
+
+def token_windows(folder: Path, spec: ModelSpec, text: str, limit: int, purpose: str) -> list[torch.Tensor]:
+    """Cut a text into sequences for the model.
+
+    Every sequence begins with the tokenizer's beginning-of-sequence token if the tokenizer begins texts with it.
+
+    Args:
+        folder: Holds the tokenizer files.
+        spec: The architecture.
+        text: The text.
+        limit: Most tokens to use.
+        purpose: What the text is for, for errors.
+
+    Returns:
+        int64 [B, S] with B <= 4 of whole windows, and int64 [1, S] of the rest of the text; each S >= 2.
+
+    Raises:
+        QuantizationError: the text is too short.
+        CheckpointError: the tokenizer knows tokens that the model does not.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    # A token is seldom longer than 16 characters; without the cut a book would be encoded for its first page.
+    tokens: list[int] = tokenizer(text[: limit * 16], verbose=False).input_ids[:limit]
+    if len(tokens) < 2:
+        raise QuantizationError(f"the {purpose} text is too short: it has {len(tokens)} tokens, 2 are needed")
+    if max(tokens) >= spec.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer gives token {max(tokens)}, the model knows {spec.vocab_size} tokens; they do not belong "
+            "together"
+        )
+    begins = tokens[0] == spec.bos_token_id
+    return _cut(tokens[1:] if begins else tokens, [tokens[0]] if begins else [], min(WINDOW, spec.max_context))
+
+
+def _cut(tokens: Sequence[int], prefix: list[int], window: int) -> list[torch.Tensor]:
+    step = window - len(prefix)
+    sequences = [[*prefix, *tokens[start : start + step]] for start in range(0, len(tokens), step)]
+    whole = [sequence for sequence in sequences if len(sequence) == window]
+    batches = [torch.tensor(whole[start : start + _BATCH]) for start in range(0, len(whole), _BATCH)]
+    rest = [sequence for sequence in sequences if 2 <= len(sequence) < window]
+    return batches + [torch.tensor([sequence]) for sequence in rest]

@@ -1,0 +1,161 @@
+"""The folder in which a model is being made, and how far it has come.
+
+Every file is written whole and followed by an entry (`<file>.entry`) with its checksums, so what has an entry is done.
+`state.json` says what is being made from what; a folder that says otherwise is thrown away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from models.errors import StoreError
+from models.store.durable import private_folder, remove_folder, write_file
+from models.store.layout import MANIFEST, RECIPE, block_file
+from models.store.manifest import FileEntry, Manifest, json_bytes, sample
+from models.store.tensors import Array, MappedTensors, PiecewiseTensor, tensor_file
+
+STATE = "state.json"
+_ENTRY = ".entry"
+_STREAMS = "streams-"
+_QUALITY = "quality"
+
+
+class Work:
+    """The state of one model's making. The caller holds the store's lock on its name.
+
+    Args:
+        folder: The work folder; created by `begin`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def state(self) -> dict[str, Any]:
+        """What `begin` wrote last time; empty if there is nothing usable."""
+        return _read_object(self.folder / STATE)
+
+    def begin(self, identity: Mapping[str, Any], stamps: Mapping[str, Any]) -> None:
+        """Go on with what is here if it was made from the same things, else start over.
+
+        Args:
+            identity: Everything that decides the result, JSON values only.
+            stamps: Size and time of each source file, to save hashing them again.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        recipe = _read_object(self.folder / RECIPE)
+        recipe.pop(_QUALITY, None)
+        if identity not in (self.state().get("identity"), recipe):
+            remove_folder(self.folder)
+        private_folder(self.folder)
+        if not self.complete() and self.state() != {"identity": identity, "stamps": stamps}:
+            write_file(self.folder / STATE, [json_bytes({"identity": identity, "stamps": stamps})])
+
+    def save(self, file: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write a file of the model and its entry.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        digest, size = hashlib.sha256(), 0
+
+        def hashed() -> Iterator[bytes | memoryview]:
+            nonlocal size
+            for piece in pieces:
+                digest.update(piece)
+                size += len(piece)
+                yield piece
+
+        path = self.folder / file
+        write_file(path, hashed())
+        entry = FileEntry(bytes=size, sha256=digest.hexdigest(), sample=sample(path))
+        write_file(self.folder / (file + _ENTRY), [json_bytes(asdict(entry))])
+
+    def save_tensors(self, file: str, tensors: Mapping[str, Array | PiecewiseTensor]) -> None:
+        """Write a safetensors file of the model and its entry.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        self.save(file, tensor_file(tensors))
+
+    def save_streams(self, layer: int, tensors: Mapping[str, Array]) -> None:
+        """Keep the hidden states before block `layer`, and drop those of earlier blocks.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        write_file(self._streams(layer), tensor_file(tensors))
+        for path in self.folder.glob(f"{_STREAMS}*"):
+            if path != self._streams(layer):
+                path.unlink(missing_ok=True)
+
+    def resume(self) -> tuple[int, MappedTensors] | None:
+        """The block to go on with and the hidden states before it; None if nothing is done yet."""
+        for path in sorted(self.folder.glob(f"{_STREAMS}*.safetensors"), reverse=True):
+            layer = int(path.stem.removeprefix(_STREAMS))
+            try:
+                streams = MappedTensors(path)
+            except StoreError:
+                continue
+            if all(self.has(block_file(done)) for done in range(layer)):
+                return layer, streams
+        return None
+
+    def has(self, file: str) -> bool:
+        """Whether a file is there as it was written (size and sampled checksum)."""
+        path, entry = self.folder / file, _read_object(self.folder / (file + _ENTRY))
+        return (
+            bool(entry)
+            and path.is_file()
+            and path.stat().st_size == entry["bytes"]
+            and (sample(path) == entry["sample"])
+        )
+
+    def entries(self) -> dict[str, FileEntry]:
+        """All files of the model that are done."""
+        paths = sorted(self.folder.glob(f"*{_ENTRY}"))
+        return {path.name.removesuffix(_ENTRY): FileEntry(**_read_object(path)) for path in paths}
+
+    def saved_recipe(self) -> dict[str, Any]:
+        """What recipe.json holds; empty if it is not written yet."""
+        return _read_object(self.folder / RECIPE) if self.has(RECIPE) else {}
+
+    def complete(self) -> bool:
+        """Whether the manifest, which is written last, is there."""
+        return (self.folder / MANIFEST).is_file()
+
+    def finish(self) -> Manifest:
+        """Remove everything that is not part of the finished model.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        manifest = Manifest.read(self.folder)
+        extra = [path for path in self.folder.iterdir() if path.name not in manifest.files]
+        for path in sorted(extra, key=lambda path: path.name == STATE):  # the state goes last
+            if path.name != MANIFEST:
+                remove_folder(path)
+        return manifest
+
+    def _streams(self, layer: int) -> Path:
+        return self.folder / f"{_STREAMS}{layer:05d}.safetensors"
+
+
+def recipe_file(identity: Mapping[str, Any], quality: Mapping[str, Any]) -> bytes:
+    """Content of recipe.json."""
+    return json_bytes({**identity, _QUALITY: quality})
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
