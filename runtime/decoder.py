@@ -75,8 +75,11 @@ class Decoder(Protocol):
     """Bytes of the KV cache's real buffers."""
     weight_bytes: int
     """Bytes of weights read for one decoded token, without residuals and without the embedding table."""
-    recall: float | None
-    """Mean recall of the selector against exact top-k so far, when options.measure_recall; else None."""
+
+    @property
+    def recall(self) -> float | None:
+        """Mean recall of the selector against exact top-k so far, when options.measure_recall; else None."""
+        ...
 
     def forward(self, step: Step) -> Float32Array:
         """Run one step.

@@ -40,6 +40,8 @@ class Tokenizer:
         """Number of tokens, added ones included."""
         self.bos_token_id: int | None = self._tokenizer.bos_token_id
         """Beginning-of-sequence token, where the tokenizer has one."""
+        self.eos_token_id: int | None = self._tokenizer.eos_token_id
+        """End-of-sequence token, where the tokenizer has one."""
 
     @property
     def has_chat_template(self) -> bool:

@@ -1,0 +1,300 @@
+"""The engine: a prompt goes in, pieces of text come out. It knows tokens, text and time; decoders know neither.
+
+One generation runs at a time; others wait their turn. The cache of the last generation stays, and the next prompt that
+begins with the same tokens reuses it. Tokens that were generated keep the cache entries of decoding (with error
+compensation), which a prefill of the same text would not give; so a reply may depend on what was said before it, but
+the same requests in the same order with the same seeds always give the same replies.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from models.progress import never_cancelled
+from runtime.decoder import Decoder, Float32Array, Step
+from runtime.errors import BackendError, Cancelled, ContextOverflowError, RequestError
+from runtime.sampling import Alternative, Sampler, SamplingOptions, TokenLogprob, log_probabilities
+from runtime.session import session
+from runtime.stopping import StopMatcher
+from runtime.tokenizer import Detokenizer, Tokenizer
+
+FinishReason = Literal["stop", "length", "cancelled"]
+TURN_POLL_S = 0.05
+"""How often a waiting generation looks whether it has been cancelled."""
+CONTEXT_TOKENS = 8
+"""Prompt tokens that the detokenizer sees before the answer, so that a continuation keeps its leading space."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a generation took."""
+
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    cached_tokens: int
+    """Of these, tokens that were still in the cache."""
+    completion_tokens: int
+    """Tokens generated, the end-of-sequence token included."""
+    ttft_s: float
+    """Seconds from the request to the first token, waiting for a turn included; 0 where there was none."""
+    prefill_s: float
+    """Seconds spent on the prompt."""
+    decode_tokens_per_s: float
+    """Tokens per second after the first; 0 where fewer than two tokens were generated."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens per second, cached ones left out."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One step of an answer: usually a token and the text that has become certain with it."""
+
+    text: str
+    """Printable text, maybe empty: half characters and what may be a stop string are held back."""
+    token: int | None = None
+    """The token of this step; None in the last piece."""
+    logprob: TokenLogprob | None = None
+    """The token's log-probability, where asked for."""
+    finish_reason: FinishReason | None = None
+    """In the last piece only: `stop` (end of sequence or stop string), `length`, or `cancelled`."""
+    usage: Usage | None = None
+    """In the last piece only."""
+
+
+class Engine:
+    """A decoder with its tokenizer.
+
+    Thread-safe. `close` releases the decoder.
+    """
+
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, *, name: str, eos_token_ids: Sequence[int], reason: str = ""
+    ) -> None:
+        """Put an engine together.
+
+        Args:
+            decoder: The loaded model; the engine uses its slot 0 and closes it.
+            tokenizer: The model's tokenizer.
+            name: Name of the model, for reports.
+            eos_token_ids: Every token that ends a generation.
+            reason: Why this backend was chosen, for reports.
+        """
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.name = name
+        self.reason = reason
+        self._eos = frozenset(eos_token_ids)
+        self._turn = threading.Lock()
+        self._closed = False
+        self._cached: list[int] = []
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self.decoder.options.context
+
+    @property
+    def chat_stops(self) -> tuple[str, ...]:
+        """Stop strings that chat answers need beside the caller's own (see `Tokenizer.chat_stops`)."""
+        return self.tokenizer.chat_stops
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False) -> list[int]:
+        """Tokens of a conversation; see `Tokenizer.chat`."""
+        return self.tokenizer.chat(messages, continue_final=continue_final)
+
+    def text_prompt(self, text: str) -> list[int]:
+        """Tokens of a text to be continued. An empty text gives the beginning-of-sequence token, where there is one."""
+        tokens = self.tokenizer.encode(text)
+        if not tokens and self.decoder.spec.bos_token_id is not None:
+            tokens = [self.decoder.spec.bos_token_id]
+        return tokens
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        options: SamplingOptions,
+        cancelled: Callable[[], bool] = never_cancelled,
+        *,
+        trim: bool = False,
+    ) -> Iterator[Piece]:
+        """Answer a prompt.
+
+        Args:
+            prompt: Token ids, from `chat_prompt` or `text_prompt`.
+            options: How to draw and when to end.
+            cancelled: Asked between steps; True ends the answer with `finish_reason` "cancelled".
+            trim: Whether white space at the beginning of the answer is left out, as for a new chat message.
+
+        Returns:
+            Pieces as they come; the last has `finish_reason` and `usage`. Closing the iterator ends the work.
+
+        Raises:
+            RequestError: the prompt is empty or holds a token that the model does not have.
+            ContextOverflowError: the prompt leaves no room for one more token.
+            BackendError: the engine has been closed.
+            InvalidActivationError: while iterating: the model's numbers broke down.
+        """
+        tokens = [int(token) for token in prompt]
+        V = self.decoder.spec.vocab_size
+        if not tokens:
+            raise RequestError("the prompt is empty: give at least one token")
+        if min(tokens) < 0 or max(tokens) >= V:
+            raise RequestError(f"the prompt holds a token outside the model's vocabulary of {V}")
+        if len(tokens) + 1 > self.context:
+            raise ContextOverflowError(
+                f"the prompt has {len(tokens)} tokens and the context holds {self.context}, the answer included: "
+                "shorten the conversation, or load the model with a longer context"
+            )
+        if self._closed:
+            raise BackendError("the model has been unloaded: load it again")
+        run = _Run(prompt=tokens, options=options, trim=trim, begin=time.perf_counter())
+        return self._generate(run, cancelled)
+
+    def forget(self) -> None:
+        """Drop the cached tokens, so that the next prompt is computed from its first token."""
+        with self._turn:
+            self._cached.clear()
+
+    def close(self) -> None:
+        """End the running generation after its current step and release the decoder. Safe to call twice."""
+        self._closed = True
+        with self._turn:
+            self._cached.clear()
+            self.decoder.close()
+
+    def _generate(self, run: _Run, cancelled: Callable[[], bool]) -> Iterator[Piece]:
+        """Wait for the turn, then run one generation; the turn is given back however it ends."""
+        while not self._turn.acquire(timeout=TURN_POLL_S):
+            if cancelled():
+                yield run.last("cancelled", "")
+                return
+        try:
+            with session(self.decoder):
+                yield from self._answer(run, cancelled)
+        finally:
+            self._turn.release()
+
+    def _answer(self, run: _Run, cancelled: Callable[[], bool]) -> Iterator[Piece]:
+        """Prefill, then decode token by token."""
+        options, stops = run.options, StopMatcher(run.options.stop)
+        blank = run.trim  # whether white space is still to be left out
+        text = Detokenizer(self.tokenizer, run.prompt[-CONTEXT_TOKENS:])
+        room = self.context - len(run.prompt)
+        limit = room if options.max_tokens is None else min(room, options.max_tokens)
+        sampler = Sampler(options, run.prompt)
+        finish: FinishReason = "length"
+        try:
+            logits = self._prefill(run, cancelled)
+            while True:
+                token = sampler.draw(logits)
+                run.count()
+                if token in self._eos:
+                    finish = "stop"
+                    break
+                given = stops.add(text.add(token))
+                given, blank = (given.lstrip(), blank and not given.strip()) if blank else (given, False)
+                yield Piece(text=given, token=token, logprob=self._logprob(logits, token, options.logprobs))
+                if stops.stopped:
+                    finish = "stop"
+                    break
+                if run.completion == limit:
+                    break
+                self._check(cancelled)
+                logits = self._run([token], compensate=True)
+        except Cancelled:
+            finish = "cancelled"
+        rest = stops.add(text.flush()) + stops.flush()
+        finish = "stop" if stops.stopped and finish == "length" else finish
+        yield run.last(finish, rest.lstrip() if blank else rest)
+
+    def _prefill(self, run: _Run, cancelled: Callable[[], bool]) -> Float32Array:
+        """Bring the prompt into the cache, reusing what is there. Returns the logits [V] after its last token."""
+        self._check(cancelled)
+        start = time.perf_counter()
+        run.cached = shared = _common_prefix(self._cached, run.prompt[:-1])
+        del self._cached[shared:]
+        rows = self.decoder.options.max_rows
+        for at in range(shared, len(run.prompt), rows):
+            self._check(cancelled)
+            logits = self._run(run.prompt[at : at + rows], compensate=False, last=at + rows >= len(run.prompt))
+        run.prefill_s = time.perf_counter() - start
+        return logits
+
+    def _run(self, tokens: list[int], *, compensate: bool, last: bool = True) -> Float32Array:
+        """One step of slot 0 after what is cached. Returns the last row's logits [V] (empty where not `last`)."""
+        M, start = len(tokens), len(self._cached)
+        step = Step(
+            tokens=np.array(tokens, np.int32),
+            slots=np.zeros(M, np.int32),
+            positions=np.arange(start, start + M, dtype=np.int32),
+            logit_rows=np.array([M - 1] if last else [], np.int32),
+            compensate=compensate,
+        )
+        logits = self.decoder.forward(step)
+        self._cached += tokens
+        return logits[0] if last else np.empty(0, np.float32)
+
+    def _check(self, cancelled: Callable[[], bool]) -> None:
+        """Raise Cancelled where the caller or `close` asks for the end."""
+        if self._closed or cancelled():
+            raise Cancelled("the generation was asked to stop")
+
+    def _logprob(self, logits: Float32Array, token: int, count: int | None) -> TokenLogprob | None:
+        """The log-probability of a drawn token and of `count` alternatives, where asked for."""
+        if count is None:
+            return None
+        value, ranked = log_probabilities(logits, token, count)
+        top = tuple(Alternative(token=i, text=self.tokenizer.piece(i), logprob=p) for i, p in ranked)
+        return TokenLogprob(token=token, text=self.tokenizer.piece(token), logprob=value, top=top)
+
+
+class _Run:
+    """The counts and times of one generation."""
+
+    def __init__(self, *, prompt: list[int], options: SamplingOptions, trim: bool, begin: float) -> None:
+        self.prompt = prompt
+        self.options = options
+        self.trim = trim
+        self.completion = 0
+        self.cached = 0
+        self.prefill_s = 0.0
+        self._begin = begin
+        self._first = begin
+        self._latest = begin
+
+    def count(self) -> None:
+        """Note that a token has been drawn."""
+        self._latest = time.perf_counter()
+        if self.completion == 0:
+            self._first = self._latest
+        self.completion += 1
+
+    def last(self, finish: FinishReason, text: str) -> Piece:
+        """The last piece of the generation."""
+        seconds = self._latest - self._first
+        usage = Usage(
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached,
+            completion_tokens=self.completion,
+            ttft_s=self._first - self._begin,
+            prefill_s=self.prefill_s,
+            decode_tokens_per_s=(self.completion - 1) / seconds if seconds > 0 else 0.0,
+        )
+        return Piece(text=text, finish_reason=finish, usage=usage)
+
+
+def _common_prefix(cached: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    for index, (old, new) in enumerate(zip(cached, prompt, strict=False)):
+        if old != new:
+            return index
+    return min(len(cached), len(prompt))

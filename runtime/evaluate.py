@@ -1,0 +1,232 @@
+"""Perplexity over sliding windows of a text, for any decoder and for the full-precision checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
+from runtime.decoder import Decoder, Step
+from runtime.errors import Cancelled, RequestError
+from runtime.session import session
+
+if TYPE_CHECKING:
+    from models.oracle import Weights as FullWeights
+
+FloatArray = npt.NDArray[np.floating]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """What an evaluation found."""
+
+    perplexity: float
+    """exp(nll_sum / tokens)."""
+    nll_sum: float
+    """Sum of the negative log-likelihoods of the scored tokens, in nats."""
+    tokens: int
+    """Number of scored tokens."""
+    recall: float | None
+    """Mean recall of the selector against exact top-k, where the decoder measures it."""
+    seconds: float
+    """Wall time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens start .. end - 1 of a text, of which first .. end - 1 are scored."""
+
+    start: int
+    end: int
+    first: int
+
+
+def windows(count: int, window: int, stride: int) -> Iterator[Window]:
+    """The windows of a text.
+
+    A window of `window` tokens starts every `stride` tokens and scores the tokens that no earlier window scored. The
+    first token of a window has nothing before it there, so it is not scored; with stride == window that leaves out one
+    token of every window. The last window is the one that reaches the end of the text.
+
+    Args:
+        count: Tokens of the text.
+        window: Tokens of a window, at least 2.
+        stride: Tokens from one window's start to the next, in [1, window].
+
+    Raises:
+        RequestError: a window or stride outside its range, or a text of fewer than two tokens.
+    """
+    if window < 2:
+        raise RequestError(f"window is {window}; it must be at least 2 tokens")
+    if not 1 <= stride <= window:
+        raise RequestError(f"stride is {stride}; it must be from 1 to the window of {window} tokens")
+    if count < 2:
+        raise RequestError(f"the text has {count} tokens; at least 2 are needed to score one")
+    return _windows(count, window, stride)
+
+
+def _windows(count: int, window: int, stride: int) -> Iterator[Window]:
+    scored = 0
+    for start in range(0, count, stride):
+        end = min(start + window, count)
+        if max(scored, start + 1) < end:
+            yield Window(start, end, max(scored, start + 1))
+        scored = end
+        if end == count:
+            return
+
+
+def perplexity(
+    decoder: Decoder,
+    tokens: Sequence[int],
+    window: int,
+    stride: int,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> EvalResult:
+    """Perplexity of a decoder; every position is compensated by its own activations, as in decoding.
+
+    Args:
+        decoder: The loaded model; slot 0 is used and overwritten.
+        tokens: The text, encoded with the tokenizer's own special tokens.
+        window: Tokens of a window, at most the decoder's context.
+        stride: Tokens between windows.
+        progress: Told after every window.
+        cancelled: Asked between steps.
+
+    Raises:
+        RequestError: a window or stride outside its range, a text that is too short, or a foreign token.
+        Cancelled: `cancelled` said so.
+        InvalidActivationError: the model's numbers broke down.
+    """
+    if window > decoder.options.context:
+        raise RequestError(f"window is {window}, more than the context of {decoder.options.context} tokens")
+    text = _checked(tokens, decoder.spec.vocab_size)
+
+    def score(part: Window) -> float:
+        return sum(_score_steps(decoder, text, part, cancelled))
+
+    with session(decoder):
+        return _evaluate(score, text, window, stride, progress, lambda: decoder.recall)
+
+
+def full_precision_perplexity(
+    checkpoint: FullWeights,
+    tokens: Sequence[int],
+    window: int,
+    stride: int,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> EvalResult:
+    """The same perplexity for the checkpoint before quantization, in float32.
+
+    Args:
+        checkpoint: An open `models.checkpoint.Checkpoint`.
+        tokens: As in `perplexity`.
+        window: As in `perplexity`.
+        stride: As in `perplexity`.
+        progress: Told after every window.
+        cancelled: Asked between windows.
+
+    Raises:
+        RequestError: as in `perplexity`.
+        Cancelled: `cancelled` said so.
+    """
+    import torch
+
+    from models.oracle import Oracle
+
+    oracle = Oracle(checkpoint)
+    text = _checked(tokens, checkpoint.spec.vocab_size)
+
+    def score(part: Window) -> float:
+        _check(cancelled)
+        rows = list(range(part.first - 1 - part.start, part.end - 1 - part.start))
+        logits = oracle.logits(torch.from_numpy(text[None, part.start : part.end - 1]), rows=rows)[0]
+        return negative_log_likelihood(logits.float().numpy(), text[part.first : part.end])
+
+    return _evaluate(score, text, window, stride, progress, lambda: None)
+
+
+def negative_log_likelihood(logits: FloatArray, targets: Int64Array) -> float:
+    """Sum over rows of -log softmax(logits)[target].
+
+    Args:
+        logits: floating point [R, V].
+        targets: int64 [R].
+
+    Returns:
+        Nats, summed in float64.
+    """
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    normalizers = np.log(np.exp(shifted).sum(axis=1))
+    return float((normalizers - shifted[np.arange(targets.size), targets]).sum())
+
+
+def _score_steps(decoder: Decoder, text: Int64Array, part: Window, cancelled: Callable[[], bool]) -> Iterator[float]:
+    """Negative log-likelihoods of a window, summed over each step of at most max_rows rows.
+
+    The window's last token is not run: nothing after it is scored.
+    """
+    rows = decoder.options.max_rows
+    for at in range(part.start, part.end - 1, rows):
+        _check(cancelled)
+        end = min(at + rows, part.end - 1)
+        wanted = np.arange(max(part.first - 1, at), end)
+        step = Step(
+            tokens=text[at:end].astype(np.int32),
+            slots=np.zeros(end - at, np.int32),
+            positions=np.arange(at - part.start, end - part.start, dtype=np.int32),
+            logit_rows=(wanted - at).astype(np.int32),
+        )
+        logits = decoder.forward(step)
+        if wanted.size:
+            yield negative_log_likelihood(logits, text[wanted + 1])
+
+
+def _evaluate(
+    score: Callable[[Window], float],
+    text: Int64Array,
+    window: int,
+    stride: int,
+    progress: ProgressCallback,
+    recall: Callable[[], float | None],
+) -> EvalResult:
+    """Sum the scores of all windows, with progress in tokens."""
+    begin = time.perf_counter()
+    nll, count = 0.0, 0
+    for part in windows(text.size, window, stride):
+        nll += score(part)
+        count += part.end - part.first
+        message = f"perplexity {safe_exp(nll / count):.2f} after {count} of about {text.size} tokens"
+        progress(Progress(phase="eval", done=part.end, total=text.size, unit="tokens", message=message))
+    seconds = time.perf_counter() - begin
+    return EvalResult(perplexity=safe_exp(nll / count), nll_sum=nll, tokens=count, recall=recall(), seconds=seconds)
+
+
+def safe_exp(value: float) -> float:
+    """The exponential, infinity where it leaves the range of a float: a collapsed model must not end its evaluation."""
+    return math.exp(value) if value < math.log(1.7e308) else math.inf
+
+
+def _checked(tokens: Sequence[int], vocabulary: int) -> Int64Array:
+    """The tokens as an array; raises RequestError for one that the model does not have."""
+    text = np.asarray(tokens, np.int64)
+    if text.size and not (text.min() >= 0 and text.max() < vocabulary):
+        raise RequestError(
+            f"the text holds a token outside the model's vocabulary of {vocabulary}: a foreign tokenizer?"
+        )
+    return text
+
+
+def _check(cancelled: Callable[[], bool]) -> None:
+    """Raise Cancelled where the caller asks for the end."""
+    if cancelled():
+        raise Cancelled("the evaluation was asked to stop")

@@ -1,0 +1,201 @@
+"""From logits to the next token: penalties, filters, the draw, and log-probabilities. Plain numpy.
+
+Order, as in transformers: repetition penalty, temperature, top-k, top-p, min-p. No filter sorts the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.errors import RequestError
+
+MAX_LOGPROBS = 20
+"""Most alternatives reported for a token."""
+GREEDY_BELOW = 1e-5
+"""Temperatures under this one are greedy: logits divided by them would overflow."""
+MAX_STOPS = 16
+"""Most stop strings of a request."""
+
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How an answer is drawn, and when it ends.
+
+    Raises:
+        RequestError: a value outside its range.
+    """
+
+    temperature: float = 0.7
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int = 0
+    """Only the k most likely tokens; 0 = all."""
+    top_p: float = 0.95
+    """Only the most likely tokens that together reach this probability, in (0, 1]."""
+    min_p: float = 0.0
+    """Only tokens at least this fraction as likely as the most likely one, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens seen before are divided by it (multiplied where negative); 1 = none."""
+    seed: int | None = None
+    """The same seed gives the same draws; None = a fresh one."""
+    max_tokens: int | None = None
+    """Most tokens to generate; None = until the context is full."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer and are left out of it."""
+    logprobs: int | None = None
+    """How many alternatives to report with each token's log-probability; None = no log-probabilities."""
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "a number from 0 up"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 (all) or a positive number"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "from 0 to 20"),
+        )
+        for name, value, acceptable, wanted in rules:
+            if not acceptable:
+                raise RequestError(f"{name} is {value}; it must be {wanted}")
+        if len(self.stop) > MAX_STOPS or not all(self.stop):
+            raise RequestError(f"stop must hold at most {MAX_STOPS} texts, none of them empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A token that could have been drawn."""
+
+    token: int
+    """Token id."""
+    text: str
+    """The token on its own."""
+    logprob: float
+    """Natural logarithm of its probability under the model, before penalties, temperature and filters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """The log-probability of a drawn token, and of the most likely ones."""
+
+    token: int
+    """Token id."""
+    text: str
+    """The token on its own."""
+    logprob: float
+    """As in `Alternative`."""
+    top: tuple[Alternative, ...] = ()
+    """The most likely tokens, most likely first; as many as were asked for."""
+
+
+class Sampler:
+    """Draws the tokens of one answer."""
+
+    def __init__(self, options: SamplingOptions, seen: Sequence[int] = ()) -> None:
+        """Start an answer.
+
+        Args:
+            options: How to draw.
+            seen: Tokens of the prompt, for the repetition penalty.
+        """
+        self._options = options
+        self._random = np.random.Generator(np.random.PCG64(None if options.seed is None else options.seed % 2**64))
+        self._seen: dict[int, None] = dict.fromkeys(seen) if options.repetition_penalty != 1 else {}
+
+    def draw(self, logits: Float32Array) -> int:
+        """The next token.
+
+        Args:
+            logits: float32 [V], finite; left as they are.
+        """
+        options = self._options
+        if options.repetition_penalty != 1 and self._seen:
+            logits = _penalize(logits, np.fromiter(self._seen, np.int64), options.repetition_penalty)
+        greedy = options.temperature < GREEDY_BELOW or options.top_k == 1
+        token = int(logits.argmax()) if greedy else self._draw(logits)
+        if options.repetition_penalty != 1:
+            self._seen[token] = None
+        return token
+
+    def _draw(self, logits: Float32Array) -> int:
+        """A token drawn from the filtered distribution."""
+        candidates, weights = filtered(logits, self._options)
+        cumulative = weights.cumsum()
+        place = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+        return int(candidates[min(place, candidates.size - 1)])
+
+
+def _penalize(logits: Float32Array, seen: Int64Array, penalty: float) -> Float32Array:
+    """A copy of logits [V] with the seen tokens' made smaller. Source: CTRL, §4.1 of arXiv:1909.05858."""
+    logits = logits.copy()
+    values = logits[seen]
+    logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    return logits
+
+
+def filtered(logits: Float32Array, options: SamplingOptions) -> tuple[Int64Array, Float64Array]:
+    """The tokens that may be drawn, and how likely each is.
+
+    Args:
+        logits: float32 [V].
+        options: temperature above 0, top_k, top_p and min_p.
+
+    Returns:
+        Token ids int64 [n], n >= 1, and weights float64 [n], proportional to probabilities.
+    """
+    V = logits.size
+    if 0 < options.top_k < V:
+        tokens = np.argpartition(logits, V - options.top_k)[V - options.top_k :].astype(np.int64)
+        tokens.sort()
+    else:
+        tokens = np.arange(V, dtype=np.int64)
+    chosen = logits[tokens].astype(np.float64)
+    weights = np.exp((chosen - chosen.max()) / options.temperature)
+    if options.top_p < 1:
+        kept = _nucleus(weights, options.top_p)
+        tokens, weights = tokens[kept], weights[kept]
+    if options.min_p > 0:
+        likely = weights >= options.min_p * weights.max()
+        tokens, weights = tokens[likely], weights[likely]
+    return tokens, weights
+
+
+def _nucleus(weights: Float64Array, top_p: float) -> Int64Array:
+    """Indices of the fewest largest weights that reach the share top_p of their sum, ascending.
+
+    Weights under (1 - top_p) / n of the sum cannot be needed: all of them together stay under 1 - top_p. So only the
+    others are sorted.
+    """
+    total = weights.sum()
+    possible = np.flatnonzero(weights >= (1 - top_p) * total / weights.size)
+    order = possible[np.argsort(-weights[possible], kind="stable")]
+    enough = int(np.searchsorted(weights[order].cumsum(), top_p * total)) + 1
+    kept: Int64Array = np.sort(order[:enough])
+    return kept
+
+
+def log_probabilities(logits: Float32Array, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+    """Log-probability of a token, and of the `count` most likely ones, under the unfiltered distribution.
+
+    Args:
+        logits: float32 [V].
+        token: The token drawn.
+        count: How many of the most likely tokens to report.
+
+    Returns:
+        The token's log-probability, and (token, log-probability) of the most likely, most likely first.
+    """
+    highest = float(logits.max())
+    normalizer = highest + math.log(float(np.exp((logits - np.float32(highest)).astype(np.float64)).sum()))
+    count = min(count, logits.size)
+    best = np.argpartition(logits, logits.size - count)[logits.size - count :] if count else np.empty(0, np.int64)
+    ranked = sorted(((int(i), float(logits[i]) - normalizer) for i in best), key=lambda pair: (-pair[1], pair[0]))
+    return float(logits[token]) - normalizer, ranked
