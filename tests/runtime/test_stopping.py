@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ def feed(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
 
 def cut(text: str, places: list[int]) -> list[str]:
     ends = sorted({min(place, len(text)) for place in places} | {0, len(text)})
-    return [text[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(ends)]
 
 
 letters = st.text(alphabet="ab\n", max_size=12)

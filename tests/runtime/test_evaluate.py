@@ -1,0 +1,133 @@
+"""Windows and perplexity, held against the definition written as loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.progress import Progress
+from runtime.decoder import DecoderOptions, Step
+from runtime.errors import Cancelled, RequestError
+from runtime.evaluate import full_precision_perplexity, negative_log_likelihood, perplexity, safe_exp, windows
+from runtime.reference.decoder import ReferenceDecoder
+
+TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 96, 57)]
+
+
+@given(count=st.integers(2, 300), window=st.integers(2, 40), stride=st.integers(1, 40))
+def test_every_token_is_scored_at_most_once_and_only_window_heads_are_left_out(
+    count: int, window: int, stride: int
+) -> None:
+    stride = min(stride, window)
+    scored: list[int] = []
+    for part in windows(count, window, stride):
+        assert part.start % stride == 0
+        assert part.end == min(part.start + window, count)
+        assert part.start < part.first < part.end
+        scored += range(part.first, part.end)
+    assert scored == sorted(set(scored))
+    left_out = set(range(count)) - set(scored)
+    assert left_out == ({0} if stride < window else set(range(0, count, window)))
+
+
+@pytest.mark.parametrize(("count", "window", "stride"), [(10, 1, 1), (10, 4, 0), (10, 4, 5), (1, 4, 2), (0, 4, 2)])
+def test_bad_windows_are_refused(count: int, window: int, stride: int) -> None:
+    with pytest.raises(RequestError):
+        windows(count, window, stride)
+
+
+def by_definition(model: Any, window: int, stride: int, **options: Any) -> tuple[float, int]:
+    nll, count, scored = 0.0, 0, 0
+    for start in range(0, len(TOKENS), stride):
+        part = TOKENS[start : start + window]
+        decoder = ReferenceDecoder(model, DecoderOptions(context=64, **options))
+        M = len(part)
+        rows = np.arange(M, dtype=np.int32)
+        logits = decoder.forward(
+            Step(tokens=np.array(part, np.int32), slots=np.zeros(M, np.int32), positions=rows, logit_rows=rows)
+        ).astype(np.float64)
+        for i in range(1, M):
+            if start + i >= scored:
+                row = logits[i - 1]
+                nll += math.log(np.exp(row - row.max()).sum()) + row.max() - row[part[i]]
+                count += 1
+        scored = start + M
+        if scored == len(TOKENS):
+            break
+    return nll, count
+
+
+@pytest.mark.parametrize(("window", "stride"), [(64, 64), (16, 8), (16, 16), (16, 1), (7, 5)])
+@pytest.mark.parametrize("max_rows", [3, 128])
+def test_perplexity_is_the_definition(tiny_model: Callable[..., Any], window: int, stride: int, max_rows: int) -> None:
+    model = tiny_model(bits=3)
+    expected, count = by_definition(model, window, stride, k_chunk=64)
+    decoder = ReferenceDecoder(model, DecoderOptions(context=64, max_rows=max_rows, k_chunk=64))
+    reports: list[Progress] = []
+    result = perplexity(decoder, TOKENS, window, stride, reports.append)
+    assert result.tokens == count
+    assert result.nll_sum == pytest.approx(expected, rel=1e-4)
+    assert result.perplexity == pytest.approx(math.exp(expected / count), rel=1e-4)
+    assert result.recall is None
+    assert reports[-1].done == reports[-1].total == len(TOKENS)
+
+
+def test_recall_is_reported_where_it_is_measured(tiny_model: Callable[..., Any]) -> None:
+    options = DecoderOptions(context=64, k_chunk=64, measure_recall=True)
+    result = perplexity(ReferenceDecoder(tiny_model(), options), TOKENS, 32, 16)
+    assert result.recall is not None
+    assert 0 < result.recall < 1
+
+
+def test_full_precision_is_what_full_compensation_approaches(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model(bits=3)
+
+    @dataclass
+    class Full:
+        spec: Any
+
+        def vector(self, name: str) -> Any:
+            return torch.from_numpy(model.vectors[name])
+
+        def linear(self, name: str) -> Any:
+            return torch.from_numpy(model.full[name]), None
+
+        def embedding(self) -> Any:
+            return torch.from_numpy(model.table.astype(np.float32))
+
+    import torch
+
+    full = full_precision_perplexity(Full(model.spec), TOKENS, 32, 16)
+    losses = []
+    for k_chunk in (0, 1024):
+        decoder = ReferenceDecoder(model, DecoderOptions(context=64, k_chunk=k_chunk, select="exact"))
+        losses.append(abs(perplexity(decoder, TOKENS, 32, 16).nll_sum - full.nll_sum))
+    assert full.tokens == len(TOKENS) - 1
+    assert losses[1] < 0.01 * full.nll_sum
+    assert losses[1] < 0.2 * losses[0]
+
+
+def test_what_cannot_be_evaluated_is_refused(tiny_model: Callable[..., Any]) -> None:
+    decoder = ReferenceDecoder(tiny_model(), DecoderOptions(context=16))
+    with pytest.raises(RequestError, match="more than the context"):
+        perplexity(decoder, TOKENS, 32, 16)
+    with pytest.raises(RequestError, match="vocabulary"):
+        perplexity(decoder, [3, 96], 16, 8)
+    with pytest.raises(RequestError, match="1 tokens"):
+        perplexity(decoder, [3], 16, 8)
+    with pytest.raises(Cancelled):
+        perplexity(decoder, TOKENS, 16, 8, cancelled=lambda: True)
+
+
+def test_numbers_stay_finite_or_say_infinity() -> None:
+    logits = np.array([[1e30, 0.0], [0.0, 0.0]], np.float32)
+    assert negative_log_likelihood(logits, np.array([0, 1])) == pytest.approx(math.log(2))
+    assert safe_exp(1e6) == math.inf
+    assert safe_exp(1.0) == math.e
