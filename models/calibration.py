@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from models.errors import QuantizationError
+
+FloatArray = npt.NDArray[np.float32]
 
 _CHUNK = 1 << 22
 
@@ -20,9 +21,9 @@ _CHUNK = 1 << 22
 class InputStatistics:
     """Running statistics of the inputs x [T, K] of one linear layer."""
 
-    rank_maximum: torch.Tensor
+    rank_maximum: FloatArray
     """float32 [K]: for every rank r the maximum over tokens of the r-th largest |x|, descending."""
-    square_sum: torch.Tensor
+    square_sum: npt.NDArray[np.float64]
     """float64 [K]: sum of x² over tokens."""
     tokens: int = 0
     """Tokens seen."""
@@ -30,13 +31,13 @@ class InputStatistics:
     @classmethod
     def empty(cls, width: int) -> InputStatistics:
         """Statistics of no tokens, for K = width channels."""
-        return cls(torch.zeros(width, dtype=torch.float32), torch.zeros(width, dtype=torch.float64))
+        return cls(np.zeros(width, np.float32), np.zeros(width, np.float64))
 
-    def add(self, x: torch.Tensor, name: str) -> None:
+    def add(self, x: FloatArray, name: str) -> None:
         """Take in activations.
 
         Args:
-            x: [..., K], any floating-point dtype.
+            x: float32 [..., K].
             name: The linear layer, for the error.
 
         Raises:
@@ -45,23 +46,17 @@ class InputStatistics:
         rows = x.reshape(-1, x.shape[-1])
         step = max(1, _CHUNK // max(1, x.shape[-1]))
         for start in range(0, rows.shape[0], step):
-            part = rows[start : start + step].to(torch.float32).abs()
-            if not torch.isfinite(part).all():
+            part = np.abs(rows[start : start + step])
+            part.sort(axis=1)
+            if not np.isfinite(part[:, -1]).all():  # NaN sorts behind everything
                 raise QuantizationError(
                     f"the full-precision model computes NaN or infinity before {name}; the checkpoint is damaged, or "
                     "its numbers leave the range of its format"
                 )
-            ranked = part.sort(dim=1, descending=True).values.amax(0)
-            self.rank_maximum = torch.maximum(self.rank_maximum, ranked)
-            self.square_sum += part.square_().sum(0, dtype=torch.float64)
+            self.rank_maximum = np.maximum(self.rank_maximum, part.max(0)[::-1])
+            self.square_sum += np.square(rows[start : start + step]).sum(0, dtype=np.float64)
             self.tokens += part.shape[0]
 
-    def mean_square(self) -> npt.NDArray[np.float32]:
+    def mean_square(self) -> FloatArray:
         """float32 [K]: mean of x² over tokens."""
-        mean: npt.NDArray[np.float32] = (self.square_sum / max(1, self.tokens)).to(torch.float32).numpy()
-        return mean
-
-    def ranks(self) -> npt.NDArray[np.float32]:
-        """`rank_maximum` as an array."""
-        ranks: npt.NDArray[np.float32] = self.rank_maximum.numpy()
-        return ranks
+        return (self.square_sum / max(1, self.tokens)).astype(np.float32)

@@ -12,6 +12,7 @@ from models.errors import QuantizationError
 from models.packed import PackedLinear, PackedResidual
 from models.packing import RUN, pack, packed_width
 from models.quantizers import quantizer
+from models.quantizers.groups import FloatArray
 from models.quantizers.residual import quantize_residual
 from models.recipe import Recipe
 from models.store.tensors import Array
@@ -54,7 +55,7 @@ class MatrixQuantizer:
         step = max(1, _PIECE // max(1, width) // RUN) * RUN
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
-    def add(self, rows: slice, weight: torch.Tensor) -> torch.Tensor:
+    def add(self, rows: slice, weight: FloatArray) -> FloatArray:
         """Quantize some rows.
 
         Args:
@@ -70,26 +71,26 @@ class MatrixQuantizer:
         try:
             groups = self._quantize(weight, self.bits, self.recipe.group_size)
             dequantized = groups.dequantize()
-            self._codes[rows] = pack(groups.codes.numpy(), self.bits)
-            self._scales[rows] = groups.scales.numpy()
-            self._zeros[rows] = groups.zeros.numpy()
+            self._codes[rows] = pack(groups.codes, self.bits)
+            self._scales[rows] = groups.scales
+            self._zeros[rows] = groups.zeros
             self._add_residual(rows, weight - dequantized)
         except QuantizationError as error:
             raise QuantizationError(f"{self.name}: {error}") from error
         return dequantized
 
-    def _add_residual(self, rows: slice, residual: torch.Tensor) -> None:
+    def _add_residual(self, rows: slice, residual: FloatArray) -> None:
         bits = self.recipe.residual_bits
         if self._residual is None:
             return
         if self._residual_scales is None:
-            self._residual[:, rows] = residual.T.to(torch.float16).numpy()
+            self._residual[:, rows] = residual.T
             return
         quantized = quantize_residual(residual, bits)
-        words = pack(quantized.codes.numpy().T, bits)
+        words = pack(quantized.codes.T, bits)
         start = rows.start // RUN * bits
         self._residual[:, start : start + words.shape[1]] = words
-        self._residual_scales[rows] = quantized.scales.numpy()
+        self._residual_scales[rows] = quantized.scales
 
     def finish(self, bias: torch.Tensor | None, statistics: InputStatistics) -> PackedLinear:
         """The finished layer, as a backend would receive it."""
@@ -109,7 +110,7 @@ class MatrixQuantizer:
             zeros=self._zeros,
             bias=None if bias is None else bias.to(torch.float32).numpy(),
             residual=residual,
-            rank_maximum=statistics.ranks() if keep else None,
+            rank_maximum=statistics.rank_maximum if keep else None,
             mean_square=statistics.mean_square() if keep else None,
         )
 
@@ -138,7 +139,7 @@ def quantize_matrix(
     rows, width = weight.shape
     matrix = MatrixQuantizer(name, (rows, width), recipe)
     for piece in matrix.pieces():
-        matrix.add(piece, weight[piece].to(torch.float32))
+        matrix.add(piece, weight[piece].to(torch.float32).numpy())
         watch()
     return matrix.finish(bias, statistics)
 

@@ -80,7 +80,7 @@ def quantize_outer(
     norm = checkpoint.vector("norm")
     statistics = InputStatistics.empty(spec.hidden_size)
     for x in streams.calibration:
-        statistics.add(_normed(x, norm, spec.norm_eps), "head")
+        statistics.add(_normed(x, norm, spec.norm_eps).numpy(), "head")
     full, low = (
         Likelihood(*_scored(batches, evaluation, norm, spec.norm_eps)) for batches in (streams.full, streams.low)
     )
@@ -89,7 +89,7 @@ def quantize_outer(
     for piece in matrix.pieces():
         rows = weight[piece].to(torch.float32)
         full.add(piece, rows)
-        low.add(piece, matrix.add(piece, rows))
+        low.add(piece, torch.from_numpy(matrix.add(piece, rows.numpy())))
         watch(piece.stop / spec.vocab_size)
     before, after = full.perplexity(), low.perplexity()
     if before is not None and not math.isfinite(before):

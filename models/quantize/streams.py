@@ -89,7 +89,7 @@ class Streams:
         statistics = {
             f"layers.{layer}.{kind}": InputStatistics.empty(spec.linear_shape(kind)[1]) for kind in LAYER_TYPES
         }
-        oracle = Oracle(checkpoint, resident=False, observe=lambda name, x: statistics[name].add(x, name))
+        oracle = Oracle(checkpoint, resident=False, observe=lambda name, x: statistics[name].add(x.numpy(), name))
         self.calibration = _pass(oracle, layer, self.calibration, watch)
         oracle.observe = None
         self.full = _pass(oracle, layer, self.full, watch)

@@ -5,32 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
-SMALLEST_SCALE = 2.0**-24
+FloatArray = npt.NDArray[np.float32]
+
+SMALLEST_SCALE = np.float32(2.0**-24)
 """The smallest positive fp16 number: the scale of a group that is all zeros, so that nothing divides by zero."""
+LARGEST_SCALE = float(np.finfo(np.float16).max)
+"""The largest fp16 number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCodes:
     """Ŵ[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g] with g = k // group_size; the last group may be shorter."""
 
-    codes: torch.Tensor
+    codes: npt.NDArray[np.uint8]
     """uint8 [N, K], each below 2^bits."""
-    scales: torch.Tensor
+    scales: npt.NDArray[np.float16]
     """float16 [N, G], positive."""
-    zeros: torch.Tensor
+    zeros: npt.NDArray[np.uint8]
     """uint8 [N, G], integer zero-points below 2^bits."""
     group_size: int
     """Input channels that share a scale."""
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize(self) -> FloatArray:
         """Ŵ as float32 [N, K]."""
-        weight = self.codes.to(torch.float32)
+        weight = self.codes.astype(np.float32)
         for columns, groups in group_slices(weight.shape[1], self.group_size):
             part = split_groups(weight[:, columns], groups)
-            part -= self.zeros[:, groups, None].to(torch.float32)
-            part *= self.scales[:, groups, None].to(torch.float32)
+            part -= self.zeros[:, groups, None]
+            part *= self.scales[:, groups, None].astype(np.float32)
         return weight
 
 
@@ -47,7 +52,17 @@ def group_slices(width: int, group_size: int) -> Iterator[tuple[slice, slice]]:
         yield slice(whole * group_size, width), slice(whole, whole + 1)
 
 
-def split_groups(part: torch.Tensor, groups: slice) -> torch.Tensor:
-    """View the channels of a part, [N, groups * g], as [N, groups, g]."""
+def split_groups(part: FloatArray, groups: slice) -> FloatArray:
+    """View the channels of a part, [N, groups * g], as [N, groups, g].
+
+    The view shares memory with `part`, also where that is a range of columns.
+    """
     count = groups.stop - groups.start
-    return part.view(part.shape[0], count, part.shape[1] // count)
+    length = part.shape[1] // count
+    row, item = part.strides
+    return np.lib.stride_tricks.as_strided(part, (part.shape[0], count, length), (row, length * item, item))
+
+
+def to_fp16_scale(scale: FloatArray) -> FloatArray:
+    """Round scales to the fp16 numbers they are stored as, none below the smallest; still float32."""
+    return np.maximum(scale.astype(np.float16).astype(np.float32), SMALLEST_SCALE)

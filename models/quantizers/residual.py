@@ -8,34 +8,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from models.errors import QuantizationError
-from models.quantizers.groups import SMALLEST_SCALE
+from models.quantizers.groups import LARGEST_SCALE, FloatArray, to_fp16_scale
+from models.quantizers.rows import each_chunk
 
 GRID = 32
 """Scales tried for each output channel, absmax / top / 32 to absmax / top."""
-_CHUNK = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidualCodes:
     """R[n, k] = (codes[n, k] - 2^(bits - 1)) * scales[n]."""
 
-    codes: torch.Tensor
+    codes: npt.NDArray[np.uint8]
     """uint8 [N, K], from 1 to 2^bits - 1."""
-    scales: torch.Tensor
+    scales: npt.NDArray[np.float16]
     """float16 [N], positive."""
     bits: int
     """2, 4 or 8."""
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize(self) -> FloatArray:
         """R as float32 [N, K]."""
-        values = self.codes.to(torch.float32).sub_(2 ** (self.bits - 1))
-        return values.mul_(self.scales[:, None].to(torch.float32))
+        values = self.codes.astype(np.float32)
+        values -= 2 ** (self.bits - 1)
+        values *= self.scales[:, None].astype(np.float32)
+        return values
 
 
-def quantize_residual(residual: torch.Tensor, bits: int) -> ResidualCodes:
+def quantize_residual(residual: FloatArray, bits: int) -> ResidualCodes:
     """Quantize R to [-(2^(bits-1) - 1), 2^(bits-1) - 1] with the scale of least squared error in each row.
 
     Args:
@@ -47,33 +50,45 @@ def quantize_residual(residual: torch.Tensor, bits: int) -> ResidualCodes:
     """
     rows, width = residual.shape
     half = 2 ** (bits - 1)
-    codes = torch.empty(rows, width, dtype=torch.uint8)
-    scales = torch.empty(rows, dtype=torch.float16)
-    step = max(1, _CHUNK // max(1, width))
-    for start in range(0, rows, step):
-        chunk = slice(start, start + step)
+    result = ResidualCodes(codes=np.empty((rows, width), np.uint8), scales=np.empty(rows, np.float16), bits=bits)
+
+    def work(chunk: slice) -> None:
         part = residual[chunk]
-        best = _search(part, half - 1)
-        whole = (part / best[:, None]).round_().clamp_(1 - half, half - 1)
-        codes[chunk] = (whole + half).to(torch.uint8)
-        scales[chunk] = best.to(torch.float16)
-    return ResidualCodes(codes=codes, scales=scales, bits=bits)
+        scales = _search(part, half - 1)
+        whole = _round(part, scales, half - 1, np.empty_like(part))
+        whole += half
+        result.codes[chunk] = whole
+        result.scales[chunk] = scales
+
+    each_chunk(rows, width, work)
+    return result
 
 
-def _search(rows: torch.Tensor, top: int) -> torch.Tensor:
+def _search(rows: FloatArray, top: int) -> FloatArray:
     """Best scale of each row, float32 [N] holding fp16 numbers."""
-    largest = rows.abs().amax(-1) if rows.numel() else rows.new_zeros(rows.shape[0])
-    if not torch.isfinite(largest).all():
+    largest: FloatArray = np.abs(rows).max(1, initial=0.0)
+    if not np.isfinite(largest).all():
         raise QuantizationError("the residuals hold NaN or infinity; the checkpoint is damaged")
-    if largest.numel() and float(largest.max()) / top > torch.finfo(torch.float16).max:
-        raise QuantizationError(f"residuals reach {float(largest.max()):.3g}, too far for fp16 scales")
-    best_scale, best_error = torch.empty_like(largest), torch.full_like(largest, torch.inf)
-    trial = torch.empty_like(rows)
+    if largest.max(initial=0.0) / top > LARGEST_SCALE:
+        raise QuantizationError(f"residuals reach {largest.max():.3g}, too far for fp16 scales")
+    best_scale, best_error = np.empty_like(largest), np.full_like(largest, np.inf)
+    trial = np.empty_like(rows)
     for point in range(GRID, 0, -1):
-        scale = (largest * (point / GRID / top)).to(torch.float16).to(torch.float32).clamp_(min=SMALLEST_SCALE)
-        torch.div(rows, scale[:, None], out=trial).round_()
-        error = trial.clamp_(-top, top).mul_(scale[:, None]).sub_(rows).square_().sum(-1)
+        scale = to_fp16_scale(largest * np.float32(point / GRID / top))
+        _round(rows, scale, top, trial)
+        trial *= scale[:, None]
+        trial -= rows
+        error = np.einsum("nk,nk->n", trial, trial)
         better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_scale = torch.where(better, scale, best_scale)
+        best_error[better] = error[better]
+        best_scale[better] = scale[better]
     return best_scale
+
+
+def _round(rows: FloatArray, scale: FloatArray, top: int, out: FloatArray) -> FloatArray:
+    """Whole multiples of each row's scale in [-top, top], into `out`."""
+    np.multiply(rows, (1 / scale)[:, None], out=out)
+    np.rint(out, out=out)
+    np.maximum(out, -top, out=out)
+    np.minimum(out, top, out=out)
+    return out

@@ -6,22 +6,21 @@ error wins. Errors are measured with the scale as it will be stored, rounded to 
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from models.errors import QuantizationError
-from models.quantizers.groups import SMALLEST_SCALE, GroupCodes, group_slices, split_groups
+from models.quantizers.groups import LARGEST_SCALE, FloatArray, GroupCodes, group_slices, split_groups, to_fp16_scale
+from models.quantizers.rows import each_chunk
 
 RATIOS = tuple(1.0 - 0.025 * step for step in range(24))
 """Shrink ratios tried, 1 down to 0.425."""
-_CHUNK = 1 << 17
-"""Weights handled at a time, so that the search stays in the processor's cache."""
 
 
-def quantize(weight: torch.Tensor, bits: int, group_size: int) -> GroupCodes:
+def quantize(weight: FloatArray, bits: int, group_size: int) -> GroupCodes:
     """Quantize a matrix in groups along its input channels.
 
     Args:
-        weight: [N, K], any floating-point dtype.
+        weight: float32 [N, K].
         bits: width of a code, 2 to 8.
         group_size: input channels that share a scale.
 
@@ -31,59 +30,75 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> GroupCodes:
     rows, width = weight.shape
     num_groups = -(-width // group_size)
     result = GroupCodes(
-        codes=torch.empty(rows, width, dtype=torch.uint8),
-        scales=torch.empty(rows, num_groups, dtype=torch.float16),
-        zeros=torch.empty(rows, num_groups, dtype=torch.uint8),
+        codes=np.empty((rows, width), np.uint8),
+        scales=np.empty((rows, num_groups), np.float16),
+        zeros=np.empty((rows, num_groups), np.uint8),
         group_size=group_size,
     )
-    step = max(1, _CHUNK // max(1, width))
-    for start in range(0, rows, step):
-        chunk = slice(start, start + step)
+
+    def work(chunk: slice) -> None:
         for columns, groups in group_slices(width, group_size):
-            part = split_groups(weight[chunk, columns].to(torch.float32), groups)
+            # Groups as columns: every operation then runs over long contiguous rows.
+            values = split_groups(weight[chunk, columns], groups)
+            shape = values.shape
+            part = np.ascontiguousarray(values.reshape(-1, shape[2]).T)
             scales, zeros = search(part, bits)
-            codes = (part / scales[:, :, None]).round_().add_(zeros[:, :, None]).clamp_(0, 2**bits - 1)
-            result.codes[chunk, columns] = codes.to(torch.uint8).flatten(1)
-            result.scales[chunk, groups] = scales.to(torch.float16)
-            result.zeros[chunk, groups] = zeros.to(torch.uint8)
+            codes = _round(part, scales, zeros, bits, np.empty_like(part))
+            codes += zeros
+            result.codes[chunk, columns] = codes.T.reshape(shape[0], -1)
+            result.scales[chunk, groups] = scales.reshape(shape[:2])
+            result.zeros[chunk, groups] = zeros.reshape(shape[:2])
+
+    each_chunk(rows, width, work)
     return result
 
 
-def search(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def search(groups: FloatArray, bits: int) -> tuple[FloatArray, FloatArray]:
     """Find scale and zero-point of every group.
 
     Args:
-        groups: float32 [..., g].
+        groups: float32 [g, n], a group in each column.
         bits: width of a code.
 
     Returns:
-        Scales and zero-points, float32 [...]: scales are fp16 numbers, zero-points whole numbers in [0, 2^bits).
+        Scales and zero-points, float32 [n]: scales are fp16 numbers, zero-points whole numbers in [0, 2^bits).
 
     Raises:
         QuantizationError: a weight is NaN or infinite, or a scale would leave fp16's range.
     """
     top = 2**bits - 1
-    low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
+    low, high = np.minimum(groups.min(0), 0), np.maximum(groups.max(0), 0)
     _check_range(low, high, top)
-    best_scale, best_zero = torch.empty_like(low), torch.empty_like(low)
-    best_error = torch.full_like(low, torch.inf)
-    trial = torch.empty_like(groups)
+    best_scale, best_zero = np.empty_like(low), np.empty_like(low)
+    best_error = np.full_like(low, np.inf)
+    trial = np.empty_like(groups)
     for ratio in RATIOS:
-        scale = ((high - low) * (ratio / top)).to(torch.float16).to(torch.float32).clamp_(min=SMALLEST_SCALE)
-        zero = (low * -ratio / scale).round_().clamp_(0, top)
-        torch.div(groups, scale[..., None], out=trial).round_()
-        trial.clamp_(-zero[..., None], (top - zero)[..., None]).mul_(scale[..., None]).sub_(groups)
-        error = trial.square_().sum(-1)
+        scale = to_fp16_scale((high - low) * np.float32(ratio / top))
+        zero = np.clip(np.rint(low * np.float32(-ratio) / scale), 0, top)
+        _round(groups, scale, zero, bits, trial)
+        trial *= scale
+        trial -= groups
+        trial *= trial
+        error = trial.sum(0)
         better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_scale = torch.where(better, scale, best_scale)
-        best_zero = torch.where(better, zero, best_zero)
+        best_error[better] = error[better]
+        best_scale[better] = scale[better]
+        best_zero[better] = zero[better]
     return best_scale, best_zero
 
 
-def _check_range(low: torch.Tensor, high: torch.Tensor, top: int) -> None:
-    span = high - low
-    if not torch.isfinite(span).all():
+def _round(groups: FloatArray, scale: FloatArray, zero: FloatArray, bits: int, out: FloatArray) -> FloatArray:
+    """Codes minus zero-points of [g, n], into `out`."""
+    np.multiply(groups, 1 / scale, out=out)
+    np.rint(out, out=out)
+    np.maximum(out, -zero, out=out)
+    np.minimum(out, 2**bits - 1 - zero, out=out)
+    return out
+
+
+def _check_range(low: FloatArray, high: FloatArray, top: int) -> None:
+    span = (high.astype(np.float64) - low).max(initial=0.0)
+    if not np.isfinite(span):
         raise QuantizationError("the weights hold NaN or infinity; the checkpoint is damaged")
-    if span.numel() and float(span.max()) / top > torch.finfo(torch.float16).max:
-        raise QuantizationError(f"weights spread over {float(span.max()):.3g}, too far for fp16 scales")
+    if span / top > LARGEST_SCALE:
+        raise QuantizationError(f"weights spread over {span:.3g}, too far for fp16 scales")
