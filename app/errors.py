@@ -1,0 +1,93 @@
+"""Errors of `app`: what can go wrong between the UI and the runtime.
+
+    ClientError
+     ├─ StartError            the runtime process could not be started
+     ├─ ConnectionLostError   the runtime does not answer, or went away in the middle of an answer
+     ├─ ProtocolError         the answer is not one that this program understands
+     └─ AnswerError           the runtime answered with an error
+         ├─ RequestRefusedError    it does not accept the request (400, 413)
+         │   └─ ContextLengthError    prompt and answer do not fit the context
+         ├─ AccessError            the token, Host or Origin is not accepted (401, 403)
+         ├─ NotFoundError          there is no such model (404)
+         ├─ BusyError              another piece of work of that kind is running (409)
+         └─ UnavailableError       it cannot answer now: no memory, no model, shutting down (503)
+
+Every message says, in words for a person, what happened and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ClientError(Exception):
+    """Base of all errors of the client. The message says what happened and what to do."""
+
+
+class StartError(ClientError):
+    """The runtime process could not be started; the message ends with the last lines it printed."""
+
+
+class ConnectionLostError(ClientError):
+    """The runtime does not answer, or went away in the middle of an answer."""
+
+
+class ProtocolError(ClientError):
+    """The answer is not one that this program understands."""
+
+
+class AnswerError(ClientError):
+    """The runtime answered with an error."""
+
+    def __init__(self, message: str, *, status: int, param: str | None = None, code: str | None = None) -> None:
+        """Keep the fields of an OpenAI-style error.
+
+        Args:
+            message: What happened, for a person.
+            status: HTTP status; 500 for an error in the middle of a stream.
+            param: The request's field at fault.
+            code: Short name of the error, such as `context_length_exceeded`.
+        """
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class RequestRefusedError(AnswerError):
+    """The runtime does not accept the request."""
+
+
+class ContextLengthError(RequestRefusedError):
+    """Prompt and answer do not fit the context."""
+
+
+class AccessError(AnswerError):
+    """The token, the Host or the Origin is not accepted."""
+
+
+class NotFoundError(AnswerError):
+    """There is no such model."""
+
+
+class BusyError(AnswerError):
+    """Another piece of work of that kind is running."""
+
+
+class UnavailableError(AnswerError):
+    """The runtime cannot answer now."""
+
+
+_BY_STATUS: dict[int, type[AnswerError]] = {
+    400: RequestRefusedError,
+    401: AccessError,
+    403: AccessError,
+    404: NotFoundError,
+    409: BusyError,
+    413: RequestRefusedError,
+    503: UnavailableError,
+}
+
+
+def answer_error(status: int, message: str, *, param: str | None, code: str | None) -> AnswerError:
+    """The error of the tree that fits an HTTP status and a code."""
+    kind = ContextLengthError if code == "context_length_exceeded" else _BY_STATUS.get(status, AnswerError)
+    return kind(message, status=status, param=param, code=code)

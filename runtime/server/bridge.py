@@ -1,0 +1,134 @@
+"""Between threads and the event loop: a thread that does jobs one after another, and streams that carry their results.
+
+A stream belongs to the loop that made it. Closing it (or a client's hang-up, which cancels the task that reads it) sets
+the flag that the job asks for between its steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Generic, TypeVar
+
+from runtime.errors import Cancelled
+
+T = TypeVar("T")
+Job = Callable[[], None]
+
+
+class Stream(Generic[T]):
+    """Items on their way from a worker thread to one reader in the event loop."""
+
+    def __init__(self) -> None:
+        """Make a stream of the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
+        self._cancelled = threading.Event()
+
+    def cancelled(self) -> bool:
+        """Whether nobody wants the rest; asked by the worker."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Ask the worker to stop. The reader gets what comes until it did."""
+        self._cancelled.set()
+
+    def put(self, item: T) -> None:
+        """Send an item; called by the worker."""
+        self._send(item)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Send the end; called by the worker. The reader stops, or raises `error`."""
+        self._send(error)
+
+    def _send(self, item: T | BaseException | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:  # the loop is closed, so nobody reads
+            self._cancelled.set()
+
+    async def read(self) -> AsyncGenerator[T, None]:
+        """The items as they come. Closing this iterator cancels the work."""
+        try:
+            while True:
+                item = await self._items.get()
+                if item is None:
+                    return
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            self._cancelled.set()
+
+
+class Worker:
+    """A thread that does jobs in the order in which they came, and may do something when it has been idle for long."""
+
+    def __init__(self, name: str) -> None:
+        """Start the thread."""
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._closed = False
+        self._idle: tuple[float, Job] | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that have not begun."""
+        return self._jobs.qsize()
+
+    def when_idle(self, seconds: float, job: Job) -> None:
+        """Do `job` in the thread whenever there was nothing else to do for so long."""
+        self._idle = (seconds, job)
+        self.submit(_nothing)  # so that the thread looks at the clock
+
+    def submit(self, job: Job) -> None:
+        """Add a job. A job must not raise.
+
+        Raises:
+            Cancelled: the worker has been closed.
+        """
+        if self._closed:
+            raise Cancelled("the server is shutting down")
+        self._jobs.put(job)
+
+    def close(self, last: Job) -> None:
+        """Take no more jobs; do those that wait, then `last`, and end. Does not wait for it. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(last)
+            self._jobs.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the thread ended after `close`. Returns whether it did."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        since = time.monotonic()
+        rested = False
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._patience(since, rested=rested))
+            except queue.Empty:
+                if self._idle is not None:
+                    self._idle[1]()
+                rested = True
+                continue
+            if job is None:
+                return
+            job()
+            del job  # a job's results must not live on while the thread waits
+            since, rested = time.monotonic(), False
+
+    def _patience(self, since: float, *, rested: bool) -> float | None:
+        if self._idle is None or rested:
+            return None
+        return max(0.0, since + self._idle[0] - time.monotonic())
+
+
+def _nothing() -> None:
+    """A job that only wakes the thread."""

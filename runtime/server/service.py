@@ -1,0 +1,238 @@
+"""`Service`: everything that is done with the one loaded model, in one thread and in the order of the requests.
+
+Loading, unloading and generating share that thread, so none can disturb another, and several requests simply queue.
+Nothing here knows HTTP. The coroutines may be called from any event loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from models.progress import Progress
+from runtime.engine import Piece
+from runtime.errors import Cancelled, ContextOverflowError, RequestError
+from runtime.sampling import SamplingOptions
+from runtime.server.bridge import Stream, Worker
+from runtime.server.errors import ApiError, api_error, unavailable
+from runtime.server.records import Catalogue, EngineLike, Loader, LoadRequest, Status, Workshop
+from runtime.server.slot import ModelSlot
+
+MAX_WAITING = 64
+"""Requests that may wait for their turn; more are refused with 503."""
+STOPPED = "the server is shutting down, or the request was cancelled"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A prompt, and how it is to be answered."""
+
+    model: str
+    """The model that must answer; loaded first if it is another one."""
+    prompt: Callable[[EngineLike], Sequence[int]]
+    """Makes the prompt's tokens; called in the engine's thread."""
+    options: SamplingOptions
+    """How to draw and when to end."""
+    chat: bool = False
+    """Whether the model's own chat stops apply."""
+    trim: bool = False
+    """Whether white space in front of the answer is dropped."""
+    field: str = "messages"
+    """What the request calls its prompt; named in errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The first item of a generation: the model is loaded and the prompt fits."""
+
+    model: str
+    """The model that answers."""
+    backend: str
+    """What runs it."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+
+
+class Service:
+    """The loaded model, its queue, and what else the server can be asked for."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        catalogue: Catalogue,
+        workshop: Workshop,
+        *,
+        idle_unload_s: float | None = None,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        """Start the thread; nothing is loaded.
+
+        Args:
+            loader: Loads models.
+            catalogue: The models that can be loaded.
+            workshop: Makes models.
+            idle_unload_s: Unload after so many seconds without a request, to be loaded again by the next; None: never.
+            max_waiting: Requests that may wait for their turn.
+        """
+        self.catalogue = catalogue
+        self.workshop = workshop
+        self._max_waiting = max_waiting
+        self._slot = ModelSlot(loader, catalogue)
+        self._lock = threading.Lock()
+        self._streams: set[Stream[Any]] = set()  # of all requests that run or wait; guarded by the lock
+        self._making = False
+        self._worker = Worker("engine")
+        if idle_unload_s is not None:
+            self._worker.when_idle(idle_unload_s, self._slot.rest)
+
+    def status(self) -> Status:
+        """What the runtime is doing and with what."""
+        return self._slot.status(self._worker.waiting)
+
+    def holds(self, name: str) -> bool:
+        """Whether a model is loaded, or being loaded."""
+        return self._slot.holds(name)
+
+    async def load(self, request: LoadRequest) -> AsyncGenerator[Progress, None]:
+        """Load a model, after the requests that already wait; the model loaded before is unloaded first.
+
+        Closing the iterator stops the load and leaves no model loaded.
+
+        Raises:
+            ApiError: there is no such model, or it cannot be loaded.
+        """
+        stream: Stream[Progress] = Stream()
+        job = self._job(stream, lambda: self._slot.load(request, stream.put, stream.cancelled))
+        async with aclosing(self._queued(stream, job)) as reports:
+            async for progress in reports:
+                yield progress
+
+    async def unload(self) -> None:
+        """Unload the model, after the requests that already wait.
+
+        Raises:
+            ApiError: the server is shutting down.
+        """
+        stream: Stream[None] = Stream()
+        async with aclosing(self._queued(stream, self._job(stream, self._slot.unload))) as nothing:
+            async for _ in nothing:
+                pass
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | Piece, None]:
+        """Answer a prompt: `Accepted`, then pieces. Closing the iterator stops the work.
+
+        Raises:
+            ApiError: the model or the request is not acceptable, or the work failed.
+        """
+        stream: Stream[Accepted | Piece] = Stream()
+        job = self._job(stream, lambda: self._generate(request, stream))
+        async with aclosing(self._queued(stream, job)) as items:
+            async for item in items:
+                yield item
+
+    async def make(self, work: Callable[[Stream[T]], object]) -> AsyncGenerator[T, None]:
+        """Do a long piece of work on stored models in a thread of its own, one at a time.
+
+        Args:
+            work: Puts into the stream what is to be reported, and asks it whether to stop.
+
+        Raises:
+            ApiError: other work of that kind is running (409), or this work failed.
+        """
+        stream: Stream[T] = Stream()
+        with self._lock:
+            if self._making:
+                raise ApiError(
+                    409, "a model is being made or downloaded already: wait until that is done, or stop it", code="busy"
+                )
+            self._making = True
+        job = self._job(stream, lambda: work(stream), self._made)
+        with self._listed(stream):
+            threading.Thread(target=job, name="workshop", daemon=True).start()
+            async with aclosing(stream.read()) as items:
+                async for item in items:
+                    yield item
+
+    def cancel_all(self) -> None:
+        """Take no more requests, and ask what runs and waits to stop."""
+        self._worker.close(self._slot.unload)
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.cancel()
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Stop everything, unload, end the thread. Returns whether that was done in time. Safe to call twice."""
+        self.cancel_all()
+        return self._worker.join(timeout_s)
+
+    # In the event loop
+
+    async def _queued(self, stream: Stream[T], job: Callable[[], None]) -> AsyncGenerator[T, None]:
+        """Queue a job of the engine's thread, and read its stream."""
+        if self._worker.waiting >= self._max_waiting:
+            raise unavailable(f"{self._max_waiting} requests are waiting already: try again later", "overloaded")
+        with self._listed(stream):
+            try:
+                self._worker.submit(job)
+            except Cancelled as error:
+                raise api_error(error) from error
+            async with aclosing(stream.read()) as items:
+                async for item in items:
+                    yield item
+
+    @contextmanager
+    def _listed(self, stream: Stream[Any]) -> Iterator[None]:
+        """While entered, `cancel_all` reaches the stream."""
+        with self._lock:
+            self._streams.add(stream)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+
+    # In a worker thread
+
+    def _job(
+        self, stream: Stream[Any], work: Callable[[], object], release: Callable[[], None] = lambda: None
+    ) -> Callable[[], None]:
+        """Work that never raises: its stream ends however it ends, after `release`."""
+
+        def job() -> None:
+            error: ApiError | None = None
+            try:
+                if stream.cancelled():
+                    raise Cancelled(STOPPED)
+                work()
+            except BaseException as failure:  # noqa: BLE001 -- the reader gets it, and the thread must live on
+                error = api_error(failure)
+            release()
+            stream.end(error)
+
+        return job
+
+    def _made(self) -> None:
+        with self._lock:
+            self._making = False
+
+    def _generate(self, request: GenerationRequest, stream: Stream[Accepted | Piece]) -> None:
+        loaded = self._slot.ensure(request.model, stream.cancelled)
+        with self._slot.generating():
+            try:
+                options = request.options
+                if request.chat:
+                    options = replace(options, stop=(*options.stop, *loaded.engine.chat_stops))
+                prompt = request.prompt(loaded.engine)
+                pieces = loaded.engine.generate(prompt, options, stream.cancelled, trim=request.trim)
+                stream.put(Accepted(model=loaded.name, backend=loaded.backend, prompt_tokens=len(prompt)))
+                for piece in pieces:
+                    if piece.finish_reason == "cancelled":
+                        raise Cancelled(STOPPED)
+                    stream.put(piece)
+            except (RequestError, ContextOverflowError) as error:
+                raise api_error(error, prompt=request.field) from error
