@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,20 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.vector("norm"), held["model.norm.weight"])
     assert torch.equal(checkpoint.linear("layers.0.o")[0], held["model.layers.0.self_attn.o_proj.weight"])
     assert psutil.Process().memory_info().rss - before < 100e6
+
+
+class Trickle(io.FileIO):
+    """A file that gives a few bytes at a time, as the system does with more than 2 GB."""
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:7]) or 0
+
+
+def test_tensor_that_arrives_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = tensors()
+    checkpoint = Checkpoint.open(write(tmp_path, held))
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: Trickle(path))
+    assert torch.equal(checkpoint.embedding(), held[EMBED])
 
 
 def test_file_that_shrinks_after_opening_is_an_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
+    "rms_norm_eps": 0.01,  # large enough to be seen in the logits
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -109,6 +111,15 @@ def random_model(case: str) -> Any:
             else:
                 parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[1]))
     return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small lose more by waiting for a second thread than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -218,6 +229,25 @@ def test_bfloat16_is_as_good_as_that_of_transformers(case: str, tmp_path: Path) 
     assert 0 < error <= 1.2 * error_of_theirs
 
 
+def test_bfloat16_norms_are_computed_in_float32(tmp_path: Path) -> None:
+    random_model("llama3").to(torch.bfloat16).save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    x = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    seen: dict[str, torch.Tensor] = {}
+    Oracle(checkpoint, torch.bfloat16, observe=lambda name, y: seen.update({name: y})).block(0, x)
+    scaled = x.double() / (x.double().square().mean(-1, keepdim=True) + checkpoint.spec.norm_eps).sqrt()
+    expected = checkpoint.vector("layers.0.input_norm").to(torch.bfloat16) * scaled.to(torch.bfloat16)
+    assert (seen["layers.0.qkv"] != expected).double().mean() < 0.01  # float32 may round a tie the other way
+
+
+def test_one_oracle_goes_from_long_contexts_back_to_short_ones(pair: tuple[Any, Checkpoint]) -> None:
+    model, checkpoint = pair
+    oracle = Oracle(checkpoint)
+    for length in (23, 5, 30):
+        expected = theirs(model, tokens_of(length)).logits
+        torch.testing.assert_close(oracle.logits(tokens_of(length)), expected, atol=TOLERANCE, rtol=0)
+
+
 def test_rows_select_logits(pair: tuple[Any, Checkpoint]) -> None:
     oracle = Oracle(pair[1])
     tokens = tokens_of(7)
@@ -315,6 +345,28 @@ def test_block_by_block_holds_one_block_and_gives_the_same_logits(pair: tuple[An
         torch.testing.assert_close(oracle.head(x), Oracle(checkpoint).logits(tokens), atol=1e-5, rtol=0)
     blocks = [name for name, _ in weights.given if name.startswith("layers.")]
     assert len(blocks) == len(set(blocks)), "a block's weights are read once for all batches"
+
+
+def test_resident_weights_are_read_once(pair: tuple[Any, Checkpoint]) -> None:
+    weights = SpiedWeights(pair[1])
+    oracle = Oracle(weights)
+    oracle.logits(tokens_of(3))
+    once = [name for name, _ in weights.given]
+    oracle.logits(tokens_of(4))
+    assert [name for name, _ in weights.given] == once
+    assert len([name for name in once if name.startswith("layers.")]) == len(set(once) - {"embed", "norm", "head"})
+
+
+@pytest.mark.parametrize("case", ["llama3", "llama3.2"])
+def test_head_converted_in_parts_gives_the_same_logits(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model(case).to(torch.bfloat16).save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    expected = Oracle(checkpoint).logits(tokens_of(5))
+    monkeypatch.setattr("models.oracle._HEAD_ROWS", 16)
+    ours = Oracle(checkpoint, resident=False).logits(tokens_of(5))
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
 def test_block_depends_on_distances_of_positions_alone(pair: tuple[Any, Checkpoint]) -> None:
