@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Compiled kernels are shared by all tests and runs: compiling them takes many seconds.
+os.environ.setdefault(
+    "LOWBIT_CHAT_KERNEL_CACHE", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "kernels")
+)
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -45,9 +45,7 @@ class CpuCache:
 
     def addresses(self, layer: int) -> tuple[int, int, int, int]:
         """Addresses of a layer's keys, values and their scales (0 where there are none)."""
-        scales = (self._key_scales, self._value_scales)
-        return (
-            int(self._keys[layer].ctypes.data),
-            int(self._values[layer].ctypes.data),
-            *(int(s[layer].ctypes.data) if self._scaled else 0 for s in scales),
-        )
+        keys, values = int(self._keys[layer].ctypes.data), int(self._values[layer].ctypes.data)
+        if not self._scaled:
+            return keys, values, 0, 0
+        return keys, values, int(self._key_scales[layer].ctypes.data), int(self._value_scales[layer].ctypes.data)

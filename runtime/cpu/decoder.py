@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from runtime.weights import Weights
 from runtime.cpu import instructions as op
 from runtime.cpu import sync
 from runtime.cpu.cache import CpuCache
@@ -18,6 +17,7 @@ from runtime.cpu.pool import Pool, default_threads
 from runtime.decoder import DecoderOptions, Float32Array, Step
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kernels.attention.cpu import SPAN
+from runtime.weights import Weights
 
 _RUN_ROWS = 8
 """Rows of one sequence that one attention work item takes at most."""
@@ -59,7 +59,7 @@ class CpuDecoder:
         self._control[op.SCRATCH] = self._scratch.ctypes.data
         self._control[op.SCRATCH_STRIDE] = self._scratch.strides[0]
         self._pool = Pool(self._program, self._control, threads)
-        self._channels_selected = 0
+        self._selections = 0
         self.kv_bytes = self._cache.nbytes
         self.weight_bytes = self._plan.weight_bytes
 
@@ -70,10 +70,10 @@ class CpuDecoder:
 
     @property
     def recall(self) -> float | None:
-        """Mean share of selected channels that are among the largest of the whole row, when measured."""
-        if not self.options.measure_recall or not self._channels_selected:
+        """Mean recall of all selections so far, against exact top-k of the whole row; None if unmeasured."""
+        if not self.options.measure_recall or not self._selections:
             return None
-        return float(self._plan.hits.sum(dtype=np.int64) / self._channels_selected)
+        return float(self._plan.recall_sums.sum(dtype=np.float64) / self._selections)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -85,9 +85,7 @@ class CpuDecoder:
         """See `runtime.decoder.Decoder.forward`."""
         M, R = step.tokens.size, step.logit_rows.size
         self._check(step)
-        for array, values in zip(
-            self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True
-        ):
+        for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             array[: values.size] = values
         runs = self._write_runs(step)
         control = self._control
@@ -103,8 +101,8 @@ class CpuDecoder:
                 "checkpoint was quantized from a broken one; run `lowbit-chat show NAME --verify`"
             )
         if step.compensate and self.options.measure_recall:
-            blocks, head = self._plan.selected_channels
-            self._channels_selected += M * blocks + R * head
+            blocks, head = self._plan.selections
+            self._selections += M * blocks + R * head
         return logits
 
     def close(self) -> None:
@@ -132,9 +130,7 @@ class CpuDecoder:
             return 1
         starts = [0]
         for row in range(1, M):
-            follows = (
-                step.slots[row] == step.slots[row - 1] and step.positions[row] == step.positions[row - 1] + 1
-            )
+            follows = step.slots[row] == step.slots[row - 1] and step.positions[row] == step.positions[row - 1] + 1
             if not follows or row - starts[-1] == _RUN_ROWS:
                 starts.append(row)
         self._runs[: len(starts), 0] = starts

@@ -21,7 +21,6 @@ from runtime.cpu.vector import (
     add,
     as_float,
     define,
-    fill,
     get_float,
     get_half,
     get_int,
@@ -29,14 +28,12 @@ from runtime.cpu.vector import (
     load,
     load_floats,
     load_halves,
-    mul,
     offset,
     set_byte,
     set_float,
     set_half,
     set_int,
     store_floats,
-    store_halves,
 )
 from runtime.kernels.activation.cpu import quantize_group
 from runtime.kernels.attention.cpu import SPAN, attend_split, merge_splits
@@ -192,7 +189,7 @@ def _gate(i: int, control: int, thread: int, threads: int) -> None:
 
 @numba.njit(nogil=True)
 def _merge(i: int, control: int, thread: int, threads: int) -> None:
-    x, x_stride, width, out, out_stride, codes, scales, shifts, group_blocks, which, heads, dim = _merge_operands(i)
+    x, _, width, out, out_stride, codes, scales, shifts, group_blocks, which, heads, dim = _merge_operands(i)
     rows, splits = _rows(control, which), _parameter(control, op.SPLITS)
     padded, group = (width + 31) // 32 * 32, 32 * group_blocks
     groups = (padded + group - 1) // group
@@ -228,9 +225,7 @@ def _select(i: int, control: int, thread: int, threads: int, scratch: int) -> No
         k = min(size, (k_chunk * size + CHUNK - 1) // CHUNK)
         finite = True
         if mode == SELECT_APPROX:
-            finite = select_approx(
-                source, start, size, k, as_float(b15), as_float(upper), as_float(lower), to
-            )
+            finite = select_approx(source, start, size, k, as_float(b15), as_float(upper), as_float(lower), to)
         elif mode == SELECT_EXACT:
             finite = select_exact(source, start, size, k, to)
         elif mode == SELECT_STATIC:
@@ -245,7 +240,8 @@ def _select(i: int, control: int, thread: int, threads: int, scratch: int) -> No
         if measure != 0 and chunk == chunks - 1:
             base = chosen + row * chosen_stride
             at = hits + 4 * row
-            set_int(at, numba.int32(get_int(at) + count_hits(source, width, base, total, scratch)))
+            hits_here = count_hits(source, width, base, total, scratch)
+            set_float(at, numba.float32(get_float(at) + numba.float32(hits_here) / numba.float32(total)))
 
 
 @numba.njit(nogil=True)
@@ -459,28 +455,23 @@ def _run(program: int, count: int, control: int, thread: int, threads: int) -> N
         barrier(control, threads)
 
 
-_SIGNATURE = "void(int64, int64, int64, int64, int64)"
+@numba.njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True, error_model="numpy")
+def execute(program: int, count: int, control: int, thread: int, threads: int) -> None:
+    """Run a program: once for thread 0, which starts the others; for those, each time it does, until they are to stop.
 
-
-@numba.njit(_SIGNATURE, nogil=True, cache=True, error_model="numpy")
-def run_program(program: int, count: int, control: int, thread: int, threads: int) -> None:
-    """Run a program once as the given thread; all threads must call it.
+    One compiled function serves both, for it holds every kernel.
 
     Args:
         program: Address of the instructions.
         count: Instructions.
         control: Address of the control block.
-        thread: This thread's number; 0 draws the ticket that starts the others.
+        thread: This thread's number.
         threads: Number of threads.
     """
     if thread == 0:
         add_word(control + 8 * TICKET, 1)
-    _run(program, count, control, thread, threads)
-
-
-@numba.njit(_SIGNATURE, nogil=True, cache=True, error_model="numpy")
-def serve_program(program: int, count: int, control: int, thread: int, threads: int) -> None:
-    """Run the program each time a ticket is drawn, until the control block says stop. Arguments as `run_program`."""
+        _run(program, count, control, thread, threads)
+        return
     seen = numba.int64(0)
     while True:
         seen = wait_for_ticket(control, seen)

@@ -15,24 +15,24 @@ WIDTH: Final = 32
 
 EMBED, GATHER, NORM, GATE, MERGE, SELECT, LINEAR, HEADS, ATTEND = range(9)
 
+_INPUT = "x x_stride width out out_stride codes scales shifts group_blocks rows"
+_CACHE = "keys values key_scales value_scales context"
+
 OPERANDS: Final[dict[int, tuple[str, ...]]] = {
-    EMBED: ("table", "channels", "out", "out_stride"),
-    GATHER: ("x", "x_stride", "channels", "out", "out_stride"),
-    NORM: ("x", "x_stride", "width", "out", "out_stride", "codes", "scales", "shifts", "group_blocks", "rows")
-    + ("weight", "eps"),
-    GATE: ("x", "x_stride", "width", "out", "out_stride", "codes", "scales", "shifts", "group_blocks", "rows"),
-    MERGE: ("x", "x_stride", "width", "out", "out_stride", "codes", "scales", "shifts", "group_blocks", "rows")
-    + ("heads", "dim"),
-    SELECT: ("x", "x_stride", "width", "k_chunk", "total", "chosen", "chosen_stride", "rows", "mode")
-    + ("b15", "upper", "lower", "static", "seed", "layer", "measure", "hits"),
-    LINEAR: ("codes", "scales", "zeros", "x_codes", "x_scales", "x_shifts", "blocks", "group_blocks", "groups")
-    + ("tiles", "bits", "bias", "out", "out_stride", "accumulate", "rows")
-    + ("residual", "residual_scales", "residual_bits", "residual_row", "x", "x_stride", "chosen", "chosen_stride")
-    + ("total",),
-    HEADS: ("qkv", "stride", "heads", "kv_heads", "dim", "half", "cos", "sin", "q_norm", "k_norm", "eps", "scale")
-    + ("keys", "values", "key_scales", "value_scales", "context"),
-    ATTEND: ("qkv", "stride", "heads", "kv_heads", "dim", "window", "keys", "values", "key_scales", "value_scales")
-    + ("context", "out"),
+    operation: tuple(names.split())
+    for operation, names in {
+        EMBED: "table channels out out_stride",
+        GATHER: "x x_stride channels out out_stride",
+        NORM: f"{_INPUT} weight eps",
+        GATE: _INPUT,
+        MERGE: f"{_INPUT} heads dim",
+        SELECT: "x x_stride width k_chunk total chosen chosen_stride rows mode b15 upper lower static seed layer"
+        " measure hits",
+        LINEAR: "codes scales zeros x_codes x_scales x_shifts blocks group_blocks groups tiles bits bias out out_stride"
+        " accumulate rows residual residual_scales residual_bits residual_row x x_stride chosen chosen_stride total",
+        HEADS: f"qkv stride heads kv_heads dim half cos sin q_norm k_norm eps scale {_CACHE}",
+        ATTEND: f"qkv stride heads kv_heads dim window {_CACHE} out",
+    }.items()
 }
 
 # Step parameters in the control block, after the words of `runtime.cpu.sync`.
@@ -43,4 +43,3 @@ TOKENS, SLOTS, POSITIONS, LOGIT_ROWS, RUN_ROWS, SCRATCH, SCRATCH_STRIDE = 45, 46
 def float_bits(value: float) -> int:
     """A float32's bits as a word."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
-

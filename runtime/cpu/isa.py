@@ -5,6 +5,8 @@ and the processor at import; only the CPU backend imports it, and only when it i
 
 Variants: `avx512` (512-bit VNNI dot product), `avxvnni` (256-bit VNNI), `avx2` (multiply-add pairs of bytes) and
 `generic` (plain LLVM vectors, which every target lowers in its own way). `LOWBIT_CHAT_CPU_VARIANT` forces one.
+Compiling takes some twenty seconds, once for each version of the kernels; the machine code is kept in the cache folder
+(`LOWBIT_CHAT_KERNEL_CACHE` names another place for it).
 """
 
 from __future__ import annotations
@@ -73,12 +75,17 @@ def _cache_folder(variant: str) -> Path:
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {variant}".encode())
     for source in sorted([*root.glob("cpu/*.py"), *root.glob("kernels/*/cpu.py")]):
         digest.update(source.read_bytes())
-    home = os.environ.get("LOWBIT_CHAT_KERNEL_CACHE")
-    base = Path(home) if home else Path(platformdirs.user_cache_dir("lowbit-chat")) / "kernels"
+    chosen, home = os.environ.get("LOWBIT_CHAT_KERNEL_CACHE"), os.environ.get("LOWBIT_CHAT_HOME")
+    if chosen:
+        base = Path(chosen)
+    elif home:
+        base = Path(home).expanduser() / "cache" / "kernels"
+    else:
+        base = Path(platformdirs.user_cache_dir("lowbit-chat", appauthor=False)) / "kernels"
     return base / f"{variant}-{digest.hexdigest()[:16]}"
 
 
 VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
 """The variant every kernel of this process is compiled for."""
 
-numba.config.CACHE_DIR = str(_cache_folder(VARIANT))
+numba.config.CACHE_DIR = str(_cache_folder(VARIANT))  # type: ignore[attr-defined]  # made at run time

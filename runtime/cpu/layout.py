@@ -107,7 +107,7 @@ def tile_linear(linear: PackedLinear) -> TiledLinear:
 
 @numba.njit(nogil=True, cache=True)
 def _repack_4(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32]) -> None:
-    """words [N, blocks * 4] -> out [tiles, blocks, 64]: each word's nibbles 0..3 to low, 4..7 to high halves of bytes."""
+    """Words [N, blocks * 4] -> out [tiles, blocks, 64]: nibbles 0..3 to low, 4..7 to high halves of bytes."""
     N = words.shape[0]
     for tile in range(out.shape[0]):
         for r in range(min(16, N - 16 * tile)):
@@ -124,7 +124,7 @@ def _repack_4(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32]) -> Non
 
 @numba.njit(nogil=True, cache=True)
 def _repack_3(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32]) -> None:
-    """words [N, blocks * 3] -> out [tiles, blocks, 48]: fields of a word transposed, 4 x 4 pairs and 8 x 4 single bits."""
+    """Words [N, blocks * 3] -> out [tiles, blocks, 48]: fields transposed, 4 x 4 pairs and 8 x 4 single bits."""
     N = words.shape[0]
     for tile in range(out.shape[0]):
         for r in range(min(16, N - 16 * tile)):

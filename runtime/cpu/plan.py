@@ -1,8 +1,8 @@
 """Records a model's forward pass into a program, once, through `models.architecture.forward`.
 
 `PlanOperations` implements the operations of an architecture not by computing but by writing instructions, much as a
-CUDA graph is captured. What belongs together becomes one instruction: a norm or gate and the quantization of its output,
-head norms, rotation and the cache's append, a linear layer and the addition that follows it.
+CUDA graph is captured. What belongs together becomes one instruction: a norm or gate and the quantization of its
+output, head norms, rotation and the cache's append, a linear layer and the addition that follows it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from models.architecture import forward
 from models.packed import PackedLinear, PackedResidual
 from models.rope import tables
 from models.spec import ModelSpec
-from runtime.weights import Weights
 from runtime.cpu import instructions as op
 from runtime.cpu.cache import CpuCache
 from runtime.cpu.layout import TiledLinear, aligned_zeros, padded, tile_linear
 from runtime.cpu.vector import LANES
 from runtime.decoder import DecoderOptions
+from runtime.errors import RequestError
 from runtime.kernels.gemv.cpu import BLOCK
 from runtime.kernels.select.budget import buckets, k_chunk_of, static_channels, total_budget
 from runtime.kernels.select.cpu import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
+from runtime.weights import Weights
 
 MODES = {"approx": SELECT_APPROX, "exact": SELECT_EXACT, "static": SELECT_STATIC, "random": SELECT_RANDOM}
 ROW_PADDING = 16
@@ -76,9 +77,9 @@ class PlanOperations:
         self._cos, self._sin = (self._own(table) for table in tables(self._spec.rope, options.context))
         self.weight_bytes = 0
         self.residual_sources: list[npt.NDArray[Any]] = []
-        self.hits = self._own(np.zeros(self._rows, np.int32))
-        self.selected_channels = [0, 0]
-        """Channels that a row of the step, and a row whose logits are wanted, select in all layers together."""
+        self.recall_sums = self._own(np.zeros(self._rows, np.float32))
+        self.selections = [0, 0]
+        """Layers in which a row of the step, and a row whose logits are wanted, select channels."""
 
     def record(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Record the forward pass.
@@ -117,7 +118,12 @@ class PlanOperations:
         tiled = tile_linear(packed)
         self._keep += [tiled.codes, tiled.scales, tiled.zeros]
         self.weight_bytes += tiled.nbytes
-        k_chunk = k_chunk_of(self._options.k_chunk, name) if packed.residual is not None else 0
+        k_chunk = k_chunk_of(self._options.k_chunk, name)
+        if k_chunk and (packed.residual is None or packed.rank_maximum is None or packed.mean_square is None):
+            raise RequestError(
+                f"k_chunk is {k_chunk}, but {name} was stored without residuals; use k_chunk 0, or quantize the model "
+                "again with residual bits"
+            )
         values = self._prepare(x, tiled)
         total = total_budget(packed.shape[1], k_chunk)
         if total:
@@ -196,8 +202,8 @@ class PlanOperations:
         shifts = self._buffer("shifts", (self._rows, most_groups), np.float32)
         assert groups == tiled.groups
         source = x.partial or x.address
-        shared = (source, x.stride, width, out.address, out.stride, _address(codes), _address(scales))
-        shared += (_address(shifts), tiled.group_blocks, x.rows)
+        places = (_address(codes), _address(scales), _address(shifts))
+        shared = (source, x.stride, width, out.address, out.stride, *places, tiled.group_blocks, x.rows)
         if x.partial:
             self._emit(op.MERGE, *shared, self._spec.num_heads, self._spec.head_dim)
         elif x.gated:
@@ -210,19 +216,19 @@ class PlanOperations:
     def _select(self, values: Activations, packed: PackedLinear, k_chunk: int, total: int) -> None:
         chosen = self._chosen()
         static = 0
-        border = (0, 0, 0)
+        border: tuple[int, ...] = (0, 0, 0)
         options = self._options
         if options.select == "static" and packed.mean_square is not None:
             static = _address(self._own(static_channels(np.asarray(packed.mean_square), k_chunk)))
         if options.select == "approx" and packed.rank_maximum is not None:
             found = buckets(np.asarray(packed.rank_maximum), total)
             border = tuple(op.float_bits(v) for v in (found.b15, found.upper_scale, found.lower_scale))
-        self.selected_channels[values.rows] += total
+        self.selections[values.rows] += 1
         self._emit(
             op.SELECT,
             *(values.address, values.stride, packed.shape[1], k_chunk, total, _address(chosen), chosen.strides[0]),
             *(values.rows, MODES[options.select], *border, static, options.seed % 2**63, self._names[packed.name]),
-            *(int(options.measure_recall), _address(self.hits)),
+            *(int(options.measure_recall), _address(self.recall_sums)),
         )
 
     def _product(self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int) -> Activations:

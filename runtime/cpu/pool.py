@@ -15,7 +15,7 @@ import numpy.typing as npt
 import psutil
 
 from runtime.cpu import sync
-from runtime.cpu.executor import run_program, serve_program
+from runtime.cpu.executor import execute
 
 
 def default_threads() -> int:
@@ -55,13 +55,13 @@ class Pool:
     def step(self) -> None:
         """Run the program once."""
         with self.session():
-            run_program(*self._arguments, 0, self.threads)
+            execute(*self._arguments, 0, self.threads)
 
     def _start(self) -> None:
         self._control[[sync.ARRIVED, sync.PHASE, sync.TICKET, sync.STOP]] = 0
         self._workers = [
             threading.Thread(
-                target=serve_program,
+                target=execute,
                 args=(*self._arguments, number, self.threads),
                 name=f"decoder-{number}",
                 daemon=True,

@@ -99,7 +99,7 @@ def barrier(control: int, threads: int) -> None:
 def wait_for_ticket(control: int, seen: int) -> int:
     """Wait for a step to start or for the end. Returns the new ticket, or -1 at the end.
 
-    Spins for some microseconds, for the next token is usually that near, then naps so that an idle engine costs nothing.
+    Spins for some microseconds, for the next token is usually that near, then naps: an idle engine costs nothing.
     """
     spins = 0
     while True:

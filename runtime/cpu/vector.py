@@ -34,7 +34,7 @@ LANES = 16
 """Lanes of a vector of floats or integers: the output channels, or tokens, that a kernel handles side by side."""
 
 
-class VectorType(types.Type):  # type: ignore[misc]  # numba is untyped
+class VectorType(types.Type):
     """A numba type whose value is one LLVM vector."""
 
     def __init__(self, name: str, llvm_type: ir.VectorType) -> None:
@@ -43,7 +43,7 @@ class VectorType(types.Type):  # type: ignore[misc]  # numba is untyped
 
 
 @register_model(VectorType)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: VectorType) -> None:
         super().__init__(manager, numba_type, numba_type.llvm_type)
 
@@ -217,7 +217,7 @@ def zero_floats(_b: Builder) -> Any:
 
 @define(words16, words16, words16)
 def add_words(b: Builder, x: Any, y: Any) -> Any:
-    """x + y."""
+    """X + y."""
     return b.add(x, y)
 
 
@@ -283,42 +283,42 @@ def store_halves(b: Builder, address: Any, value: Any) -> None:
 
 @define(floats16, floats16, floats16)
 def add(b: Builder, x: Any, y: Any) -> Any:
-    """x + y."""
+    """X + y."""
     return b.fadd(x, y)
 
 
 @define(floats16, floats16, floats16)
 def sub(b: Builder, x: Any, y: Any) -> Any:
-    """x - y."""
+    """X - y."""
     return b.fsub(x, y)
 
 
 @define(floats16, floats16, floats16)
 def mul(b: Builder, x: Any, y: Any) -> Any:
-    """x * y."""
+    """X * y."""
     return b.fmul(x, y)
 
 
 @define(floats16, floats16, floats16)
 def div(b: Builder, x: Any, y: Any) -> Any:
-    """x / y."""
+    """X / y."""
     return b.fdiv(x, y)
 
 
 def emit_fma(b: Builder, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z with one rounding."""
+    """X * y + z with one rounding."""
     return call(b, "llvm.fma.v16f32", FLOATS, x, y, z)
 
 
 @define(floats16, floats16, floats16, floats16)
 def fma(b: Builder, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z with one rounding."""
+    """X * y + z with one rounding."""
     return emit_fma(b, x, y, z)
 
 
 @define(floats16, floats16, types.int64, types.int64)
 def keep_lanes(b: Builder, x: Any, first: Any, end: Any) -> Any:
-    """x in lanes first .. end - 1, a very negative number in the others (which `exp` turns into 0)."""
+    """X in lanes first .. end - 1, a very negative number in the others (which `exp` turns into 0)."""
     numbers = ir.Constant(WORDS, list(range(LANES)))
     low = b.icmp_signed(">=", numbers, splat(b, b.trunc(first, I32), WORDS))
     high = b.icmp_signed("<", numbers, splat(b, b.trunc(end, I32), WORDS))

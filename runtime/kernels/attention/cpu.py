@@ -139,7 +139,15 @@ _weigh_fp16, _weigh_int8 = _weigh(load_halves, 2), _weigh(load_signed, 1)
 
 @numba.njit(nogil=True)
 def _softmax_span(
-    scores: int, start: int, first: int, end: int, key_scales: int, value_scales: int, sums: int, padded: int, state: int
+    scores: int,
+    start: int,
+    first: int,
+    end: int,
+    key_scales: int,
+    value_scales: int,
+    sums: int,
+    padded: int,
+    state: int,
 ) -> None:
     """Turn one query's SPAN scores into weights and bring its running maximum and sum up to date.
 
@@ -286,9 +294,7 @@ def merge_splits(sums: int, splits: int, split_step: int, dim: int, out: int) ->
         value = zero_floats()
         for split in range(splits):
             at = sums + split * split_step
-            value = fma(
-                load_floats(at + 4 * d), fill(numba.float32(math.exp(get_float(at + 4 * padded) - top))), value
-            )
+            value = fma(load_floats(at + 4 * d), fill(numba.float32(math.exp(get_float(at + 4 * padded) - top))), value)
         value = div(value, fill(total))
         if d + 16 <= dim:
             store_floats(out + 4 * d, value)
@@ -296,4 +302,3 @@ def merge_splits(sums: int, splits: int, split_step: int, dim: int, out: int) ->
             store_floats(sums + 4 * d, value)
             for i in range(d, dim):
                 set_float(out + 4 * i, get_float(sums + 4 * i))
-

@@ -9,7 +9,7 @@ from runtime.cpu.vector import add, div, exp, fill, load_floats, mul, store_floa
 
 @numba.njit(nogil=True)
 def gate(gates: int, ups: int, out: int, start: int, stop: int) -> None:
-    """out[i] = gates[i] / (1 + exp(-gates[i])) * ups[i] for start <= i < stop, multiples of 16; addresses of float32."""
+    """out[i] = gates[i] / (1 + exp(-gates[i])) * ups[i] for start <= i < stop, multiples of 16; float32."""
     one = fill(numba.float32(1.0))
     for i in range(start, stop, 16):
         x = load_floats(gates + 4 * i)

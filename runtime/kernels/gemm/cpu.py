@@ -89,9 +89,9 @@ def _finish(rows: int) -> Any:
 
     emit.__name__ = f"finish{rows}"
     emit.__doc__ = "Scale a group's sums and add them to the tile's totals, float32 [rows, 16] at `out`."
-    return define(
-        types.void, types.UniTuple(words16, rows), floats16, floats16, types.int64, types.int64, types.int64
-    )(emit)
+    return define(types.void, types.UniTuple(words16, rows), floats16, floats16, types.int64, types.int64, types.int64)(
+        emit
+    )
 
 
 def _tile(bits: int, rows: int) -> Any:

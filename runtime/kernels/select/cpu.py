@@ -104,9 +104,7 @@ def _write_largest(keys: int, start: int, width: int, k: int, bits: int, out: in
 
 
 @numba.njit(nogil=True)
-def select_approx(
-    x: int, start: int, width: int, k: int, b15: float, upper: float, lower: float, out: int
-) -> bool:
+def select_approx(x: int, start: int, width: int, k: int, b15: float, upper: float, lower: float, out: int) -> bool:
     """Like `select_exact`, by 32 buckets; the bucket that overflows gives its lowest channels.
 
     Args:
@@ -166,7 +164,7 @@ def _mix(state: int) -> int:
 
 @numba.njit(nogil=True)
 def select_random(seed: int, layer: int, position: int, start: int, width: int, k: int, out: int) -> None:
-    """k channels of the chunk by a counter-based generator; the same as `budget.random_channels`."""
+    """K channels of the chunk by a counter-based generator; the same as `budget.random_channels`."""
     keys = stack_words_1024()
     state = _mix(np.uint64(seed))
     state = _mix(state ^ np.uint64(layer))
