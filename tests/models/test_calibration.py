@@ -1,0 +1,37 @@
+"""Statistics of activations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models import calibration
+from models.calibration import InputStatistics
+from models.errors import QuantizationError
+
+
+def test_statistics_follow_their_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_CHUNK", 100)
+    x = np.random.default_rng(0).standard_normal((3, 17, 24)).astype(np.float32)
+    statistics = InputStatistics.empty(24)
+    for sequence in x:
+        statistics.add(sequence[None], "layers.0.qkv")
+    flat = x.reshape(-1, 24)
+    expected = [max(sorted(np.abs(row), reverse=True)[rank] for row in flat) for rank in range(24)]
+    np.testing.assert_array_equal(statistics.rank_maximum, expected)
+    np.testing.assert_allclose(statistics.mean_square(), (flat.astype(np.float64) ** 2).mean(0), rtol=1e-6)
+    assert statistics.rank_maximum.dtype == statistics.mean_square().dtype == np.float32
+    assert statistics.rank_maximum[0] == np.abs(x).max()
+    assert (np.diff(statistics.rank_maximum) <= 0).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_activations_that_are_no_numbers_are_refused(bad: float) -> None:
+    x = np.zeros((4, 8), np.float32)
+    x[2, 3] = bad
+    with pytest.raises(QuantizationError, match=r"before layers\.1\.o"):
+        InputStatistics.empty(8).add(x, "layers.1.o")
+
+
+def test_no_tokens_give_zeros() -> None:
+    np.testing.assert_array_equal(InputStatistics.empty(5).mean_square(), 0)

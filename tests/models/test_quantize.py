@@ -1,0 +1,413 @@
+"""From checkpoint to stored model on tiny random models: content, resume, errors."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from models.checkpoint import Checkpoint
+from models.errors import (
+    CancelledError,
+    CheckpointError,
+    QuantizationError,
+    StoreError,
+    UnsupportedModelError,
+)
+from models.oracle import Oracle
+from models.progress import Progress
+from models.quantize import quantize
+from models.quantize.quality import Quality, parameters
+from models.quantize.text import token_windows
+from models.quantizers.dequantize import dequantize, dequantize_residual
+from models.recipe import Recipe
+from models.store import Store, StoredModel, StoredModelInfo
+from models.store import durable as durable_module
+
+
+class StoredWeights:
+    """A stored model's weights for the oracle; residuals are added if asked for."""
+
+    def __init__(self, model: StoredModel, *, compensated: bool = False) -> None:
+        self.model = model
+        self.spec = replace(model.spec, tied=False)
+        self.compensated = compensated
+
+    def vector(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(np.array(self.model.vector(name)))
+
+    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        linear = self.model.linear(name)
+        weight = dequantize(linear)
+        if self.compensated:
+            assert linear.residual is not None
+            weight += dequantize_residual(linear.residual, linear.shape).T
+        return torch.from_numpy(weight), None if linear.bias is None else torch.from_numpy(np.array(linear.bias))
+
+    def embedding(self) -> torch.Tensor:
+        return torch.from_numpy(self.model.embedding().astype(np.float32))
+
+
+def perplexity(weights: StoredWeights | Checkpoint, folder: Path, text: str) -> float:
+    total, count = 0.0, 0
+    for tokens in token_windows(folder, weights.spec, text, 1024, "evaluation"):
+        logits = Oracle(weights).logits(tokens)
+        chosen = logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None])
+        total, count = total - float(chosen.double().sum()), count + chosen.numel()
+    return float(np.exp(total / count))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small only lose by being shared out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, short_text: str) -> dict[str, bytes]:
+    """Files of the model that `run()` makes."""
+    store, recipe = Store(tmp_path_factory.mktemp("undisturbed")), Recipe(bits=3, group_size=32)
+    info = quantize(tiny_checkpoint, store, recipe, calibration=short_text, evaluation=short_text[:300])
+    return content(info.path)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def run(store: Store, tiny_checkpoint: Path, short_text: str) -> Callable[..., StoredModelInfo]:
+    def run(folder: Path = tiny_checkpoint, recipe: Recipe | None = None, **options: object) -> StoredModelInfo:
+        texts = {"calibration": short_text, "evaluation": short_text[:300]}
+        return quantize(folder, store, recipe or Recipe(bits=3, group_size=32), **(texts | options))
+
+    return run
+
+
+@pytest.mark.parametrize("residual_bits", [0, 2, 4, 8, 16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"family": "qwen2", "tied": False, "shards": 3, "dtype": torch.float16},
+        {"hidden": 72, "intermediate": 100, "vocabulary": 97, "dtype": torch.float32},
+    ],
+    ids=["tied", "biases-untied-sharded", "ragged"],
+)
+def test_stored_tensors_belong_to_the_checkpoint(
+    run: Callable[..., StoredModelInfo],
+    store: Store,
+    tmp_path: Path,
+    checkpoint_maker: Callable[..., Path],
+    options: dict[str, object],
+    residual_bits: int,
+) -> None:
+    folder = checkpoint_maker(tmp_path / "source", **options)
+    info = run(folder, Recipe(bits=3, group_size=32, residual_bits=residual_bits))
+    model, checkpoint = store.open(info.name), Checkpoint.open(folder)
+    assert model.spec == checkpoint.spec
+    np.testing.assert_array_equal(model.embedding(), checkpoint.embedding().half().numpy())
+    np.testing.assert_array_equal(model.vector("norm"), checkpoint.vector("norm").numpy())
+    tolerance = {0: 0.0, 2: 0.08, 4: 0.02, 8: 2e-3, 16: 2e-4}[residual_bits]
+    for name in model.spec.linear_names():
+        weight, bias = (None if tensor is None else tensor.float().numpy() for tensor in checkpoint.linear(name))
+        linear = model.linear(name)
+        approximation = dequantize(linear)
+        assert np.abs(approximation - weight).mean() < 0.12 * np.abs(weight).mean() * (2 if linear.bits == 3 else 1)
+        if bias is None:
+            assert linear.bias is None
+        else:
+            np.testing.assert_array_equal(linear.bias, bias)
+        if residual_bits == 0:
+            assert linear.residual is linear.rank_maximum is linear.mean_square is None
+            continue
+        assert linear.residual is not None
+        restored = approximation + dequantize_residual(linear.residual, linear.shape).T
+        assert np.abs(restored - weight).mean() <= tolerance * np.abs(weight).mean()
+        assert (np.diff(linear.rank_maximum) <= 0).all()
+        assert 0 < linear.mean_square.max() <= linear.rank_maximum[0] ** 2
+
+
+def test_statistics_are_those_of_the_full_precision_model(
+    run: Callable[..., StoredModelInfo], store: Store, tiny_checkpoint: Path, short_text: str
+) -> None:
+    model = store.open(run().name)
+    checkpoint = Checkpoint.open(tiny_checkpoint)
+    seen: dict[str, list[np.ndarray]] = {}
+    oracle = Oracle(checkpoint, observe=lambda name, x: seen.setdefault(name, []).append(x.flatten(0, 1).numpy()))
+    for tokens in token_windows(tiny_checkpoint, checkpoint.spec, short_text, 2048, "calibration"):
+        oracle.logits(tokens)
+    for name in model.spec.linear_names():
+        x = np.concatenate(seen[name])
+        linear = model.linear(name)
+        np.testing.assert_allclose(linear.mean_square, (x**2).mean(0), rtol=1e-4)
+        np.testing.assert_allclose(linear.rank_maximum, (-np.sort(-np.abs(x), axis=1)).max(0), rtol=1e-4)
+
+
+def test_perplexities_are_those_of_the_models(
+    run: Callable[..., StoredModelInfo], store: Store, tiny_checkpoint: Path, short_text: str
+) -> None:
+    info = run()
+    before = perplexity(Checkpoint.open(tiny_checkpoint), tiny_checkpoint, short_text[:300])
+    after = perplexity(StoredWeights(store.open(info.name)), tiny_checkpoint, short_text[:300])
+    assert info.summary.perplexity_before == pytest.approx(before, rel=1e-4)
+    assert info.summary.perplexity_after == pytest.approx(after, rel=1e-4)
+    assert before != pytest.approx(after, rel=1e-3)
+
+
+def test_summary_counts_real_bytes(run: Callable[..., StoredModelInfo], store: Store, tiny_checkpoint: Path) -> None:
+    info = run()
+    model = store.open(info.name)
+    linears = [model.linear(name) for name in model.spec.linear_names()]
+    code_bytes = sum(linear.codes.nbytes + linear.scales.nbytes + linear.zeros.nbytes for linear in linears)
+    weights = sum(linear.shape[0] * linear.shape[1] for linear in linears)
+    assert info.summary.bits_per_weight == pytest.approx(8 * code_bytes / weights, abs=1e-4)
+    assert info.summary.residual_bytes == sum(linear.residual.codes.nbytes for linear in linears)
+    norms = 4 * 64 * (2 * model.spec.num_layers + 1)
+    scales = sum(linear.residual.scales.nbytes for linear in linears)
+    assert info.summary.gpu_bytes == code_bytes + norms + scales
+    files = [path for path in info.path.iterdir() if path.name != "manifest.json"]
+    assert info.summary.disk_bytes == sum(path.stat().st_size for path in files)
+    checkpoint = Checkpoint.open(tiny_checkpoint)
+    count = sum(checkpoint.linear(name)[0].numel() for name in checkpoint.spec.linear_names())
+    assert info.summary.parameters == parameters(checkpoint.spec) == count + norms // 4
+
+
+def test_name_says_source_and_recipe(run: Callable[..., StoredModelInfo], store: Store) -> None:
+    assert run().name == "tiny-rtn-3bit-g32"
+    assert run(recipe=Recipe()).name == "tiny-rtn-4bit"
+    assert run(recipe=Recipe(), name="org/mine").name == "org/mine"
+    assert [info.name for info in store.list()] == ["org/mine", "tiny-rtn-3bit-g32", "tiny-rtn-4bit"]
+
+
+def test_an_existing_name_needs_force(run: Callable[..., StoredModelInfo], store: Store) -> None:
+    first = run(name="model")
+    before = content(first.path)
+    with pytest.raises(StoreError, match="--force"):
+        run(name="model", recipe=Recipe(bits=4))
+    assert content(first.path) == before
+    assert run(name="model", recipe=Recipe(bits=4), force=True).recipe.bits == 4
+    assert sorted(path.name for path in store.root.iterdir()) == [".locks", ".work", "model"]
+    assert list((store.root / ".work").iterdir()) == []
+
+
+def test_the_same_input_gives_the_same_bytes(
+    run: Callable[..., StoredModelInfo], undisturbed: dict[str, bytes]
+) -> None:
+    assert content(run(name="another").path) == undisturbed
+
+
+def test_progress_only_grows_and_ends_whole(run: Callable[..., StoredModelInfo]) -> None:
+    reports: list[Progress] = []
+    run(progress=reports.append)
+    phases = list(dict.fromkeys(report.phase for report in reports))
+    assert phases == ["check", "tokenizer", "quantize", "verify"]
+    for phase in ("check", "quantize", "verify"):
+        done = [report.done for report in reports if report.phase == phase]
+        assert done == sorted(done)
+        assert done[-1] == [report.total for report in reports if report.phase == phase][-1]
+
+
+@pytest.mark.parametrize("reports_before", [1, 3, 12, 25, 30, 34])
+def test_a_cancelled_run_goes_on_where_it_stopped(
+    run: Callable[..., StoredModelInfo], store: Store, undisturbed: dict[str, bytes], reports_before: int
+) -> None:
+    reports: list[Progress] = []
+    with pytest.raises(CancelledError):
+        run(name="stopped", progress=reports.append, cancelled=lambda: len(reports) >= reports_before)
+    assert "stopped" not in store
+    blocks_before = int(max((report.done for report in reports if report.phase == "quantize"), default=0))
+    reports = []
+    assert content(run(name="stopped", progress=reports.append).path) == undisturbed
+    assert min(report.done for report in reports if report.phase == "quantize") >= blocks_before
+
+
+def cancel_after_first_block(run: Callable[..., StoredModelInfo], name: str, **options: object) -> None:
+    reports: list[Progress] = []
+    with pytest.raises(CancelledError):
+        run(
+            name=name,
+            progress=reports.append,
+            cancelled=lambda: bool(reports) and reports[-1].unit == "blocks" and reports[-1].done >= 1,
+            **options,
+        )
+
+
+@pytest.mark.parametrize("other", ["recipe", "text"])
+def test_unfinished_work_of_another_recipe_or_text_is_not_used(
+    run: Callable[..., StoredModelInfo], undisturbed: dict[str, bytes], short_text: str, other: str
+) -> None:
+    options = {"recipe": {"recipe": Recipe(bits=3, group_size=64)}, "text": {"calibration": short_text[::-1]}}
+    cancel_after_first_block(run, "other", **options[other])
+    assert content(run(name="other").path) == undisturbed
+
+
+def test_unfinished_work_on_another_checkpoint_is_not_used(
+    run: Callable[..., StoredModelInfo],
+    undisturbed: dict[str, bytes],
+    tmp_path: Path,
+    tiny_checkpoint: Path,
+    checkpoint_maker: Callable[..., Path],
+) -> None:
+    folder = checkpoint_maker(tmp_path / "tiny", seed=1)
+    cancel_after_first_block(run, "other", folder=folder)
+    shutil.copytree(tiny_checkpoint, folder, dirs_exist_ok=True)
+    assert content(run(folder, name="other").path) == undisturbed
+
+
+def test_a_damaged_block_of_unfinished_work_is_made_again(
+    run: Callable[..., StoredModelInfo], store: Store, undisturbed: dict[str, bytes]
+) -> None:
+    cancel_after_first_block(run, "damaged")
+    block = store.work_folder("damaged") / "block-00000.safetensors"
+    data = bytearray(block.read_bytes())
+    data[-5] ^= 1
+    block.write_bytes(data)
+    assert content(run(name="damaged").path) == undisturbed
+
+
+def test_a_full_disk_is_explained_and_the_next_run_goes_on(
+    run: Callable[..., StoredModelInfo],
+    store: Store,
+    undisturbed: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run(name="other")
+    calls = iter(range(1000))
+
+    def full(descriptor: int) -> None:
+        if next(calls) > 30:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(durable_module.os, "fsync", full)
+    with pytest.raises(StoreError, match="the disk is full; free some space"):
+        run(name="full")
+    monkeypatch.undo()
+    assert "full" not in store
+    assert [info.name for info in store.list()] == ["other"]
+    assert not list(store.work_folder("full").glob("*.tmp"))
+    store.verify("other")
+    assert content(run(name="full").path) == undisturbed
+
+
+def test_too_little_space_is_noticed_before_the_work(
+    run: Callable[..., StoredModelInfo], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10, used=9, free=1))
+    with pytest.raises(StoreError, match=r"needs 0\.00 GB more on the disk"):
+        run()
+
+
+def test_a_folder_that_cannot_be_written_is_explained(tiny_checkpoint: Path, tmp_path: Path, short_text: str) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StoreError, match="cannot create"):
+        quantize(tiny_checkpoint, Store(tmp_path / "file" / "store"), Recipe(), calibration=short_text)
+
+
+def test_two_processes_do_not_make_the_same_model(run: Callable[..., StoredModelInfo], store: Store) -> None:
+    with store.lock("model"), pytest.raises(StoreError, match="another process"):
+        run(name="model")
+    run(name="model")
+
+
+def test_checkpoint_without_tokenizer(
+    run: Callable[..., StoredModelInfo], store: Store, tmp_path: Path, checkpoint_maker: Callable[..., Path]
+) -> None:
+    folder = checkpoint_maker(tmp_path / "source")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        run(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot read the tokenizer"):
+        run(folder)
+    assert list((store.root / ".work").iterdir()) == []
+
+
+def test_tokenizer_of_another_model(
+    run: Callable[..., StoredModelInfo], tmp_path: Path, checkpoint_maker: Callable[..., Path]
+) -> None:
+    folder = checkpoint_maker(tmp_path / "source", vocabulary=32)
+    with pytest.raises(CheckpointError, match="do not belong together"):
+        run(folder)
+
+
+def test_a_checkpoint_of_nans_is_refused(
+    run: Callable[..., StoredModelInfo], store: Store, tmp_path: Path, checkpoint_maker: Callable[..., Path]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = checkpoint_maker(tmp_path / "source")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(QuantizationError, match=r"before layers\.1\.down"):
+        run(folder)
+    with pytest.raises(QuantizationError, match=r"layers\.1\.gate_up: the weights hold NaN"):
+        run(folder, Recipe(residual_bits=0), calibration=None, evaluation=None)
+    assert list((store.root / ".work").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"calibration": None}, "residuals need a calibration text"),
+        ({"calibration": ""}, "the calibration text is too short"),
+        ({"evaluation": "x"}, "the evaluation text is too short"),
+    ],
+)
+def test_texts_that_are_missing_or_too_short(
+    run: Callable[..., StoredModelInfo], options: dict[str, str | None], message: str
+) -> None:
+    with pytest.raises(QuantizationError, match=message):
+        run(**options)
+
+
+def test_without_texts_nothing_is_measured(run: Callable[..., StoredModelInfo]) -> None:
+    info = run(recipe=Recipe(residual_bits=0), calibration=None, evaluation=None)
+    assert info.summary.perplexity_before is info.summary.perplexity_after is info.summary.warning is None
+
+
+def test_foreign_checkpoints_leave_nothing(run: Callable[..., StoredModelInfo], store: Store, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
+    with pytest.raises(UnsupportedModelError):
+        run(tmp_path)
+    with pytest.raises(CheckpointError):
+        run(tmp_path / "nowhere")
+    assert not store.root.exists()
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b/c", "/etc", "", ".hidden", "a--b", "a b", "x" * 200])
+def test_names_that_could_leave_the_store_are_refused(
+    run: Callable[..., StoredModelInfo], store: Store, name: str
+) -> None:
+    with pytest.raises(StoreError, match="not a good model name"):
+        run(name=name)
+    assert not store.root.exists()
+
+
+def test_collapse_is_warned_about() -> None:
+    recipe = Recipe(bits=3)
+    assert Quality.judge(10.0, 14.9, recipe).warning is None
+    warning = Quality.judge(10.0, 15.1, recipe).warning
+    assert warning is not None
+    assert "from 10.00 to 15.10 at 3 bits" in warning
+    broken = Quality.judge(10.0, float("inf"), recipe)
+    assert broken.warning is not None
+    assert broken.perplexity_after is None
+    assert Quality.judge(None, None, recipe).warning is None

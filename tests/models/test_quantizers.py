@@ -1,0 +1,199 @@
+"""Round-to-nearest with clip search and the residual quantizer, against plain per-group searches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.errors import QuantizationError
+from models.packed import PackedLinear, PackedResidual
+from models.packing import pack
+from models.quantizers import quantizer, rows
+from models.quantizers.dequantize import dequantize, dequantize_residual
+from models.quantizers.groups import GroupCodes
+from models.quantizers.residual import GRID, quantize_residual
+from models.quantizers.rtn import RATIOS, quantize
+
+SHAPES = [(1, 1), (3, 32), (5, 100), (7, 128), (4, 172), (33, 352), (0, 64)]
+
+
+def random_weights(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_t(4, shape) * 0.02).astype(np.float32)
+
+
+def best_group_error(group: np.ndarray, bits: int, ratios: tuple[float, ...]) -> float:
+    """Least squared error of one group over the ratios, one value after the other in double precision."""
+    top, errors = 2**bits - 1, []
+    low, high = min(group.min(), 0.0), max(group.max(), 0.0)
+    for ratio in ratios:
+        scale = max(float(np.float16((high - low) * ratio / top)), 2.0**-24)
+        zero = min(max(round(-low * ratio / scale), 0), top)
+        values = [(min(max(round(float(w) / scale) + zero, 0), top) - zero) * scale for w in group]
+        errors.append(float(((np.array(values) - group) ** 2).sum()))
+    return min(errors)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("group_size", [32, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_scales_and_zeros_are_in_range(shape: tuple[int, int], group_size: int, bits: int) -> None:
+    result = quantize(random_weights(shape), bits, group_size)
+    groups = -(-shape[1] // group_size)
+    assert result.codes.shape == shape
+    assert result.scales.shape == result.zeros.shape == (shape[0], groups)
+    assert result.scales.dtype == np.float16
+    assert (result.codes < 2**bits).all()
+    assert (result.zeros < 2**bits).all()
+    assert (result.scales > 0).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("shape", [(2, 32), (3, 100), (2, 172)], ids=str)
+def test_error_of_each_group_is_the_least_of_the_grid(shape: tuple[int, int], bits: int) -> None:
+    weight = random_weights(shape, seed=bits)
+    error = (quantize(weight, bits, 64).dequantize() - weight).astype(np.float64) ** 2
+    for row in range(shape[0]):
+        for start in range(0, shape[1], 64):
+            columns = slice(start, start + 64)
+            expected = best_group_error(weight[row, columns].astype(np.float64), bits, RATIOS)
+            assert error[row, columns].sum() == pytest.approx(expected, rel=1e-4)
+
+
+def test_clip_search_beats_plain_rounding() -> None:
+    weight = random_weights((64, 128))
+    error = ((quantize(weight, 3, 128).dequantize() - weight) ** 2).sum()
+    plain = sum(best_group_error(row.astype(np.float64), 3, (1.0,)) for row in weight)
+    assert error < 0.8 * plain
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3, -0.3, 1e-9, 1e4, 65504.0])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_constant_groups_are_safe(value: float, bits: int) -> None:
+    weight = np.full((2, 160), value, np.float32)
+    dequantized = quantize(weight, bits, 128).dequantize()
+    assert np.isfinite(dequantized).all()
+    np.testing.assert_allclose(dequantized, weight, rtol=1e-3, atol=6e-8)
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 2**32 - 1), bits=st.sampled_from([3, 4]), scale=st.sampled_from([1e-7, 1e-3, 1.0, 1e3]))
+def test_no_weight_inside_the_range_is_off_by_more_than_the_clip(seed: int, bits: int, scale: float) -> None:
+    weight = (np.random.default_rng(seed).uniform(-1, 1, (3, 96)) * scale).astype(np.float32)
+    result = quantize(weight, bits, 64)
+    dequantized = result.dequantize()
+    assert np.isfinite(dequantized).all()
+    step = 2 / (2**bits - 1)  # of the unclipped grid, in units of the peak
+    assert np.abs(dequantized - weight).max() <= np.abs(weight).max() * (1 - RATIOS[-1] + step) + 2**-24
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_are_refused(bad: float) -> None:
+    weight = random_weights((4, 64))
+    weight[2, 5] = bad
+    with pytest.raises(QuantizationError, match="NaN or infinity"):
+        quantize(weight, 4, 32)
+    with pytest.raises(QuantizationError, match="NaN or infinity"):
+        quantize_residual(weight, 4)
+
+
+def test_weights_too_large_for_fp16_scales_are_refused() -> None:
+    weight = random_weights((4, 64))
+    weight[2, 5] = 1e7
+    with pytest.raises(QuantizationError, match="too far for fp16"):
+        quantize(weight, 4, 32)
+    with pytest.raises(QuantizationError, match="too far for fp16"):
+        quantize_residual(weight, 4)
+
+
+def test_result_does_not_depend_on_how_rows_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_weights((70, 172))
+    whole, whole_residual = quantize(weight, 3, 64), quantize_residual(weight, 4)
+    monkeypatch.setattr(rows, "CHUNK", 3 * 172)
+    parts, parts_residual = quantize(weight, 3, 64), quantize_residual(weight, 4)
+    for field in ("codes", "scales", "zeros"):
+        np.testing.assert_array_equal(getattr(whole, field), getattr(parts, field))
+    np.testing.assert_array_equal(whole_residual.codes, parts_residual.codes)
+    np.testing.assert_array_equal(whole_residual.scales, parts_residual.scales)
+
+
+def best_row_error(row: np.ndarray, top: int) -> float:
+    errors = []
+    for point in range(1, GRID + 1):
+        scale = max(float(np.float16(np.abs(row).max() * point / GRID / top)), 2.0**-24)
+        errors.append(float(((np.clip(np.rint(row / scale), -top, top) * scale - row) ** 2).sum()))
+    return min(errors)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_residual_scale_is_the_best_of_the_grid(shape: tuple[int, int], bits: int) -> None:
+    residual = random_weights(shape, seed=3)
+    result = quantize_residual(residual, bits)
+    top = 2 ** (bits - 1) - 1
+    assert ((result.codes >= 1) & (result.codes <= 2 * top + 1)).all()
+    for row, error in zip(residual, ((result.dequantize() - residual).astype(np.float64) ** 2).sum(1), strict=True):
+        assert error == pytest.approx(best_row_error(row.astype(np.float64), top), rel=1e-3)
+
+
+def test_more_residual_bits_leave_less_error() -> None:
+    residual = random_weights((16, 256))
+    errors = [np.abs(quantize_residual(residual, bits).dequantize() - residual).mean() for bits in (2, 4, 8)]
+    assert errors[0] > 2 * errors[1] > 20 * errors[2]
+
+
+def test_residual_of_zeros_is_zeros() -> None:
+    result = quantize_residual(np.zeros((3, 40), np.float32), 4)
+    np.testing.assert_array_equal(result.dequantize(), 0)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_fused_residuals_equal_those_of_the_parts(bits: int) -> None:
+    """Source: QDEC; q, k and v of different magnitudes keep their own scales when they are quantized as one."""
+    parts = [random_weights((48, 64), 1), 10 * random_weights((16, 64), 2), 0.1 * random_weights((16, 64), 3)]
+    fused = np.concatenate(parts)
+    base = quantize(fused, 3, 32)
+    residual = quantize_residual(fused - base.dequantize(), bits)
+    start = 0
+    for part in parts:
+        rows_of_part = slice(start, start + part.shape[0])
+        alone = quantize(part, 3, 32)
+        np.testing.assert_array_equal(base.codes[rows_of_part], alone.codes)
+        np.testing.assert_array_equal(base.scales[rows_of_part], alone.scales)
+        residual_alone = quantize_residual(part - alone.dequantize(), bits)
+        np.testing.assert_array_equal(residual.codes[rows_of_part], residual_alone.codes)
+        np.testing.assert_array_equal(residual.scales[rows_of_part], residual_alone.scales)
+        start += part.shape[0]
+
+
+@pytest.mark.parametrize("shape", [(5, 100), (7, 128)], ids=str)
+def test_stored_form_dequantizes_to_the_same_numbers(shape: tuple[int, int]) -> None:
+    weight = random_weights(shape)
+    base = quantize(weight, 3, 64)
+    quantized = quantize_residual(weight - base.dequantize(), 4)
+    residual = PackedResidual(bits=4, codes=pack(quantized.codes.T, 4), scales=quantized.scales)
+    linear = PackedLinear(
+        name="layers.0.o",
+        shape=shape,
+        bits=3,
+        group_size=64,
+        codes=pack(base.codes, 3),
+        scales=base.scales,
+        zeros=base.zeros,
+        bias=None,
+        residual=residual,
+        rank_maximum=None,
+        mean_square=None,
+    )
+    np.testing.assert_array_equal(dequantize(linear), base.dequantize())
+    np.testing.assert_array_equal(dequantize_residual(residual, shape), quantized.dequantize().T)
+    half = PackedResidual(bits=16, codes=np.full((shape[1], shape[0]), 0.5, np.float16), scales=None)
+    np.testing.assert_array_equal(dequantize_residual(half, shape), np.full((shape[1], shape[0]), 0.5))
+
+
+def test_methods_are_found_by_name() -> None:
+    assert isinstance(quantizer("rtn")(random_weights((2, 32)), 4, 32), GroupCodes)
+    with pytest.raises(QuantizationError, match="unknown method 'nearest'"):
+        quantizer("nearest")
