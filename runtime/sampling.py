@@ -16,6 +16,8 @@ from runtime.errors import RequestError
 
 MAX_LOGPROBS = 20
 """Most alternatives reported for a token."""
+NEGLIGIBLE = 30.0
+"""Tokens less likely than the most likely one by e^-30 are never drawn: a whole vocabulary of them is 1e-8 of it."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this one are greedy: logits divided by them would overflow."""
 MAX_STOPS = 16
@@ -151,14 +153,14 @@ def filtered(logits: Float32Array, options: SamplingOptions) -> tuple[Int64Array
     Returns:
         Token ids int64 [n], n >= 1, and weights float64 [n], proportional to probabilities.
     """
-    V = logits.size
-    if 0 < options.top_k < V:
-        tokens = np.argpartition(logits, V - options.top_k)[V - options.top_k :].astype(np.int64)
-        tokens.sort()
-    else:
-        tokens = np.arange(V, dtype=np.int64)
-    chosen = logits[tokens].astype(np.float64)
-    weights = np.exp((chosen - chosen.max()) / options.temperature)
+    highest = float(logits.max())
+    tokens = np.flatnonzero(logits >= highest - NEGLIGIBLE * options.temperature)
+    chosen = logits[tokens]
+    n, k = tokens.size, options.top_k
+    if 0 < k < n:
+        best = np.sort(np.argpartition(chosen, n - k)[n - k :])
+        tokens, chosen = tokens[best], chosen[best]
+    weights = np.exp((chosen - np.float32(highest)) / np.float32(options.temperature)).astype(np.float64)
     if options.top_p < 1:
         kept = _nucleus(weights, options.top_p)
         tokens, weights = tokens[kept], weights[kept]
@@ -194,7 +196,7 @@ def log_probabilities(logits: Float32Array, token: int, count: int) -> tuple[flo
         The token's log-probability, and (token, log-probability) of the most likely, most likely first.
     """
     highest = float(logits.max())
-    normalizer = highest + math.log(float(np.exp((logits - np.float32(highest)).astype(np.float64)).sum()))
+    normalizer = highest + math.log(float(np.exp(logits - np.float32(highest)).sum(dtype=np.float64)))
     count = min(count, logits.size)
     best = np.argpartition(logits, logits.size - count)[logits.size - count :] if count else np.empty(0, np.int64)
     ranked = sorted(((int(i), float(logits[i]) - normalizer) for i in best), key=lambda pair: (-pair[1], pair[0]))
