@@ -134,7 +134,7 @@ class Service:
             async for item in items:
                 yield item
 
-    async def make(self, work: Callable[[Stream[T]], object]) -> AsyncGenerator[T, None]:
+    async def make(self, work: Callable[[Stream[Progress]], object]) -> AsyncGenerator[Progress, None]:
         """Do a long piece of work on stored models in a thread of its own, one at a time.
 
         Args:
@@ -143,7 +143,7 @@ class Service:
         Raises:
             ApiError: other work of that kind is running (409), or this work failed.
         """
-        stream: Stream[T] = Stream()
+        stream: Stream[Progress] = Stream()
         with self._lock:
             if self._making:
                 raise ApiError(

@@ -1,0 +1,24 @@
+"""Answers that are not streams: JSON bodies and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from runtime.server.errors import ApiError
+
+
+def json_answer(body: Any) -> Response:
+    """A JSON body with status 200."""
+    return JSONResponse(body, headers={"Cache-Control": "no-store"})
+
+
+def error_answer(error: ApiError) -> Response:
+    """An error in the form that OpenAI's clients know."""
+    return JSONResponse(error_body(error), error.status, headers={"Cache-Control": "no-store", **error.headers})
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON object of an error, alone in a body or as an item of a stream."""
+    return {"error": error.record.to_json()}

@@ -1,0 +1,141 @@
+"""`/v1/*`: the OpenAI-compatible interface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from runtime.engine import Piece
+from runtime.lock import program_version
+from runtime.server.answer import json_answer
+from runtime.server.errors import unknown_model
+from runtime.server.records import EngineLike, ModelEntry
+from runtime.server.requests import ChatRequest, CompletionRequest, parse
+from runtime.server.responses import Body, ChatWriter, CompletionWriter, Writer
+from runtime.server.service import Accepted, GenerationRequest, Service
+from runtime.server.streaming import Events, sse, unless_disconnected
+
+
+@dataclass(frozen=True, slots=True)
+class PublicInterface:
+    """The handlers of `/v1/*`."""
+
+    service: Service
+    ping_s: float
+
+    def routes(self) -> list[Route]:
+        """All routes."""
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+        ]
+
+    async def models(self, _request: Request) -> Response:
+        """GET /v1/models."""
+        entries = await asyncio.to_thread(self.service.catalogue.entries)
+        return json_answer({"object": "list", "data": [_model(entry) for entry in entries]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME."""
+        name = request.path_params["name"]
+        entry = await asyncio.to_thread(self.service.catalogue.find, name)
+        if entry is None:
+            raise unknown_model(name)
+        return json_answer(_model(entry))
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        asked = parse(await request.body(), ChatRequest)
+        asked.check()
+        messages = asked.conversation
+        resume = bool(asked.continue_final_message)
+
+        def prompt(engine: EngineLike) -> Sequence[int]:
+            return engine.chat_prompt(messages, continue_final=resume)
+
+        wanted = GenerationRequest(
+            model=asked.model, prompt=prompt, options=asked.sampling(), chat=True, trim=not resume, field="messages"
+        )
+
+        def begin(accepted: Accepted) -> Writer:
+            return ChatWriter(
+                accepted, version=program_version(), with_usage=asked.wants_usage, logprobs=bool(asked.logprobs)
+            )
+
+        return await self._answer(request, wanted, begin, stream=bool(asked.stream), with_usage=asked.wants_usage)
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        asked = parse(await request.body(), CompletionRequest)
+        asked.check()
+        text = asked.single_prompt
+
+        def prompt(engine: EngineLike) -> Sequence[int]:
+            return engine.text_prompt(text) if isinstance(text, str) else text
+
+        wanted = GenerationRequest(model=asked.model, prompt=prompt, options=asked.sampling(), field="prompt")
+
+        def begin(accepted: Accepted) -> Writer:
+            return CompletionWriter(
+                accepted,
+                version=program_version(),
+                with_usage=asked.wants_usage,
+                logprobs=asked.logprobs is not None,
+            )
+
+        return await self._answer(request, wanted, begin, stream=bool(asked.stream), with_usage=asked.wants_usage)
+
+    async def _answer(
+        self,
+        request: Request,
+        wanted: GenerationRequest,
+        begin: Callable[[Accepted], Writer],
+        *,
+        stream: bool,
+        with_usage: bool,
+    ) -> Response:
+        """Answer as a stream or as a whole."""
+        if stream:
+            return await sse(self._events(wanted, begin, with_usage=with_usage), ping_s=self.ping_s, done=True)
+        return json_answer(await unless_disconnected(request, lambda: self._whole(wanted, begin)))
+
+    async def _events(
+        self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer], *, with_usage: bool
+    ) -> Events:
+        """The chunks of a stream."""
+        async with aclosing(self.service.generate(wanted)) as items:
+            writer = begin(await _accepted(items))
+            for chunk in writer.opening():
+                yield chunk
+            async for piece in items:
+                assert isinstance(piece, Piece)
+                if (written := writer.chunk(piece)) is not None:
+                    yield written
+                if piece.usage is not None and with_usage:
+                    yield writer.usage_chunk(piece.usage)
+
+    async def _whole(self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer]) -> Body:
+        """The body of an answer that does not stream."""
+        async with aclosing(self.service.generate(wanted)) as items:
+            writer = begin(await _accepted(items))
+            return writer.whole([item async for item in items if isinstance(item, Piece)])
+
+
+async def _accepted(items: AsyncGenerator[Accepted | Piece, None]) -> Accepted:
+    """The first item of a generation."""
+    first = await anext(items)
+    assert isinstance(first, Accepted)
+    return first
+
+
+def _model(entry: ModelEntry) -> Body:
+    """A model as OpenAI lists it."""
+    return {"id": entry.name, "object": "model", "created": entry.created, "owned_by": "lowbit-chat"}

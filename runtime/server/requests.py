@@ -1,0 +1,303 @@
+"""Requests of the OpenAI protocol, checked: wrong types, ranges and what is not supported are named in the error.
+
+Fields that this program does not know are let through, as OpenAI does. Known ones that would change the answer and that
+it cannot honour (tools, several answers, other modalities, ...) are refused: an answer that silently ignores them would
+be worse.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from runtime.sampling import SamplingOptions
+from runtime.server.errors import ApiError
+
+COMPLETION_TOKENS = 16
+"""Length of a plain completion where the request does not say, as in OpenAI's interface."""
+MAX_SEED = 2**63
+M = TypeVar("M", bound=BaseModel)
+
+Count = Annotated[int, Field(ge=1)]
+Stops = Annotated[str, Field(min_length=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+_NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Request):
+    """How a stream is given."""
+
+    include_usage: StrictBool | None = None
+
+
+class Sampling(_Request):
+    """Fields that both kinds of request share. OpenAI's, and top_k, min_p, repetition_penalty."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "logit_bias": "logit_bias is not supported",
+        "presence_penalty": "presence_penalty is not supported: use repetition_penalty",
+        "frequency_penalty": "frequency_penalty is not supported: use repetition_penalty",
+    }
+    """Fields that must be absent or neutral, and what is said if they are not."""
+
+    model: Annotated[str, Field(min_length=1, max_length=300)]
+    n: int | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED, lt=MAX_SEED)] | None = None
+    stop: Stops | Annotated[list[Stops], Field(max_length=15)] | None = None
+    max_tokens: Count | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured.
+
+        Raises:
+            ApiError: with the field's name.
+        """
+        if self.n not in (None, 1):
+            raise refused(
+                "n", f"n is {self.n}, but this server gives one answer to a request: leave n out, and ask again"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "stream_options is only allowed when stream is true")
+        for field, message in self.REFUSED.items():
+            if getattr(self, field) not in (*_NOTHING, 0):
+                raise refused(field, message, code="unsupported_parameter")
+
+    def options(self, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
+        """How the answer is drawn. What the request leaves out is as OpenAI has it: temperature 1, all of top_p."""
+        top_p = 1.0 if self.top_p is None else self.top_p
+        return SamplingOptions(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=1 if top_p == 0 else self.top_k or 0,
+            top_p=top_p or 1.0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            stop=self.stops,
+            logprobs=logprobs,
+        )
+
+
+class ContentPart(_Request):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(_Request):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: dict[str, Any] | None = None
+
+    def plain(self, index: int) -> dict[str, str]:
+        """Role and text, as chat templates take them.
+
+        Raises:
+            ApiError: the message holds something else than text.
+        """
+        where = f"messages[{index}]"
+        if self.role in ("tool", "function") or self.tool_calls or self.function_call:
+            raise refused(where, f"{where}: tools are not supported", code="unsupported_parameter")
+        if self.content is None:
+            raise refused(f"{where}.content", f"{where}.content is missing: give a text")
+        role = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, str):
+            return {"role": role, "content": self.content}
+        texts = []
+        for position, part in enumerate(self.content):
+            if part.type != "text" or part.text is None:
+                field = f"{where}.content[{position}]"
+                raise refused(field, f"{field} is of type {part.type!r}, but the models here read only text")
+            texts.append(part.text)
+        return {"role": role, "content": "".join(texts)}
+
+
+class ResponseFormat(_Request):
+    """The form of the answer."""
+
+    type: str
+
+
+class ChatRequest(Sampling):
+    """Body of POST /v1/chat/completions."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        **Sampling.REFUSED,
+        "tools": "tools are not supported: ask without them, and describe in a message what you need",
+        "functions": "functions are not supported: ask without them, and describe in a message what you need",
+        "audio": "audio is not supported",
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    tool_choice: Any = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    continue_final_message: StrictBool | None = None
+    """Not OpenAI's: whether the last message, the assistant's, is continued rather than answered."""
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured.
+
+        Raises:
+            ApiError: with the field's name.
+        """
+        super().check()
+        for field in ("tool_choice", "function_call"):
+            if getattr(self, field) not in (None, "none", "auto"):
+                raise refused(field, "tools are not supported", code="unsupported_parameter")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise refused(
+                "response_format", "only the response format 'text' is supported", code="unsupported_parameter"
+            )
+        if self.modalities not in (None, ["text"]):
+            raise refused("modalities", "only the modality 'text' is supported", code="unsupported_parameter")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("top_logprobs", "top_logprobs needs logprobs to be true")
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise refused("max_tokens", "max_tokens and max_completion_tokens are both given and differ: give one")
+
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages, as chat templates take them.
+
+        Raises:
+            ApiError: a message holds something else than text.
+        """
+        return [message.plain(index) for index, message in enumerate(self.messages)]
+
+    def sampling(self) -> SamplingOptions:
+        """How the answer is drawn."""
+        return self.options(
+            self.max_completion_tokens or self.max_tokens, (self.top_logprobs or 0) if self.logprobs else None
+        )
+
+
+class CompletionRequest(Sampling):
+    """Body of POST /v1/completions."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        **Sampling.REFUSED,
+        "echo": "echo is not supported: put the prompt in front yourself",
+        "suffix": "suffix is not supported",
+    }
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: int | None = None
+    echo: StrictBool | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured.
+
+        Raises:
+            ApiError: with the field's name.
+        """
+        super().check()
+        if self.best_of not in (None, 1):
+            raise refused("best_of", "this server gives one answer to a request: leave best_of out")
+
+    @property
+    def single_prompt(self) -> str | list[int]:
+        """The prompt: a text, or tokens.
+
+        Raises:
+            ApiError: there are several, or none.
+        """
+        if isinstance(self.prompt, str):
+            return self.prompt
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [token for token in self.prompt if isinstance(token, int)]
+        if len(self.prompt) != 1 or isinstance(self.prompt[0], int):
+            raise refused("prompt", f"prompt holds {len(self.prompt)} prompts: ask for one completion in a request")
+        return self.prompt[0]
+
+    def sampling(self) -> SamplingOptions:
+        """How the answer is drawn."""
+        return self.options(self.max_tokens or COMPLETION_TOKENS, self.logprobs)
+
+
+def refused(param: str, message: str, *, code: str | None = None) -> ApiError:
+    """A field that is not acceptable."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def parse(body: bytes, model: type[M]) -> M:
+    """Read a request's body.
+
+    Raises:
+        ApiError: it is no JSON object, or a field is missing, of a wrong type or out of range.
+    """
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(data, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _explained(error) from error
+
+
+def _explained(error: ValidationError) -> ApiError:
+    """The error about the first field that is wrong; where it may have several types, what each would need."""
+    details = error.errors(include_url=False, include_context=False)
+    first = _field(details[0])
+    field = max((name for name in map(_field, details) if name.startswith(first)), key=len)
+    wrong = [detail for detail in details if _field(detail) == field]
+    if wrong[0]["type"] == "missing":
+        return ApiError(400, f"{field} is missing", param=field, code="missing_required_parameter")
+    wanted = " or ".join(dict.fromkeys(detail["msg"] for detail in wrong))
+    return ApiError(400, f"{field}: {wanted}", param=field, code="invalid_value")
+
+
+def _field(detail: ErrorDetails) -> str:
+    """A field as OpenAI writes it, `messages[0].content`, without pydantic's names for the members of a union."""
+    text = ""
+    for part in detail["loc"]:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part != "str":
+            text += f".{part}" if text else part
+    return text

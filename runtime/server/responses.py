@@ -1,0 +1,204 @@
+"""Answers of the OpenAI protocol: bodies, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from runtime.engine import Piece, Usage
+from runtime.sampling import TokenLogprob
+from runtime.server.service import Accepted
+
+Body = dict[str, Any]
+
+
+def usage_body(usage: Usage) -> Body:
+    """Counts of tokens."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def timings_body(usage: Usage) -> Body:
+    """What OpenAI does not tell: time to the first token in seconds, and speeds in tokens per second."""
+    return {
+        "ttft_s": usage.ttft_s,
+        "prefill_tokens_per_s": usage.prefill_tokens_per_s,
+        "decode_tokens_per_s": usage.decode_tokens_per_s,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+    }
+
+
+class Writer(Protocol):
+    """Writes one answer, as a whole or in chunks."""
+
+    def opening(self) -> list[Body]:
+        """Chunks before the first text."""
+        ...
+
+    def chunk(self, piece: Piece) -> Body | None:
+        """The chunk of a piece; None where it has nothing to tell."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> Body:
+        """The chunk of `stream_options.include_usage`."""
+        ...
+
+    def whole(self, pieces: Sequence[Piece]) -> Body:
+        """The answer of a request that does not stream."""
+        ...
+
+
+class _Answer:
+    """What all bodies and chunks of one answer share."""
+
+    def __init__(self, prefix: str, accepted: Accepted, *, version: str, with_usage: bool) -> None:
+        self._with_usage = with_usage
+        self._head: Body = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": accepted.model,
+            "system_fingerprint": f"lowbit-chat-{version}-{accepted.backend}",
+        }
+
+    def _body(self, kind: str, choices: list[Body], usage: Usage | None = None) -> Body:
+        body: Body = {"object": kind, **self._head, "choices": choices}
+        if usage is not None:
+            body["usage"] = usage_body(usage)
+            body["timings"] = timings_body(usage)
+        return body
+
+    def _chunk(self, kind: str, choice: Body, usage: Usage | None) -> Body:
+        body: Body = {"object": kind, **self._head, "choices": [choice]}
+        if self._with_usage:
+            body["usage"] = None
+        if usage is not None:
+            body["timings"] = timings_body(usage)
+        return body
+
+    def _usage_chunk(self, kind: str, usage: Usage) -> Body:
+        return {"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}
+
+
+class ChatWriter(_Answer):
+    """Answers of /v1/chat/completions."""
+
+    BODY, CHUNK = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, accepted: Accepted, *, version: str, with_usage: bool = False, logprobs: bool = False) -> None:
+        """Begin an answer."""
+        super().__init__("chatcmpl", accepted, version=version, with_usage=with_usage)
+        self._logprobs = logprobs
+
+    def opening(self) -> list[Body]:
+        """The chunk that tells the role."""
+        return [self._choice({"role": "assistant", "content": ""}, None)]
+
+    def chunk(self, piece: Piece) -> Body | None:
+        """The chunk of a piece; None where it has nothing to tell."""
+        if not piece.text and piece.logprob is None and piece.finish_reason is None:
+            return None
+        return self._choice({"content": piece.text} if piece.text else {}, piece)
+
+    def usage_chunk(self, usage: Usage) -> Body:
+        """The chunk of `stream_options.include_usage`."""
+        return self._usage_chunk(self.CHUNK, usage)
+
+    def whole(self, pieces: Sequence[Piece]) -> Body:
+        """The answer of a request that does not stream."""
+        choice: Body = {
+            "index": 0,
+            "message": {"role": "assistant", "content": _text(pieces), "refusal": None},
+            "logprobs": _chat_logprobs(_logprobs(pieces)) if self._logprobs else None,
+            "finish_reason": pieces[-1].finish_reason,
+        }
+        return self._body(self.BODY, [choice], pieces[-1].usage)
+
+    def _choice(self, delta: Body, piece: Piece | None) -> Body:
+        choice: Body = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": None if piece is None or piece.logprob is None else _chat_logprobs([piece.logprob]),
+            "finish_reason": None if piece is None else piece.finish_reason,
+        }
+        return self._chunk(self.CHUNK, choice, None if piece is None else piece.usage)
+
+
+class CompletionWriter(_Answer):
+    """Answers of /v1/completions."""
+
+    KIND: Literal["text_completion"] = "text_completion"
+
+    def __init__(self, accepted: Accepted, *, version: str, with_usage: bool = False, logprobs: bool = False) -> None:
+        """Begin an answer."""
+        super().__init__("cmpl", accepted, version=version, with_usage=with_usage)
+        self._logprobs = logprobs
+        self._offset = 0
+
+    def opening(self) -> list[Body]:
+        """Nothing comes before the text."""
+        return []
+
+    def chunk(self, piece: Piece) -> Body | None:
+        """The chunk of a piece; None where it has nothing to tell."""
+        if not piece.text and piece.logprob is None and piece.finish_reason is None:
+            return None
+        logprobs = None if piece.logprob is None else self._completion_logprobs([piece.logprob])
+        choice = {"index": 0, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        return self._chunk(self.KIND, choice, piece.usage)
+
+    def usage_chunk(self, usage: Usage) -> Body:
+        """The chunk of `stream_options.include_usage`."""
+        return self._usage_chunk(self.KIND, usage)
+
+    def whole(self, pieces: Sequence[Piece]) -> Body:
+        """The answer of a request that does not stream."""
+        choice: Body = {
+            "index": 0,
+            "text": _text(pieces),
+            "logprobs": self._completion_logprobs(_logprobs(pieces)) if self._logprobs else None,
+            "finish_reason": pieces[-1].finish_reason,
+        }
+        return self._body(self.KIND, [choice], pieces[-1].usage)
+
+    def _completion_logprobs(self, logprobs: Sequence[TokenLogprob]) -> Body:
+        offsets = []
+        for logprob in logprobs:
+            offsets.append(self._offset)
+            self._offset += len(logprob.text)
+        return {
+            "tokens": [logprob.text for logprob in logprobs],
+            "token_logprobs": [logprob.logprob for logprob in logprobs],
+            "top_logprobs": [{other.text: other.logprob for other in logprob.top} for logprob in logprobs],
+            "text_offset": offsets,
+        }
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def _logprobs(pieces: Sequence[Piece]) -> list[TokenLogprob]:
+    return [piece.logprob for piece in pieces if piece.logprob is not None]
+
+
+def _chat_logprobs(logprobs: Sequence[TokenLogprob]) -> Body:
+    content = [
+        {
+            **_token(logprob.text, logprob.logprob),
+            "top_logprobs": [_token(other.text, other.logprob) for other in logprob.top],
+        }
+        for logprob in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float) -> Body:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

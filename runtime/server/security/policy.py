@@ -1,0 +1,129 @@
+"""`Security`: what is demanded of a request, decided once when the server starts."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from urllib.parse import urlsplit
+
+from runtime.errors import RequestError
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""Largest body of a request."""
+_AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
+_TOKEN = re.compile(r"[\x21-\x7e]{1,512}")
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """What is demanded of a request. `for_bind` makes one that suits an address."""
+
+    token: str | None = None
+    """Bearer token of the public interface; None demands none."""
+    management_token: str | None = None
+    """Bearer token of `/runtime/*`; None means that the server has no management at all."""
+    hosts: frozenset[str] = _LOOPBACK_NAMES
+    """Names and addresses that may stand in `Host`, in lower case, without port and brackets."""
+    any_address: bool = False
+    """Whether any literal address may stand there too; a literal address can't be rebound."""
+    max_body_bytes: int = MAX_BODY_BYTES
+    """Largest body of a request."""
+
+    def __post_init__(self) -> None:
+        for token in (self.token, self.management_token):
+            if token is not None and not _TOKEN.fullmatch(token):
+                raise RequestError("a token must be 1 to 512 visible ASCII characters without spaces")
+
+    def __repr__(self) -> str:
+        return f"Security(hosts={sorted(self.hosts)}, any_address={self.any_address})"  # no token may reach a log
+
+    @classmethod
+    def for_bind(
+        cls, host: str, token: str | None, *, management_token: str | None = None, extra_hosts: Iterable[str] = ()
+    ) -> Security:
+        """The policy of a server that listens on `host`.
+
+        Args:
+            host: Address or name to be bound.
+            token: Bearer token of the public interface.
+            management_token: Bearer token of `/runtime/*`.
+            extra_hosts: More names that the server is known by, for example behind a proxy.
+
+        Raises:
+            RequestError: the address is not loopback and there is no token, or a token is not acceptable.
+        """
+        if is_loopback(host):
+            hosts = {*_LOOPBACK_NAMES, plain_host(host)}
+            return cls(token=token, management_token=management_token, hosts=frozenset(hosts | _lower(extra_hosts)))
+        if token is None:
+            raise RequestError(
+                f"listening on {host or 'all addresses'} lets other machines in, so it needs a token: "
+                "give one with --token, or listen on 127.0.0.1"
+            )
+        return cls(
+            token=token,
+            management_token=management_token,
+            hosts=frozenset({*_LOOPBACK_NAMES, plain_host(host)} | _lower(extra_hosts)),
+            any_address=True,
+        )
+
+    def accepts_host(self, authority: str) -> bool:
+        """Whether a `Host` header's value names this server."""
+        match = _AUTHORITY.fullmatch(authority)
+        if match is None:
+            return False
+        host = plain_host(match["host"])
+        address = _address(host)
+        return host in self.hosts or (self.any_address and address is not None and not address.is_unspecified)
+
+    def accepts_origin(self, origin: str, authority: str) -> bool:
+        """Whether an `Origin` header's value is this server itself, as `Host` names it."""
+        try:
+            parts = urlsplit(origin)
+        except ValueError:
+            return False
+        return parts.scheme in ("http", "https") and parts.netloc.lower() == authority.lower()
+
+    def wanted_token(self, path: str) -> str | None:
+        """The token that a path demands; None demands none. Paths that do not exist count as public."""
+        return self.management_token if is_management(path) else self.token
+
+
+def is_management(path: str) -> bool:
+    """Whether a path belongs to the management interface."""
+    return path == "/runtime" or path.startswith("/runtime/")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that binds `host`. A name other than localhost may be anything."""
+    plain = plain_host(host)
+    address = _address(plain)
+    return plain == "localhost" if address is None else address.is_loopback
+
+
+def same_token(given: bytes, wanted: str) -> bool:
+    """Whether an `Authorization` header carries a token; takes as long for any wrong one of the same length."""
+    scheme, _, token = given.partition(b" ")
+    return hmac.compare_digest(token.strip(), wanted.encode("ascii")) and scheme.lower() == b"bearer"
+
+
+def plain_host(host: str) -> str:
+    """A host in the one form in which it is compared: lower case, no brackets, no trailing dot, shortest address."""
+    plain = host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
+    address = _address(plain)
+    return plain if address is None else str(address)
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
+
+
+def _lower(hosts: Iterable[str]) -> set[str]:
+    return {plain_host(host) for host in hosts}

@@ -1,0 +1,115 @@
+"""Answers that come piece by piece (server-sent events), and work that ends when the client hangs up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.server.answer import error_body
+from runtime.server.errors import api_error
+
+T = TypeVar("T")
+Events = AsyncGenerator[dict[str, Any], None]
+DONE = "[DONE]"
+"""What ends a stream of the OpenAI protocol."""
+PATIENCE_S = 2.0
+"""A stream's status is held back so long for an error to come; then it is 200, and errors come in the stream."""
+
+
+class Disconnected(Exception):  # noqa: N818 -- not an error: nobody is there to be told one
+    """The client hung up before the answer was ready."""
+
+
+def encode(body: Any) -> str:
+    """JSON on one line in ASCII: some clients take U+0085 or U+2028 for the end of a line, and of the event."""
+    return json.dumps(body, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+
+
+async def sse(events: Events, *, ping_s: float, done: bool, patience_s: float = PATIENCE_S) -> Response:
+    """A response that sends events as they come.
+
+    Args:
+        events: What is sent, as JSON objects. Closed when the client hangs up.
+        ping_s: Seconds between comments that keep the connection alive meanwhile.
+        done: Whether `[DONE]` ends the stream.
+        patience_s: How long an error before the first event can still become the status of the response.
+
+    Raises:
+        Exception: what the events raised before the first of them, within `patience_s`.
+    """
+    first = asyncio.ensure_future(_next(events))
+    try:
+        await asyncio.wait([first], timeout=patience_s)
+        if first.done():
+            first.result()
+    except BaseException:
+        await _abandon(first, events)
+        raise
+    return EventSourceResponse(
+        _lines(first, events, done=done),
+        ping=ping_s,
+        sep="\n",
+        ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
+    )
+
+
+async def _lines(
+    first: asyncio.Future[dict[str, Any] | None], events: Events, *, done: bool
+) -> AsyncGenerator[ServerSentEvent, None]:
+    """Events as lines of the stream; an error becomes the last of them."""
+    try:
+        event = await first
+        while event is not None:
+            yield ServerSentEvent(encode(event))
+            event = await _next(events)
+        if done:
+            yield ServerSentEvent(DONE)
+    except Exception as error:  # noqa: BLE001 -- the status is sent already, so the error goes into the stream
+        yield ServerSentEvent(encode(error_body(api_error(error))))
+    finally:
+        await _abandon(first, events)
+
+
+async def _next(events: Events) -> dict[str, Any] | None:
+    """The next event, or None at the end."""
+    return await anext(events, None)
+
+
+async def _abandon(first: asyncio.Future[dict[str, Any] | None], events: Events) -> None:
+    """Stop the work behind a stream."""
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await first
+    await events.aclose()
+
+
+async def unless_disconnected(request: Request, work: Callable[[], Awaitable[T]]) -> T:
+    """Do work for a client that waits for it, and cancel it when the client hangs up.
+
+    Raises:
+        Disconnected: the client hung up.
+    """
+    working = asyncio.ensure_future(work())
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Disconnected
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    """Wait until the client has hung up; the request's body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,225 @@
+"""A model that needs no weights: it says what its prompt asks for. Words of the prompt are its tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.errors import StoreError
+from models.progress import Progress
+from runtime.engine import Piece, Usage
+from runtime.errors import BackendError, Cancelled, ContextOverflowError, InvalidActivationError, RequestError
+from runtime.sampling import Alternative, SamplingOptions, TokenLogprob
+from runtime.server.records import LoadedModel, LoadRequest, ModelEntry, QuantizeRequest
+from runtime.server.service import Service
+from runtime.stopping import StopMatcher
+
+CONTEXT = 200
+ASKED: dict[str, Callable[[list[str]], list[str]]] = {
+    "echo": lambda words: words,
+    "count": lambda words: [str(i) for i in range(int(words[0]))],
+    "umlauts": lambda _: ["äöü", "\u2028", "😀", "\x85", "\n"],
+    "spaces": lambda _: [" ", " ", "x"],
+}
+
+
+class FakeEngine:
+    """Does what the last message (or the prompt) says: `echo WORDS`, `count N`, `slow N`, `break`, `die`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.context = CONTEXT
+        self.chat_stops = ("<turn>",)
+        self.closed = False
+        self.steps = 0
+        self.cancellations = 0
+        self.threads: set[int] = set()
+        self.options: list[SamplingOptions] = []
+        self.trims: list[bool] = []
+        self.prefill_gate = threading.Event()
+        self.prefill_gate.set()
+        self._texts: dict[int, str] = {}
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False) -> list[int]:
+        if continue_final and messages[-1]["role"] != "assistant":
+            raise RequestError("only an assistant's message can be continued")
+        return self.text_prompt(messages[-1]["content"], sum(len(m["content"].split()) for m in messages[:-1]))
+
+    def text_prompt(self, text: str, before: int = 0) -> list[int]:
+        tokens = [*range(1, before + len(text.split()) + 1)] or [1]
+        self._texts[len(tokens)] = text
+        return tokens
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        options: SamplingOptions,
+        cancelled: Callable[[], bool] = lambda: False,
+        *,
+        trim: bool = False,
+    ) -> Iterator[Piece]:
+        if self.closed:
+            raise BackendError("the model has been unloaded")
+        if len(prompt) + 1 > self.context:
+            raise ContextOverflowError(f"the prompt has {len(prompt)} tokens and the context holds {self.context}")
+        self.threads.add(threading.get_ident())
+        self.options.append(options)
+        self.trims.append(trim)
+        return self._generate(list(prompt), options, cancelled)
+
+    def _generate(self, prompt: list[int], options: SamplingOptions, cancelled: Callable[[], bool]) -> Iterator[Piece]:
+        began = time.perf_counter()
+        while not self.prefill_gate.wait(0.005):
+            if cancelled():
+                break
+        verb, *words = self._texts.get(len(prompt), "echo tokens").split() or ["echo"]
+        delay = 0.005 if verb == "slow" else 0.0
+        if verb == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        texts = ASKED.get("count" if verb == "slow" else verb, lambda _: ["I", "do", "not", "know"])(words)
+        limit = min(options.max_tokens or self.context, self.context - len(prompt))
+        stops, finish, done = StopMatcher(options.stop), "stop", 0
+        for index, text in enumerate(texts):
+            if cancelled():
+                self.cancellations += 1
+                finish = "cancelled"
+                break
+            if verb == "break" or text == "BREAK":
+                raise InvalidActivationError("NaN met in layer 3")
+            self.steps += 1
+            done += 1
+            piece = text if index == 0 else f" {text}"
+            yield Piece(text=stops.add(piece), token=index, logprob=_logprob(index, piece, options.logprobs))
+            if stops.stopped:
+                break
+            if done == limit:
+                finish = "length"
+                break
+            time.sleep(delay)
+        usage = Usage(
+            prompt_tokens=len(prompt),
+            cached_tokens=min(2, len(prompt) - 1),
+            completion_tokens=done,
+            ttft_s=0.25,
+            prefill_s=0.125,
+            decode_tokens_per_s=40.0 + 0 * began,
+        )
+        yield Piece(text=stops.flush(), finish_reason=finish, usage=usage)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _logprob(index: int, text: str, count: int | None) -> TokenLogprob | None:
+    if count is None:
+        return None
+    top = tuple(Alternative(token=i, text=f"t{i}", logprob=-1.0 - i) for i in range(count))
+    return TokenLogprob(token=index, text=text, logprob=-0.5, top=top)
+
+
+def entry(name: str, **changes: Any) -> ModelEntry:
+    values: dict[str, Any] = {
+        "name": name,
+        "bits": 3,
+        "bits_per_weight": 3.4,
+        "disk_bytes": 1000,
+        "gpu_bytes": 600,
+        "residual_bytes": 300,
+        "parameters": 2000,
+        "family": "llama",
+        "context": CONTEXT,
+        "created": 1700000000,
+    }
+    return ModelEntry(**values | changes)
+
+
+@dataclass
+class FakeHouse:
+    """Loader, catalogue and workshop of a service, and what they were asked for."""
+
+    names: list[str] = field(default_factory=lambda: ["small", "org/other", "broken", "slow-to-load", "demo"])
+    loads: list[LoadRequest] = field(default_factory=list)
+    engines: list[FakeEngine] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.engines[-1]
+
+    def load(
+        self, request: LoadRequest, progress: Callable[[Progress], None], cancelled: Callable[[], bool]
+    ) -> LoadedModel:
+        self.loads.append(request)
+        if request.model == "broken":
+            raise StoreError("broken is damaged: block-00000.safetensors is cut; quantize the model again")
+        for step in range(3):
+            progress(Progress(phase="load", done=step, total=3, unit="blocks", message=f"block {step}"))
+            while request.model == "slow-to-load" and not self.gate.wait(0.005):
+                if cancelled():
+                    self.stopped.append("load")
+                    raise Cancelled("the load was stopped")
+        engine = FakeEngine(request.model)
+        self.engines.append(engine)
+        return LoadedModel(
+            name=request.model,
+            engine=engine,
+            backend="reference",
+            reason="a test asked for it",
+            bits=3,
+            kv=request.kv or "fp16",
+            k_chunk={"qkv": request.k_chunk} if isinstance(request.k_chunk, int) else request.k_chunk or {},
+            context=request.context or CONTEXT,
+            weight_bytes=600,
+            kv_bytes=50,
+        )
+
+    def entries(self) -> list[ModelEntry]:
+        return [entry(name, bundled=name == "demo") for name in self.names]
+
+    def find(self, name: str) -> ModelEntry | None:
+        return next((found for found in self.entries() if found.name == name), None)
+
+    def remove(self, name: str) -> None:
+        if name == "demo":
+            raise RequestError("the bundled model cannot be removed")
+        if name not in self.names:
+            raise StoreError(f"there is no stored model {name!r}")
+        self.names.remove(name)
+        self.removed.append(name)
+
+    def quantize(
+        self, request: QuantizeRequest, progress: Callable[[Progress], None], cancelled: Callable[[], bool]
+    ) -> ModelEntry:
+        if request.bits == 5:
+            raise RequestError("rtn does not make 5-bit models")
+        self._work("quantize", request.source, progress, cancelled)
+        self.names.append(request.name or "made")
+        return entry(request.name or "made", perplexity_before=9.0, perplexity_after=9.5, warning="a warning")
+
+    def pull(
+        self, name: str, revision: str | None, progress: Callable[[Progress], None], cancelled: Callable[[], bool]
+    ) -> str:
+        self._work("download", name, progress, cancelled)
+        return f"/cache/{name}/{revision}"
+
+    def _work(
+        self, phase: str, source: str, progress: Callable[[Progress], None], cancelled: Callable[[], bool]
+    ) -> None:
+        for step in range(3):
+            progress(Progress(phase=phase, done=step, total=3, unit="blocks", message=f"{phase} {step}"))
+            while source == "slow" and not self.gate.wait(0.005):
+                if cancelled():
+                    self.stopped.append(phase)
+                    raise Cancelled(f"the {phase} was stopped")
+
+
+def make_service(house: FakeHouse | None = None, **options: Any) -> tuple[Service, FakeHouse]:
+    house = house or FakeHouse()
+    return Service(house.load, house, house, **options), house
