@@ -18,6 +18,7 @@ from models.progress import Progress, ProgressCallback, ignore_progress, never_c
 from models.spec import ModelSpec
 from runtime.decoder import Decoder, Int32Array, Step
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
+from runtime.session import session
 
 _WARM_STEPS = 3
 
@@ -86,14 +87,15 @@ def measure(
         )
     prompt = np.random.default_rng(seed).integers(0, decoder.spec.vocab_size, prompt_tokens).astype(np.int32)
     runner = _Runner(decoder, progress, cancelled, total)
-    warm = prompt[: decoder.options.max_rows]
-    runner.prefill(warm)
-    runner.decode(0, len(warm), min(_WARM_STEPS, decode_tokens))
-    runner.done = 0
-    began = time.perf_counter()
-    first = runner.prefill(prompt)
-    ttft = time.perf_counter() - began
-    steps = runner.decode(first, prompt_tokens, decode_tokens)
+    with session(decoder):
+        warm = prompt[: decoder.options.max_rows]
+        runner.prefill(warm)
+        runner.decode(0, len(warm), min(_WARM_STEPS, decode_tokens))
+        runner.done = 0
+        began = time.perf_counter()
+        first = runner.prefill(prompt)
+        ttft = time.perf_counter() - began
+        steps = runner.decode(first, prompt_tokens, decode_tokens)
     kv_per_token = decoder.kv_bytes // (decoder.options.context * decoder.options.slots)
     return Speed(
         prompt_tokens=prompt_tokens,

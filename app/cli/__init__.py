@@ -1,0 +1,1 @@
+"""The command line: one module for each verb. Nothing heavy is imported before a verb needs it."""

@@ -1,0 +1,87 @@
+"""`lowbit-chat bench`: speed and memory of a model on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from app.cli import options
+from app.cli.interrupt import Interrupt
+from app.cli.load import LoadChoices, load_options
+from app.cli.model import open_model
+from app.cli.output import Output, size
+from app.cli.services import DEMO, services_of
+
+
+def bench(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="As for run; the model of the settings, or demo, if not given.",
+            autocompletion=options.complete_model,
+            show_default=False,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", min=1, help="Tokens to prefill; 256.", show_default=False)
+    ] = None,
+    decode_tokens: Annotated[
+        int | None, typer.Option("--decode-tokens", min=1, help="Tokens to decode; 128.", show_default=False)
+    ] = None,
+    kv: options.KVOption = None,
+    backend: options.BackendOption = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure time to the first token, prefill and decode speed, and how near they are to the memory's limit."""
+    from app.settings import load
+    from runtime.measure import default_lengths, measure, peak_memory_bytes
+
+    output, services = Output(as_json=as_json), services_of(ctx)
+    stored = open_model(model or load().model or DEMO, services, output)
+    usual_prompt, usual_decode = default_lengths(stored.spec.max_context)
+    prompt, decode = prompt_tokens or usual_prompt, decode_tokens or usual_decode
+    choices = LoadChoices(kv=kv, context=prompt + decode, k_chunk=0, backend=backend)
+    load_with, backend_name = load_options(stored, choices, services, output)
+    decoder, _ = services.open_decoder(stored, load_with, backend_name)
+    try:
+        with Interrupt() as interrupt, output.progress() as progress:
+            speed = measure(
+                decoder,
+                prompt_tokens=prompt,
+                decode_tokens=decode,
+                progress=progress,
+                cancelled=interrupt.cancelled,
+            )
+        peak = peak_memory_bytes()
+    finally:
+        decoder.close()
+    limit = services.bandwidth(fresh=True).gb_s
+    cpu = services.machine().cpu
+    device = f"{cpu.name}, {cpu.usable_cores} core{'s' if cpu.usable_cores > 1 else ''}"
+    if as_json:
+        output.result(
+            {
+                "ttft_s": speed.ttft_s,
+                "prefill_tokens_per_s": speed.prefill_tokens_per_s,
+                "decode_tokens_per_s": speed.decode_tokens_per_s,
+                "bytes_per_token": speed.bytes_per_token,
+                "bandwidth_limit_gb_s": limit,
+                "percent_of_limit": speed.percent_of_limit(limit),
+                "peak_memory_bytes": peak,
+                "kv_bytes_per_token": speed.kv_bytes_per_token,
+                "device": device,
+            }
+        )
+        return
+    output.text(f"{stored.name} on {device} ({decoder.backend})")
+    output.text(f"first token   {1000 * speed.ttft_s:.0f} ms after {speed.prompt_tokens} prompt tokens")
+    output.text(f"prefill       {speed.prefill_tokens_per_s:.0f} tokens/s")
+    output.text(f"decode        {speed.decode_tokens_per_s:.1f} tokens/s (median of {speed.decode_tokens} steps)")
+    output.text(
+        f"memory read   {size(speed.bytes_per_token)} a token, {speed.percent_of_limit(limit):.0f} % of the "
+        f"{limit:.1f} GB/s that this machine reads"
+    )
+    output.text(f"peak memory   {size(peak)}, {size(speed.kv_bytes_per_token)} of cache a token")

@@ -1,0 +1,249 @@
+"""What `lowbit-chat doctor` looks at. Every check returns the problems it found, each with what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.cli.output import size
+
+if TYPE_CHECKING:
+    from app.cli.services import Services
+    from models.store import Store
+    from tuner.detect import Machine
+
+_GIB = 1 << 30
+_LEAST_MEMORY = 1 * _GIB
+_LEAST_DISK = 5 * _GIB
+_LARGE_REMAINS = 256 << 20
+_HUB_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that is wrong here."""
+
+    what: str
+    """What is wrong, in one line."""
+    fix: str
+    """What to do about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What would run a model here."""
+
+    backend: str
+    """Name of the backend."""
+    reason: str
+    """Why, in one sentence."""
+    variant: str | None
+    """Which instructions the CPU kernels are built for; None where they can't be built."""
+
+
+def choose() -> tuple[Choice, list[Problem]]:
+    """Which backend a model would get, and what stands in the way of a better one."""
+    from app.cli.services import keep_kernels_at_home
+    from runtime.errors import BackendError
+
+    keep_kernels_at_home()
+    try:
+        from runtime.cpu.isa import VARIANT, supported_variants
+    except (ImportError, OSError, BackendError) as error:
+        problem = Problem(
+            what=f"the CPU kernels can't be built: {error}",
+            fix="correct what it says, or reinstall the program with its dependencies",
+        )
+        reason = "the CPU kernels can't be built, so plain torch runs the model, slowly"
+        return Choice(backend="reference", reason=reason, variant=None), [problem]
+    best = supported_variants()[0]
+    forced = "" if best == VARIANT else f" (forced; {best} would run too)"
+    reason = f"no GPU backend in this version; the CPU kernels use {VARIANT}{forced}"
+    return Choice(backend="cpu", reason=reason, variant=VARIANT), []
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what the program stands on, without importing it; None for what is not installed."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("lowbit-chat", "torch", "numba", "triton", "transformers", "textual"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def check_packages(found: dict[str, str | None]) -> list[Problem]:
+    """Packages that are needed and missing. Triton is used on Linux only."""
+    import sys
+
+    needed = [name for name in found if name != "triton" or sys.platform == "linux"]
+    return [
+        Problem(what=f"the package {name} is not installed", fix="reinstall the program with its dependencies")
+        for name in needed
+        if found[name] is None
+    ]
+
+
+def check_memory(machine: Machine) -> list[Problem]:
+    """Whether there is memory for even a small model."""
+    memory = machine.memory
+    if memory.available_bytes >= _LEAST_MEMORY:
+        return []
+    from runtime.memory import largest_process
+
+    holder = largest_process()
+    return [
+        Problem(
+            what=f"only {size(memory.available_bytes)} of {size(memory.total_bytes)} memory is free",
+            fix=f"close other programs{f' ({holder})' if holder else ''}, or give the container more",
+        )
+    ]
+
+
+def check_gpu(machine: Machine, torch_cuda: str | None) -> list[Problem]:
+    """Whether a graphics card is there that nothing here can use."""
+    nvidia = [gpu for gpu in machine.gpus if gpu.vendor == "nvidia"]
+    if not nvidia or torch_cuda is not None:
+        return []
+    return [
+        Problem(
+            what=f"there is a graphics card ({nvidia[0].name}), and the installed torch was built without CUDA",
+            fix="install torch's CUDA build if you mean to use the card; this version computes on the processor anyway",
+        )
+    ]
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that torch was built for, read without importing torch; None without CUDA."""
+    from importlib.util import find_spec, module_from_spec, spec_from_file_location
+
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    spec = spec_from_file_location("torch_version", Path(torch.origin).with_name("version.py"))
+    if spec is None or spec.loader is None:
+        return None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cuda: str | None = getattr(module, "cuda", None)
+    return cuda
+
+
+def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
+    """Whether the program's folders can be written and have room, and are closed to others."""
+    for role, folder in folders.items():
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not os.access(existing, os.W_OK | os.X_OK):
+            yield Problem(
+                what=f"the {role} folder {folder} can't be written",
+                fix=f"change the permissions of {existing}, or set LOWBIT_CHAT_HOME to another folder",
+            )
+        elif (free := shutil.disk_usage(existing).free) < _LEAST_DISK and role == "model":
+            yield Problem(
+                what=f"only {size(free)} of disk is free for models in {folder}",
+                fix="remove models (lowbit-chat rm NAME), or set LOWBIT_CHAT_HOME to a larger disk",
+            )
+        if os.name == "posix" and folder.is_dir() and folder.stat().st_mode & 0o077:
+            yield Problem(
+                what=f"other users of this machine can look into the {role} folder {folder}",
+                fix=f"chmod 700 {folder}",
+            )
+
+
+def check_settings() -> list[Problem]:
+    """Whether the settings can be read."""
+    from app.paths import settings_file
+    from app.settings import SettingsError, load
+
+    try:
+        load()
+    except SettingsError as error:
+        return [Problem(what=str(error), fix=f"correct {settings_file()} or the variable that the message names")]
+    return []
+
+
+def check_store(store: Store) -> Iterator[Problem]:
+    """Whether stored models are whole, as far as a quick look can tell."""
+    from models.errors import ModelError
+
+    try:
+        infos, damaged = store.list(), store.damaged()
+    except ModelError as error:
+        yield Problem(what=str(error), fix="change the folder's permissions, or set LOWBIT_CHAT_HOME to another one")
+        return
+    for entry in damaged:
+        yield Problem(what=f"{entry.folder} is damaged: {entry.reason}", fix=f"delete it from {store.root}")
+    for info in infos:
+        try:
+            store.open(info.name)
+        except ModelError as error:
+            yield Problem(
+                what=f"{info.name} is damaged: {error}", fix=f"lowbit-chat rm {info.name}, and quantize it again"
+            )
+
+
+def check_remains(store: Store, lock_home: Path) -> Iterator[Problem]:
+    """What crashed or killed processes left behind."""
+    from runtime.lock import is_alive, lock_path, read_lock
+
+    lock = lock_path(lock_home)
+    record = read_lock(lock)
+    if lock.exists() and (record is None or not is_alive(record)):
+        yield Problem(
+            what=f"a runtime process that runs no more left {lock}", fix="start the program once, or delete the file"
+        )
+    work = store.root / ".work"
+    for folder in sorted(work.iterdir()) if work.is_dir() else []:
+        held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        if held >= _LARGE_REMAINS:
+            name = folder.name.replace("--", "/", 1)
+            yield Problem(
+                what=f"an unfinished {name} takes {size(held)}",
+                fix=f"quantize it again to finish it, or lowbit-chat rm {name}",
+            )
+
+
+def check_hub() -> list[Problem]:
+    """Whether the hub answers."""
+    import httpx
+
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return [Problem(what="HF_HUB_OFFLINE forbids the hub", fix="unset HF_HUB_OFFLINE to download models")]
+    try:
+        httpx.head(f"{endpoint}/api/models", timeout=_HUB_PATIENCE_S, follow_redirects=True)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return [
+            Problem(
+                what=f"{endpoint} does not answer: {error}",
+                fix="check the network, HTTPS_PROXY and HF_ENDPOINT; models that are here already run without it",
+            )
+        ]
+    return []
+
+
+def all_problems(services: Services, machine: Machine, found: dict[str, str | None], *, hub: bool) -> list[Problem]:
+    """Everything that is wrong here, in the order in which it is worth looking at."""
+    from app import paths
+
+    store = services.store()
+    folders = {"home": paths.home(), "model": store.root, "cache": paths.cache_dir()}
+    checks: list[Callable[[], list[Problem]]] = [
+        lambda: check_packages(found),
+        lambda: check_memory(machine),
+        lambda: check_gpu(machine, torch_cuda()),
+        lambda: list(check_folders(folders)),
+        check_settings,
+        lambda: list(check_store(store)),
+        lambda: list(check_remains(store, paths.home())),
+        *([check_hub] if hub else []),
+    ]
+    return [problem for check in checks for problem in check()]

@@ -1,0 +1,64 @@
+"""`lowbit-chat config`: the settings."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from app.cli.output import Output
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """Names of settings for the shell's completion."""
+    from app.settings import RULES
+
+    return [key for key in RULES if key.startswith(incomplete)]
+
+
+Key = Annotated[str, typer.Argument(metavar="KEY", autocompletion=complete_key, show_default=False)]
+
+
+@app.callback(invoke_without_command=True)
+def config(ctx: typer.Context) -> None:
+    """Show or change settings; without a command, show all. The environment's LOWBIT_CHAT_* goes before the file."""
+    if ctx.invoked_subcommand is not None:
+        return
+    from app.settings import RULES, load
+
+    settings, output = load(), Output()
+    for key, rule in RULES.items():
+        output.text(f"{key:<15}{_shown(settings.get(key)):<12}  {rule.meaning}")
+
+
+@app.command("path")
+def path() -> None:
+    """Print where the settings file is."""
+    from app.paths import settings_file
+
+    Output().text(str(settings_file()))
+
+
+@app.command("get")
+def get(key: Key) -> None:
+    """Print one setting."""
+    from app.settings import load, rule_of
+
+    rule_of(key)
+    Output().text(_shown(load().get(key)))
+
+
+@app.command("set")
+def set_value(
+    key: Key, value: Annotated[str, typer.Argument(metavar="VALUE", help="auto: let the program choose.")]
+) -> None:
+    """Change one setting in the file."""
+    from app.settings import save
+
+    save({key: value})
+
+
+def _shown(value: object) -> str:
+    return "auto" if value is None else str(value)

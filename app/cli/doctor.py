@@ -1,0 +1,69 @@
+"""`lowbit-chat doctor`: what this machine has, what the program chose and why, what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.cli import checks, options
+from app.cli.output import Output, size
+from app.cli.services import Services, services_of
+
+if TYPE_CHECKING:
+    from tuner.detect import Machine
+
+
+def doctor(
+    ctx: typer.Context,
+    hub: Annotated[bool, typer.Option("--hub", help="Also ask whether the hub answers.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Say what this machine has, what the program chose and why, and what is wrong."""
+    output, services = Output(as_json=as_json), services_of(ctx)
+    machine, versions = services.machine(), checks.versions()
+    choice, problems = checks.choose()
+    problems += checks.all_problems(services, machine, versions, hub=hub)
+    read_gb_s = services.bandwidth(fresh=False).gb_s
+    report = {
+        "ok": not problems,
+        "gpu": asdict(machine.gpus[0]) if machine.gpus else None,
+        "cpu": {**asdict(machine.cpu), "kernels": choice.variant},
+        "memory": {**asdict(machine.memory), "read_gb_s": read_gb_s},
+        "pcie": asdict(machine.gpus[0].pcie) if machine.gpus and machine.gpus[0].pcie else None,
+        "backend": choice.backend,
+        "reason": choice.reason,
+        "problems": [asdict(problem) for problem in problems],
+    }
+    if as_json:
+        output.result(report)
+        return
+    for line in _lines(machine, report, services):
+        output.text(line)
+    output.text("versions  " + ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items()))
+    for problem in problems:
+        output.text(f"problem   {problem.what}")
+        output.text(f"    fix   {problem.fix}")
+    if not problems:
+        output.text("no problems found")
+
+
+def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list[str]:
+    cpu, memory = machine.cpu, machine.memory
+    speed = report["memory"]["read_gb_s"]
+    cores = f"{cpu.usable_cores} of {cpu.physical_cores} cores"
+    free = f"{size(memory.available_bytes)} of {size(memory.total_bytes)}"
+    lines = [
+        f"cpu       {cpu.name}, {cores}, kernels for {report['cpu']['kernels']}",
+        f"memory    {free} free, read at {speed:.1f} GB/s",
+    ]
+    for gpu in machine.gpus:
+        room = f", {size(gpu.memory_total_bytes)}" if gpu.memory_total_bytes is not None else ""
+        pcie = f", PCIe {gpu.pcie.generation} x{gpu.pcie.lanes}, {gpu.pcie.gb_s:.1f} GB/s" if gpu.pcie else ""
+        lines.append(f"gpu       {gpu.name}{room}{pcie}")
+    if not machine.gpus:
+        lines.append("gpu       none")
+    lines.append(f"backend   {report['backend']}: {report['reason']}")
+    lines.append(f"models    {services.store().root}")
+    return lines

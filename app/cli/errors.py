@@ -1,0 +1,29 @@
+"""Which errors the command line explains in one line, and how."""
+
+from __future__ import annotations
+
+
+class CliError(Exception):
+    """What the command line itself finds wrong. The message says what happened and what to do."""
+
+
+def explained() -> tuple[type[BaseException], ...]:
+    """Errors that a person or a file can cause; anything else is a bug and shows its traceback.
+
+    Called only once something went wrong, so that no start pays for these imports.
+    """
+    from app.errors import ClientError
+    from app.settings import SettingsError
+    from models.errors import ModelError
+    from runtime.errors import RuntimeFailure
+
+    return (CliError, ClientError, SettingsError, ModelError, RuntimeFailure, OSError, MemoryError)
+
+
+def in_one_line(error: BaseException) -> str:
+    """The error's message without line breaks."""
+    if isinstance(error, MemoryError):
+        return "not enough memory: close other programs, or use a smaller model, fewer bits or a shorter context"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__

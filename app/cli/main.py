@@ -1,0 +1,85 @@
+"""`lowbit-chat`: the verbs, and how errors become exit codes.
+
+Exit codes: 0 done; 1 an error, explained in one line on standard error; 2 wrong usage; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from app.cli import bench, config, doctor, evaluate, pull, quantize, run, stored
+from app.cli.errors import CliError, explained, in_one_line
+from app.cli.output import NAME
+
+
+class Commands(TyperGroup):
+    """The verbs; an error that a person or a file caused ends in one line and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run what was asked for."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # whoever read the output has left: typer ends with 1 and says nothing
+        except explained() as error:
+            print(f"{NAME}: {in_one_line(error)}", file=sys.stderr)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    name=NAME,
+    cls=Commands,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"{NAME} {version(NAME)}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def ui(
+    ctx: typer.Context,
+    version: Annotated[  # noqa: ARG001  its callback does the work
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Chat with low-bit language models on this machine. Without a command: the terminal UI."""
+    if ctx.invoked_subcommand is not None:
+        return
+    if not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
+        raise CliError("the terminal UI needs a terminal; in a pipe use: lowbit-chat run MODEL PROMPT")
+    from app.tui import run as run_ui
+
+    raise typer.Exit(run_ui())
+
+
+app.command("run")(run.run)
+app.command("pull")(pull.pull)
+app.command("quantize")(quantize.quantize)
+app.command("list")(stored.list_models)
+app.command("ls", hidden=True)(stored.list_models)
+app.command("show")(stored.show)
+app.command("rm")(stored.remove)
+app.command("eval")(evaluate.evaluate)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """The `lowbit-chat` program."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a letter must not end an answer
+    app(prog_name=NAME)

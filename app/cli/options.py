@@ -1,0 +1,53 @@
+"""Arguments and options that several verbs share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+KV = Literal["fp16", "int8"]
+Backend = Literal["auto", "cpu", "reference"]
+Select = Literal["approx", "exact", "static", "random"]
+
+
+def complete_stored(incomplete: str) -> list[str]:
+    """Names of the person's stored models, for the shell's completion."""
+    from app.cli.services import Services
+
+    return [info.name for info in Services().store().list() if info.name.startswith(incomplete)]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """As `complete_stored`, and the bundled model."""
+    from app.cli.services import DEMO
+
+    return [*([DEMO] if DEMO.startswith(incomplete) else []), *complete_stored(incomplete)]
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A stored model, a folder with a Hugging Face checkpoint, a hub name, or demo.",
+        autocompletion=complete_model,
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to standard output.")]
+KVOption = Annotated[KV | None, typer.Option("--kv", help="Precision of the key-value cache.", show_default=False)]
+KChunk = Annotated[
+    int | None,
+    typer.Option(
+        "--k-chunk",
+        min=0,
+        max=1024,
+        help="Salient channels compensated per 1024 input channels of every layer; 0: none.",
+        show_default=False,
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option("--context", min=1, help="Tokens of context; planned from memory if not given.", show_default=False),
+]
+BackendOption = Annotated[Backend | None, typer.Option("--backend", help="What runs the model.", show_default=False)]

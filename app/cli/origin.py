@@ -1,0 +1,85 @@
+"""Whether a stored model was made from a given folder. Two folders of one name may hold different weights.
+
+The model's recipe.json has the sha256 of every file it was made from. Hashing gigabytes at every start would cost
+seconds, so a match is remembered together with the sizes and modification times of the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from models.store import StoredModelInfo
+
+
+class Origins:
+    """Remembered matches of folders and stored models, in one file that may be deleted at any time."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def made_from(self, info: StoredModelInfo, folder: Path) -> bool:
+        """Whether the folder holds the files that the model was made from."""
+        files = _recorded(info)
+        if not files:
+            return False
+        stamps = _stamps(folder, files)
+        if stamps is None:
+            return False
+        key = f"{info.path.resolve()} {folder.resolve()}"
+        entry = {"stamps": stamps, "files": files}
+        known = self._read()
+        if known.get(key) == entry:
+            return True
+        if any(_sha256(folder / name) != sha256 for name, sha256 in files.items()):
+            return False
+        self._write({**known, key: entry})
+        return True
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            data = json.loads(self._file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}  # nothing remembered: the files are hashed
+        return data if isinstance(data, dict) else {}
+
+    def _write(self, known: dict[str, Any]) -> None:
+        """Remember. A folder that can't be written costs hashing next time and nothing else."""
+        try:
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._file.parent, prefix=f".{self._file.name}-")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(known, file)
+            Path(name).replace(self._file)
+        except OSError:
+            return
+
+
+def _recorded(info: StoredModelInfo) -> dict[str, str]:
+    """sha256 by name of the files that a model was made from; empty where it does not say."""
+    from models.store.layout import RECIPE
+
+    try:
+        files = json.loads((info.path / RECIPE).read_text(encoding="utf-8"))["source"]["files"]
+        return {str(name): str(entry["sha256"]) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _stamps(folder: Path, names: dict[str, str]) -> dict[str, list[int]] | None:
+    """Size and modification time of each file; None where one is missing."""
+    try:
+        found = {name: (folder / name).stat() for name in names}
+    except OSError:
+        return None
+    return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

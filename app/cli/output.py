@@ -1,0 +1,142 @@
+"""What goes to standard output and what to standard error.
+
+Standard output carries the answer and nothing else: with `--json` one object, else text. Notes, progress and errors go
+to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+
+    from models.progress import Progress, ProgressCallback
+
+NAME = "lowbit-chat"
+
+
+class Output:
+    """Where one command writes."""
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self.as_json = as_json
+
+    def result(self, data: Mapping[str, Any]) -> None:
+        """Write the JSON object of this command. Numbers that JSON can't write become null."""
+        print(json.dumps(_finite(data), allow_nan=False))
+
+    def text(self, line: str = "") -> None:
+        """Write a line of the answer."""
+        print(_shown(line))
+
+    def stream(self, piece: str) -> None:
+        """Write a piece of the answer at once, without a line break of its own."""
+        if piece:
+            sys.stdout.write(_shown(piece))
+            sys.stdout.flush()
+
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Write rows in aligned columns; columns whose cells begin with a digit are aligned to the right."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        right = [all(row[i][:1].isdigit() or row[i] == "-" for row in rows[1:]) for i in range(len(widths))]
+        for row in rows:
+            cells = [
+                cell.rjust(width) if numeric else cell.ljust(width)
+                for cell, width, numeric in zip(row, widths, right, strict=True)
+            ]
+            self.text("  ".join(cells).rstrip())
+
+    def note(self, line: str) -> None:
+        """Tell the person something that is not the answer."""
+        print(f"{NAME}: {line}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def progress(self) -> Iterator[ProgressCallback]:
+        """Show reports on standard error: bars on a terminal, else one line for each phase."""
+        if not sys.stderr.isatty():
+            yield _PhaseLines(self)
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[amount]}", markup=False),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+            yield _PhaseBars(bars)
+
+
+class _PhaseLines:
+    """One line when a phase begins."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._phase = ""
+
+    def __call__(self, report: Progress) -> None:
+        if report.phase != self._phase:
+            self._phase = report.phase
+            self._output.note(report.message)
+
+
+class _PhaseBars:
+    """One bar for each phase."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks: dict[str, Any] = {}
+
+    def __call__(self, report: Progress) -> None:
+        if report.phase not in self._tasks:
+            for task in self._tasks.values():
+                self._bars.update(task, visible=False)
+            self._tasks[report.phase] = self._bars.add_task(report.message, total=report.total, amount="")
+        self._bars.update(
+            self._tasks[report.phase],
+            completed=report.done,
+            total=report.total,
+            description=report.message,
+            amount=_amount(report),
+        )
+
+
+def _amount(report: Progress) -> str:
+    if report.unit == "bytes":
+        whole = f" of {size(int(report.total))}" if report.total is not None else ""
+        return f"{size(int(report.done))}{whole}"
+    whole = f"/{report.total:g}" if report.total is not None else ""
+    return f"{report.done:g}{whole} {report.unit}"
+
+
+def size(count: int) -> str:
+    """A number of bytes for a person, in powers of 1024: `1.5 GiB`, `300 MiB`, `12 KiB`."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 1024:.0f} KiB"
+
+
+def _shown(text: str) -> str:
+    """Text that a terminal will show rather than obey; what is piped stays as it is."""
+    if not sys.stdout.isatty():
+        return text
+    from app.tui.printable import printable
+
+    return printable(text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,89 @@
+"""`lowbit-chat quantize`: a low-bit model from a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from app.cli import options
+from app.cli.errors import CliError
+from app.cli.model import find_checkpoint, quantized
+from app.cli.output import Output, size
+from app.cli.services import DEMO, services_of
+
+Method = Literal["rtn"]
+
+
+def quantize(
+    ctx: typer.Context,
+    model: options.Model,
+    bits: Annotated[int, typer.Option("--bits", help="Bits of a weight: 3 or 4.")] = 4,
+    method: Annotated[Method, typer.Option("--method", help="Base quantizer.")] = "rtn",
+    group_size: Annotated[
+        int, typer.Option("--group-size", help="Input channels that share a scale; a multiple of 32.")
+    ] = 128,
+    residual_bits: Annotated[
+        int, typer.Option("--residual-bits", help="Bits of the residuals kept in RAM: 0, 2, 4, 8 or 16.")
+    ] = 4,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", metavar="FILE", help="Text to calibrate on; a bundled one if not given."),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="What to call the model.", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Make a low-bit model; an interrupted run goes on after its last finished block."""
+    from models.errors import QuantizationError
+    from models.recipe import Recipe
+
+    try:
+        recipe = Recipe(method=method, bits=bits, group_size=group_size, residual_bits=residual_bits)
+    except QuantizationError as error:
+        raise typer.BadParameter(str(error)) from error
+    if name == DEMO:
+        raise typer.BadParameter(f"{DEMO} is the name of the bundled model: choose another", param_hint="--name")
+    output, services = Output(as_json=as_json), services_of(ctx)
+    text = None if calibration is None else read_text(calibration)
+    begin = time.perf_counter()
+    checkpoint = find_checkpoint(model, services, output)
+    info = quantized(checkpoint, recipe, services, output, name=name, calibration=text, force=force)
+    summary = info.summary
+    if summary.warning:
+        output.note(summary.warning)
+    if as_json:
+        output.result(
+            {
+                "name": info.name,
+                "bits_per_weight": summary.bits_per_weight,
+                "gpu_bytes": summary.gpu_bytes,
+                "cpu_residual_bytes": summary.residual_bytes,
+                "perplexity_before": summary.perplexity_before,
+                "perplexity_after": summary.perplexity_after,
+                "seconds": time.perf_counter() - begin,
+            }
+        )
+        return
+    output.text(
+        f"{info.name}: {summary.bits_per_weight:.2f} bits per weight, {size(summary.gpu_bytes)}, "
+        f"residuals {size(summary.residual_bytes)}"
+    )
+    if summary.perplexity_before is not None and summary.perplexity_after is not None:
+        output.text(f"perplexity {summary.perplexity_before:.2f} before, {summary.perplexity_after:.2f} after")
+
+
+def read_text(file: Path) -> str:
+    """A text file in UTF-8.
+
+    Raises:
+        CliError: it can't be read, or is no UTF-8 text.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CliError(f"{file} is not text in UTF-8 (byte {error.start} is not)") from error

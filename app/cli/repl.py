@@ -1,0 +1,207 @@
+"""The conversation of `lowbit-chat run MODEL` on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from app.cli.errors import CliError
+from app.cli.interrupt import Interrupt
+from app.cli.output import Output, size
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine, Usage
+    from runtime.sampling import SamplingOptions
+
+HELP = """\
+/set NAME VALUE   change a setting: {names}
+/show             show the model and the settings
+/clear            forget the conversation
+/stats            speed of the last answer
+/bye              leave (also Ctrl-D)
+\"\"\"               begin and end a text of several lines
+Ctrl-C            stop the answer"""
+
+_FENCE = '"""'
+
+_KINDS: Mapping[str, Callable[[str], object]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "max_tokens": lambda text: None if text == "auto" else int(text),
+    "seed": lambda text: None if text == "auto" else int(text),
+}
+"""Sampling settings and how their text is read; `system` and `stop` take the text as it is."""
+
+
+class Repl:
+    """A conversation.
+
+    Args:
+        engine: The loaded model.
+        sampling: How answers are drawn, until `/set` changes it.
+        system: The system prompt; empty for none.
+        raw: Whether lines are continued as plain text, each on its own.
+        read: Shows a prompt and returns the line that the person types; raises EOFError at the end.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: SamplingOptions,
+        *,
+        system: str = "",
+        raw: bool = False,
+        read: Callable[[str], str] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._system = system
+        self._raw = raw
+        self._read = read or _typed_line
+        self._output = Output()
+        self._messages: list[dict[str, str]] = []
+        self._usage: Usage | None = None
+        self._commands: Mapping[str, Callable[[str], None]] = {
+            "/set": self._set,
+            "/show": self._show,
+            "/clear": self._clear,
+            "/stats": self._stats,
+            "/help": self._help,
+            "/?": self._help,
+        }
+
+    def loop(self) -> None:
+        """Talk until `/bye` or the end of the input."""
+        self._output.note(f"{self._engine.name}; /help lists the commands, /bye leaves")
+        if self._engine.tokenizer.note and not self._raw:
+            self._output.note(self._engine.tokenizer.note)
+        while True:
+            try:
+                text = self._text()
+            except EOFError:
+                self._output.text()
+                return
+            except KeyboardInterrupt:
+                self._output.text()
+                self._output.note("/bye or Ctrl-D leaves")
+                continue
+            if text.strip() == "/bye":
+                return
+            self._handle(text)
+
+    def _handle(self, text: str) -> None:
+        """Obey a command or answer a text; an error is shown and the conversation goes on."""
+        from runtime.errors import RuntimeFailure
+
+        word, _, rest = text.strip().partition(" ")
+        try:
+            if word.startswith("/"):
+                if word not in self._commands:
+                    raise CliError(f"there is no command {word}; /help lists them")
+                self._commands[word](rest.strip())
+            elif word:
+                self._answer(text)
+        except (CliError, RuntimeFailure) as error:
+            self._output.note(str(error))
+
+    def _text(self) -> str:
+        """One line, or several between triple quotes."""
+        line = self._read(">>> ")
+        if not line.lstrip().startswith(_FENCE):
+            return line
+        lines = [line.lstrip().removeprefix(_FENCE)]
+        while _FENCE not in lines[-1]:
+            lines.append(self._read("... "))
+        lines[-1] = lines[-1].partition(_FENCE)[0]
+        return "\n".join(lines)
+
+    def _answer(self, text: str) -> None:
+        messages = [*self._messages, {"role": "user", "content": text}]
+        sampling = self._sampling
+        if self._raw:
+            prompt = self._engine.text_prompt(text)
+        else:
+            system = [{"role": "system", "content": self._system}] if self._system else []
+            prompt = self._engine.chat_prompt([*system, *messages])
+            sampling = replace(sampling, stop=(*sampling.stop, *self._engine.chat_stops))
+        said: list[str] = []
+        with Interrupt() as interrupt:
+            for piece in self._engine.generate(prompt, sampling, interrupt.cancelled):
+                said.append(piece.text)
+                self._output.stream(piece.text)
+        self._output.text()
+        self._usage = piece.usage
+        self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
+        if piece.finish_reason == "cancelled":
+            self._output.note("stopped")
+        elif piece.finish_reason == "length" and sampling.max_tokens is None:
+            self._output.note(
+                f"the answer was cut: the context of {self._engine.context} tokens is full; /clear empties it"
+            )
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        value = value.strip()
+        if name == "system":
+            self._system = value
+        elif name == "stop":
+            self._sampling = replace(self._sampling, stop=(value,) if value else ())
+        elif name in _KINDS and value:
+            try:
+                change = _KINDS[name](value)
+            except ValueError:
+                raise CliError(f"{name} can't be {value!r}: it is a number") from None
+            self._sampling = replace(self._sampling, **{name: change})  # type: ignore[arg-type]  # read by its own kind
+        else:
+            raise CliError(f"use /set NAME VALUE with one of: {', '.join(_names())}")
+
+    def _show(self, _rest: str) -> None:
+        decoder = self._engine.decoder
+        rows = [
+            ("model", self._engine.name),
+            ("backend", f"{decoder.backend} ({self._engine.reason})"),
+            ("kv", f"{decoder.options.kv}, {size(decoder.kv_bytes)}"),
+            ("context", f"{self._engine.context} tokens"),
+            ("system", self._system or "none"),
+            ("stop", " ".join(map(repr, self._sampling.stop)) or "none"),
+            *((name, _value(getattr(self._sampling, name))) for name in _KINDS),
+        ]
+        for name, value in rows:
+            self._output.text(f"{name:<20}{value}")
+
+    def _clear(self, _rest: str) -> None:
+        self._messages = []
+
+    def _stats(self, _rest: str) -> None:
+        usage = self._usage
+        if usage is None:
+            raise CliError("there is no answer yet")
+        used = usage.prompt_tokens + usage.completion_tokens
+        self._output.text(
+            f"first token after {usage.ttft_s:.2f} s, {usage.decode_tokens_per_s:.1f} tokens/s; "
+            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} reused), {usage.completion_tokens} answered; "
+            f"context {used} of {self._engine.context}"
+        )
+
+    def _help(self, _rest: str) -> None:
+        self._output.text(HELP.format(names=", ".join(_names())))
+
+
+def _names() -> list[str]:
+    return ["system", "stop", *_KINDS]
+
+
+def _value(value: object) -> str:
+    return "auto" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _typed_line(prompt: str) -> str:
+    """A line from the terminal, with the line editor where Python has one."""
+    if sys.platform != "win32":
+        import readline  # noqa: F401  input() edits lines once it is imported
+    return input(prompt)

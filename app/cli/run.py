@@ -1,0 +1,186 @@
+"""`lowbit-chat run`: one answer, or a conversation on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.cli import options
+from app.cli.interrupt import Interrupt
+from app.cli.load import LoadChoices, k_chunk_by_type, load_options
+from app.cli.model import open_model
+from app.cli.output import Output
+from app.cli.services import services_of
+
+if TYPE_CHECKING:
+    from models.store import StoredModel
+    from runtime.engine import Engine, Usage
+    from runtime.sampling import SamplingOptions
+
+_PATIENCE_S = 3.0
+"""How long standard input may stay silent before the person is told that it is being waited for."""
+
+
+def run(
+    ctx: typer.Context,
+    model: options.Model,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="What to say. Standard input is added to it; without both, a terminal gets a conversation.",
+            show_default=False,
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System prompt.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="Longest answer.", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", min=0, max=5, help="Spread of sampling; 0 is greedy.", show_default=False),
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", min=0, max=1, help="Nucleus sampling; 1 is off.", show_default=False)
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", min=0, help="Most tokens sampled from; 0 is all.", show_default=False)
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option("--min-p", min=0, max=1, help="Least probability relative to the best.", show_default=False),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="The same seed gives the same answer.", show_default=False)
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="Ends the answer; may be repeated.", show_default=False),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
+    k_chunk: options.KChunk = None,
+    kv: options.KVOption = None,
+    context: options.Context = None,
+    backend: options.BackendOption = None,
+    as_json: options.Json = False,
+) -> None:
+    """Answer a prompt, or talk on a terminal."""
+    if raw and system is not None:
+        raise typer.BadParameter("--raw continues plain text, which has no system prompt: leave out --system")
+    output, services = Output(as_json=as_json), services_of(ctx)
+    text = _prompt(prompt, output)
+    if not text and (as_json or not _on_terminal()):
+        raise typer.BadParameter("nothing to answer: give a PROMPT, or text on standard input", param_hint="PROMPT")
+
+    from app.settings import load
+    from runtime.sampling import SamplingOptions
+
+    settings = load(
+        {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "max_tokens": max_tokens,
+            "system_prompt": system,
+        }
+    )
+    sampling = SamplingOptions(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        max_tokens=settings.max_tokens,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    stored = open_model(model, services, output)
+    choices = LoadChoices(kv=kv, context=context, k_chunk=k_chunk, backend=backend)
+    decoder_options, backend_name = load_options(stored, choices, services, output)
+    engine = services.open_engine(stored, decoder_options, backend_name)
+    try:
+        if text:
+            _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, raw=raw)
+        else:
+            from app.cli.repl import Repl
+
+            Repl(engine, sampling, system=settings.system_prompt, raw=raw).loop()
+    finally:
+        engine.close()
+
+
+def _answer(
+    engine: Engine,
+    model: StoredModel,
+    output: Output,
+    text: str,
+    sampling: SamplingOptions,
+    system: str,
+    *,
+    raw: bool,
+) -> None:
+    """Print one answer, or its JSON object."""
+    from dataclasses import replace
+
+    if raw:
+        prompt = engine.text_prompt(text)
+    else:
+        messages = [{"role": "system", "content": system}] if system else []
+        prompt = engine.chat_prompt([*messages, {"role": "user", "content": text}])
+        sampling = replace(sampling, stop=(*sampling.stop, *engine.chat_stops))
+    said: list[str] = []
+    with Interrupt() as interrupt:
+        for piece in engine.generate(prompt, sampling, interrupt.cancelled):
+            said.append(piece.text)
+            if not output.as_json:
+                output.stream(piece.text)
+    if not output.as_json and not "".join(said).endswith("\n"):
+        output.stream("\n")
+    interrupt.raise_if_pressed()
+    assert piece.finish_reason is not None, "an answer ends with a reason"
+    assert piece.usage is not None, "an answer ends with its counts"
+    if output.as_json:
+        output.result(_summary(engine, model, "".join(said), piece.finish_reason, piece.usage))
+    elif piece.finish_reason == "length" and sampling.max_tokens is None:
+        output.note(f"the answer was cut: the context of {engine.context} tokens is full")
+
+
+def _summary(engine: Engine, model: StoredModel, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
+    """The JSON object of an answer."""
+    decoder = engine.decoder
+    return {
+        "text": text,
+        "finish_reason": finish_reason,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "ttft_s": usage.ttft_s,
+        "decode_tokens_per_s": usage.decode_tokens_per_s,
+        "model": model.name,
+        "backend": decoder.backend,
+        "bits": model.recipe.bits,
+        "kv": decoder.options.kv,
+        "k_chunk": k_chunk_by_type(decoder.options.k_chunk),
+        "speculation": None,
+    }
+
+
+def _on_terminal() -> bool:
+    return bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _prompt(argument: str | None, output: Output) -> str:
+    """PROMPT and standard input, joined by an empty line; standard input is read unless it is a terminal."""
+    piped = ""
+    if sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty():
+        waiting = threading.Timer(_PATIENCE_S, output.note, ["waiting for the end of standard input"])
+        waiting.daemon = True
+        waiting.start()
+        try:
+            piped = sys.stdin.read()
+        finally:
+            waiting.cancel()
+    return "\n\n".join(part for part in (argument or "", piped.rstrip("\n")) if part.strip())

@@ -1,0 +1,148 @@
+"""What the verbs need from the other rooms, in one place: imported when asked for, replaced in tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
+
+    from models.progress import Cancelled, ProgressCallback
+    from models.recipe import Recipe
+    from models.store import Store, StoredModel, StoredModelInfo
+    from runtime.decoder import Decoder, DecoderOptions
+    from runtime.engine import Engine
+    from tuner.bandwidth import ReadBandwidth
+    from tuner.detect import Machine, MemoryInfo
+
+DEMO = "demo"
+"""The name of the bundled model."""
+
+
+class Services:
+    """The real thing. A test derives from it and hands its own to the program as the context's object."""
+
+    def store(self) -> Store:
+        """The person's store."""
+        from app.paths import store_root
+        from models.store import Store
+
+        return Store(store_root())
+
+    def origins_file(self) -> Path:
+        """Where it is remembered which folder a stored model was made from."""
+        from app.paths import cache_dir
+
+        return cache_dir() / "origins.json"
+
+    def demo(self) -> StoredModel:
+        """The bundled low-bit model."""
+        from assets import demo_path
+        from models.store import StoredModel
+
+        return StoredModel.open_folder(demo_path(), DEMO)
+
+    def demo_info(self) -> StoredModelInfo:
+        """What is known of the bundled model without opening its weights."""
+        from assets import demo_path
+        from models.store import StoredModelInfo
+
+        return StoredModelInfo.read(demo_path(), DEMO)
+
+    def demo_checkpoint(self) -> Path:
+        """The full-precision checkpoint that the bundled model was made from."""
+        from assets import demo_checkpoint_path
+
+        return demo_checkpoint_path()
+
+    def calibration_text(self) -> str:
+        """The bundled text for the statistics of salient channels."""
+        from assets import calibration_text
+
+        return calibration_text()
+
+    def evaluation_text(self) -> str:
+        """The bundled text on which every quantized model is measured."""
+        from assets import evaluation_text
+
+        return evaluation_text()
+
+    def pull(self, name: str, revision: str | None, progress: ProgressCallback, cancelled: Cancelled) -> Path:
+        """Download a checkpoint, or find it in the cache. Returns its folder."""
+        from models.hub import pull
+
+        return pull(name, revision, progress=progress, cancelled=cancelled)
+
+    def quantize(
+        self,
+        checkpoint: Path,
+        recipe: Recipe,
+        *,
+        name: str | None,
+        calibration: str,
+        force: bool,
+        progress: ProgressCallback,
+        cancelled: Cancelled,
+    ) -> StoredModelInfo:
+        """Make a low-bit model from a checkpoint's folder."""
+        from models.quantize import quantize
+
+        return quantize(
+            checkpoint,
+            self.store(),
+            recipe,
+            name=name,
+            calibration=calibration,
+            evaluation=self.evaluation_text(),
+            force=force,
+            progress=progress,
+            cancelled=cancelled,
+        )
+
+    def open_engine(self, model: StoredModel, options: DecoderOptions, backend: str) -> Engine:
+        """Load a model with its tokenizer."""
+        keep_kernels_at_home()
+        from runtime.open import open_engine
+
+        return open_engine(model, options, backend)
+
+    def open_decoder(self, model: StoredModel, options: DecoderOptions, backend: str) -> tuple[Decoder, str]:
+        """Load a model without its tokenizer. Returns it and why this backend."""
+        keep_kernels_at_home()
+        from runtime.open import open_decoder
+
+        return open_decoder(model, options, backend)
+
+    def memory(self) -> MemoryInfo:
+        """Main memory now."""
+        from tuner.detect import detect_memory
+
+        return detect_memory()
+
+    def machine(self) -> Machine:
+        """What this machine has."""
+        from tuner.detect import detect
+
+        return detect()
+
+    def bandwidth(self, *, fresh: bool) -> ReadBandwidth:
+        """The memory read bandwidth of this machine."""
+        from app.paths import cache_dir
+        from tuner.bandwidth import read_bandwidth
+
+        return read_bandwidth(cache_dir(), fresh=fresh)
+
+
+def services_of(ctx: typer.Context) -> Services:
+    """The services of a command."""
+    return ctx.obj if isinstance(ctx.obj, Services) else Services()
+
+
+def keep_kernels_at_home() -> None:
+    """Have compiled kernels kept in this program's cache folder. To be called before the CPU backend is imported."""
+    from app.paths import cache_dir, private_folder
+
+    if "LOWBIT_CHAT_KERNEL_CACHE" not in os.environ:
+        os.environ["LOWBIT_CHAT_KERNEL_CACHE"] = str(private_folder(cache_dir()) / "kernels")

@@ -1,0 +1,161 @@
+"""`lowbit-chat list`, `show` and `rm`: the store, and the bundled model beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.cli import options
+from app.cli.errors import CliError
+from app.cli.interrupt import Interrupt
+from app.cli.model import is_stored, unknown
+from app.cli.output import Output, size
+from app.cli.services import DEMO, Services, services_of
+
+if TYPE_CHECKING:
+    from models.store import StoredModelInfo
+
+_VERIFY = "verify"
+
+
+def list_models(ctx: typer.Context, as_json: options.Json = False) -> None:
+    """List the stored models."""
+    output, services = Output(as_json=as_json), services_of(ctx)
+    entries, damaged = _all(services)
+    if as_json:
+        output.result(
+            {
+                "models": [_entry(info, bundled=bundled) for info, bundled in entries],
+                "damaged": [{"name": name, "reason": reason} for name, reason in damaged.items()],
+            }
+        )
+        return
+    rows = [("NAME", "BITS", "SIZE", "RESIDUALS", "PARAMETERS", "CONTEXT", "PERPLEXITY")]
+    for info, bundled in entries:
+        summary = info.summary
+        rows.append(
+            (
+                f"{info.name} (bundled)" if bundled else info.name,
+                f"{summary.bits_per_weight:.2f}",
+                size(summary.gpu_bytes),
+                size(summary.residual_bytes),
+                _count(summary.parameters),
+                str(summary.context),
+                "-" if summary.perplexity_after is None else f"{summary.perplexity_after:.2f}",
+            )
+        )
+    output.table(rows)
+    for name, reason in damaged.items():
+        output.note(f"{name} is damaged: {reason}")
+
+
+def show(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=options.complete_model, show_default=False)],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show what is known of a stored model."""
+    output, services = Output(as_json=as_json), services_of(ctx)
+    info = _info(name, services)
+    if verify:
+        _verify(info, output)
+    entry = {**_entry(info, bundled=name == DEMO), **_details(info), "verified": verify}
+    if as_json:
+        output.result(entry)
+        return
+    for key, value in entry.items():
+        shown = size(value) if key.endswith("_bytes") else "-" if value is None else value
+        output.text(f"{key.replace('_', ' '):<20}{shown}")
+
+
+def remove(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=options.complete_stored, show_default=False)],
+    as_json: options.Json = False,
+) -> None:
+    """Delete a stored model. Checkpoints in the Hugging Face cache stay."""
+    output = Output(as_json=as_json)
+    if name == DEMO:
+        raise CliError("the bundled model can't be removed: it is part of the program")
+    services_of(ctx).store().remove(name)
+    if as_json:
+        output.result({"removed": name})
+    else:
+        output.text(f"removed {name}")
+
+
+def _all(services: Services) -> tuple[list[tuple[StoredModelInfo, bool]], dict[str, str]]:
+    """All usable models, each with whether it is bundled, and what is wrong with the others by name."""
+    from models.errors import StoreError
+
+    store = services.store()
+    entries = [(info, False) for info in store.list()]
+    damaged = {entry.folder: entry.reason for entry in store.damaged()}
+    try:
+        entries.insert(0, (services.demo_info(), True))
+    except StoreError as error:
+        damaged[DEMO] = str(error)
+    return entries, damaged
+
+
+def _info(name: str, services: Services) -> StoredModelInfo:
+    if name == DEMO:
+        return services.demo_info()
+    if not is_stored(name, services):
+        raise CliError(unknown(name, services))
+    return services.store().info(name)
+
+
+def _verify(info: StoredModelInfo, output: Output) -> None:
+    """Compare the checksum of every file. Raises StoreError for damage, KeyboardInterrupt when stopped."""
+    from models.progress import Progress
+    from models.store.manifest import Manifest, verify
+
+    with Interrupt() as interrupt, output.progress() as progress:
+
+        def watch(done: int, total: int) -> None:
+            interrupt.raise_if_pressed()
+            progress(Progress(phase=_VERIFY, done=done, total=total, unit="bytes", message=f"verifying {info.name}"))
+
+        verify(info.path, Manifest.read(info.path), watch)
+
+
+def _entry(info: StoredModelInfo, *, bundled: bool) -> dict[str, Any]:
+    summary = info.summary
+    return {
+        "name": info.name,
+        "bits": info.recipe.bits,
+        "bits_per_weight": summary.bits_per_weight,
+        "disk_bytes": summary.disk_bytes,
+        "gpu_bytes": summary.gpu_bytes,
+        "residual_bytes": summary.residual_bytes,
+        "parameters": summary.parameters,
+        "family": summary.family,
+        "context": summary.context,
+        "bundled": bundled,
+        "perplexity_before": summary.perplexity_before,
+        "perplexity_after": summary.perplexity_after,
+        "warning": summary.warning,
+    }
+
+
+def _details(info: StoredModelInfo) -> dict[str, Any]:
+    recipe = info.recipe
+    return {
+        "source": info.source,
+        "path": str(info.path),
+        "method": recipe.method,
+        "group_size": recipe.group_size,
+        "residual_bits": recipe.residual_bits,
+        "head_bits": recipe.head_bits,
+    }
+
+
+def _count(parameters: int) -> str:
+    """A number of parameters: `1.1 B`, `260 K`."""
+    for letter, scale in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if parameters >= scale:
+            return f"{parameters / scale:.1f} {letter}"
+    return str(parameters)
