@@ -23,7 +23,7 @@ def demo_checkpoint_path() -> Path:
 
 
 def calibration_text() -> str:
-    """Text that quantizers run through a model to see its activations: prose, dialogue, code, mathematics, languages."""
+    """Text that quantizers run through a model for its activations: prose, dialogue, code, mathematics, languages."""
     return (_ROOT / "text" / "calibration.md").read_text(encoding="utf-8")
 
 

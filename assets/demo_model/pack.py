@@ -1,0 +1,69 @@
+"""Make the bundled low-bit model from the bundled checkpoint: `python -m assets.demo_model.pack`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from assets import calibration_text, demo_checkpoint_path, demo_path, evaluation_text
+from models.progress import Progress
+from models.quantize import quantize
+from models.recipe import Recipe
+from models.store import Store, StoredModel, StoredModelInfo
+
+NAME = "demo"
+
+
+def pack(checkpoint: Path, target: Path, *, bits: int = 4) -> StoredModelInfo:
+    """Quantize a checkpoint and put the result in a folder of its own, which replaces the target.
+
+    Args:
+        checkpoint: Hugging Face folder.
+        target: Folder to make, in the store's layout.
+        bits: Bits of the blocks' weights.
+
+    Returns:
+        What is known of the new model.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".packing-") as scratch:
+        store = Store(Path(scratch))
+        quantize(
+            checkpoint,
+            store,
+            Recipe(bits=bits),
+            name=NAME,
+            calibration=calibration_text(),
+            evaluation=evaluation_text(),
+            progress=_tell,
+        )
+        if target.exists():
+            shutil.rmtree(target)
+        shutil.move(store.path(NAME), target)
+    for path in (target, *target.iterdir()):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    model = StoredModel.open_folder(target, NAME)
+    model.verify()
+    return model.info
+
+
+def _tell(progress: Progress) -> None:
+    sys.stderr.write(f"\r{progress.message:<60}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of the packing."""
+    parser = argparse.ArgumentParser(prog="python -m assets.demo_model.pack", description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=demo_checkpoint_path(), help="Hugging Face folder")
+    parser.add_argument("--output", type=Path, default=demo_path(), help="folder to make")
+    parser.add_argument("--bits", type=int, default=4, help="bits of the blocks' weights")
+    given = parser.parse_args(arguments)
+    info = pack(given.checkpoint, given.output, bits=given.bits)
+    sys.stderr.write(f"\n{given.output}: {info}\n")
+
+
+if __name__ == "__main__":
+    main()
