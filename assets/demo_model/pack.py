@@ -38,7 +38,7 @@ def pack(checkpoint: Path, target: Path, *, bits: int = 4) -> StoredModelInfo:
             name=NAME,
             calibration=calibration_text(),
             evaluation=evaluation_text(),
-            progress=_tell,
+            progress=_Teller(),
         )
         if target.exists():
             shutil.rmtree(target)
@@ -50,8 +50,16 @@ def pack(checkpoint: Path, target: Path, *, bits: int = 4) -> StoredModelInfo:
     return model.info
 
 
-def _tell(progress: Progress) -> None:
-    sys.stderr.write(f"\r{progress.message:<60}")
+class _Teller:
+    """Writes each new message of the progress on a line of its own."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.message != self._last:
+            self._last = progress.message
+            sys.stderr.write(f"{progress.message}\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bits", type=int, default=4, help="bits of the blocks' weights")
     given = parser.parse_args(arguments)
     info = pack(given.checkpoint, given.output, bits=given.bits)
-    sys.stderr.write(f"\n{given.output}: {info}\n")
+    sys.stderr.write(f"{given.output}: {info}\n")
 
 
 if __name__ == "__main__":
