@@ -114,7 +114,7 @@ class Settings:
     temperature: float = _setting(0.7, float, "spread of sampling; 0 is greedy", low=0, high=5)
     top_p: float = _setting(0.95, float, "share of probability sampled from; 1 is all", low=0, high=1, above_low=True)
     top_k: int = _setting(40, int, "most tokens sampled from; 0 is all", low=0, high=10_000_000)
-    min_p: float = _setting(0.0, float, "least probability relative to the best; 0 is off", low=0, high=1)
+    min_p: float = _setting(0.0, float, "least odds against the best token; 0 is off", low=0, high=1)
     max_tokens: int | None = _setting(
         None, int, "longest answer in tokens; auto: what fits", low=1, high=10_000_000, optional=True
     )

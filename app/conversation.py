@@ -1,0 +1,124 @@
+"""A conversation: immutable messages with parent links, and the head that a person is looking at.
+
+Several messages may answer the same parent; which one is shown is decided by the head alone, so nothing said is ever
+lost by asking again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+
+def _now() -> datetime:
+    return datetime.now().astimezone()
+
+
+Role = Literal["user", "assistant"]
+State = Literal["streaming", "done", "stopped", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """What an answer cost. Anything the runtime did not tell is None."""
+
+    tokens: int
+    """Tokens of the answer."""
+    tokens_per_s: float | None = None
+    first_after_s: float | None = None
+    """Seconds from sending to the first text."""
+    context_used: int | None = None
+    """Tokens of prompt and answer together."""
+    context: int | None = None
+    """Tokens that fit."""
+    bits: float | None = None
+    k_chunk: Mapping[str, int] | int | None = None
+    """Compensated channels per 1024, one number or by layer type."""
+    memory_bytes: int | None = None
+    estimated: bool = False
+    """Whether the UI counted itself, because the answer ended before the runtime could report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message, never changed: a longer text is another `Message` with the same id."""
+
+    id: str
+    parent: str | None
+    """Id of the message it follows; None at the beginning."""
+    role: Role
+    text: str
+    state: State = "done"
+    error: str | None = None
+    """Why it failed, in one sentence, when `state` is failed."""
+    model: str | None = None
+    """Name of the model that answered."""
+    statistics: Statistics | None = None
+    created: datetime = field(default_factory=_now)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether it is an answer that ended early and can be continued."""
+        return self.role == "assistant" and self.state in ("stopped", "failed")
+
+
+class Conversation:
+    """Messages by id, and the head: the last message of the path that is shown."""
+
+    def __init__(self, now: Callable[[], datetime] = _now) -> None:
+        self._messages: dict[str, Message] = {}
+        self._now = now
+        self.head: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __getitem__(self, message_id: str) -> Message:
+        return self._messages[message_id]
+
+    def add(self, role: Role, text: str, *, parent: str | None, **fields: Any) -> Message:
+        """Add a message under `parent` and make it the head.
+
+        Raises:
+            KeyError: there is no message `parent`.
+        """
+        if parent is not None and parent not in self._messages:
+            raise KeyError(parent)
+        message = Message(id=uuid.uuid4().hex, parent=parent, role=role, text=text, created=self._now(), **fields)
+        self._messages[message.id] = message
+        self.head = message.id
+        return message
+
+    def revise(self, message_id: str, **changes: Any) -> Message:
+        """Put a changed copy in the place of a message: an answer that grew, stopped or failed.
+
+        Raises:
+            KeyError: there is no such message.
+        """
+        message = dataclasses.replace(self._messages[message_id], **changes)
+        self._messages[message_id] = message
+        return message
+
+    def path(self, head: str | None = None) -> list[Message]:
+        """The messages from the first one to `head` (by default the conversation's own)."""
+        at = self.head if head is None else head
+        path: list[Message] = []
+        while at is not None:
+            message = self._messages[at]
+            path.append(message)
+            at = message.parent
+        return path[::-1]
+
+    def siblings(self, message_id: str) -> list[Message]:
+        """All messages that follow the same parent, itself included, oldest first."""
+        parent = self._messages[message_id].parent
+        return [message for message in self._messages.values() if message.parent == parent]
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._messages.clear()
+        self.head = None

@@ -1,0 +1,305 @@
+"""The application: it paints first, then starts the runtime, and connects screens, keys and session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import ClassVar
+
+from textual import on
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from app import paths
+from app import settings as stored
+from app.conversation import Conversation
+from app.errors import ClientError
+from app.settings import Settings, SettingsError
+from app.tui import clipboard, themes
+from app.tui.keys import KEYS
+from app.tui.messages import (
+    JobChanged,
+    LoadAsked,
+    QuantizeAsked,
+    ReloadAsked,
+    RemoveAsked,
+    RuntimeLost,
+    SettingChanged,
+    StatusChanged,
+)
+from app.tui.runtime import SupervisorLike
+from app.tui.screens.chat import ChatScreen
+from app.tui.session import Session
+
+CHECK_INTERVAL_S = 5.0
+QUIT_AGAIN_S = 2.0
+
+
+def _own_supervisor() -> SupervisorLike:
+    from app.supervisor import Supervisor
+
+    return Supervisor(paths.home())
+
+
+class ChatApp(App[None]):
+    """The terminal UI."""
+
+    TITLE = "lowbit-chat"
+    CSS_PATH = "chat.tcss"
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS: ClassVar[list[BindingType]] = [*KEYS]
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        supervisor: Callable[[], SupervisorLike] = _own_supervisor,
+        now: Callable[[], datetime] | None = None,
+    ) -> None:
+        """Make the application.
+
+        Args:
+            settings: the settings to begin with.
+            supervisor: makes what starts the runtime; called after the first paint.
+            now: the time of day, for the messages.
+        """
+        super().__init__()
+        conversation = Conversation(now) if now else Conversation()
+        self.session = Session(supervisor, settings, self.post_message, conversation=conversation)
+        self._interrupted = -QUIT_AGAIN_S
+
+    # Start and end
+
+    def get_default_screen(self) -> Screen[None]:
+        """The chat."""
+        return ChatScreen(self.session)
+
+    def on_mount(self) -> None:
+        """Choose the theme; start the runtime once the first frame is out."""
+        self.register_theme(themes.DARK)
+        self.register_theme(themes.LIGHT)
+        self.theme = themes.NAMES[self.session.settings.theme]
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                asyncio.get_running_loop().add_signal_handler(number, self.exit)
+        self.call_after_refresh(self._start)
+
+    def _start(self) -> None:
+        self.run_worker(self.session.start(), group="runtime", exit_on_error=False)
+        self.set_interval(CHECK_INTERVAL_S, self._check)
+
+    async def _check(self) -> None:
+        if not (self.session.working or self.session.generating):
+            await self.session.refresh()
+
+    async def on_unmount(self) -> None:
+        """Leave nothing behind."""
+        await self.session.close()
+
+    @property
+    def chat(self) -> ChatScreen:
+        """The chat screen, whatever is shown above it."""
+        screen = self.screen_stack[0]
+        assert isinstance(screen, ChatScreen)
+        return screen
+
+    # What the session says
+
+    @on(StatusChanged)
+    @on(JobChanged)
+    def show_session(self) -> None:
+        """Bring every screen up to date."""
+        for screen in self.screen_stack:
+            show = getattr(screen, "show_session", None)
+            if show is not None:
+                show()
+        self.refresh_bindings()
+
+    @on(RuntimeLost)
+    def recover(self, event: RuntimeLost) -> None:
+        """Start the runtime again; the conversation is untouched."""
+        self.notify(f"{event.reason}; starting it again.", severity="warning", markup=False)
+        self.run_worker(self.session.recover(), group="runtime", exit_on_error=False)
+
+    # What the screens ask for
+
+    @on(LoadAsked)
+    def load_model(self, event: LoadAsked) -> None:
+        """Load a model, and remember it."""
+        self._save({"model": event.name})
+        self.run_worker(self._load(event.name), group="work", exit_on_error=False)
+
+    async def _load(self, name: str) -> None:
+        await self.chat.stop()
+        await self.session.load(name)
+
+    @on(ReloadAsked)
+    def reload_model(self) -> None:
+        """Load the same model with other settings."""
+        if self.session.wanted is not None:
+            self.run_worker(self._load(self.session.wanted), group="work", exit_on_error=False)
+
+    @on(QuantizeAsked)
+    async def quantize(self, event: QuantizeAsked) -> None:
+        """Make a low-bit model in the background."""
+        self.run_worker(self.session.quantize(event.source, event.bits), group="work", exit_on_error=False)
+
+    @on(RemoveAsked)
+    async def remove_model(self, event: RemoveAsked) -> None:
+        """Delete a stored model."""
+        try:
+            await self.session.remove(event.name)
+        except (ClientError, OSError) as error:
+            self.notify(str(error), severity="error", markup=False)
+        self.show_session()
+
+    @on(SettingChanged)
+    def change_setting(self, event: SettingChanged) -> None:
+        """Apply and keep a setting."""
+        self.session.settings = self.session.settings.changed({event.key: event.value})
+        self._save({event.key: event.value})
+        if event.key == "theme":
+            self.theme = themes.NAMES[self.session.settings.theme]
+
+    def _save(self, changes: dict[str, str | int | float | None]) -> None:
+        try:
+            stored.save(changes)
+        except SettingsError as error:
+            self.notify(str(error), severity="error", markup=False)
+
+    # Keys
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:  # noqa: ARG002
+        """Offer only what can be done here and now."""
+        if action in ("new_chat", "regenerate", "continue", "copy_answer", "stop"):
+            if not isinstance(self.screen, ChatScreen):
+                return False
+            path = self.session.conversation.path()
+            if action == "stop":
+                return self.screen.busy or (self.session.job is not None and self.session.job.outcome != "done")
+            if action == "regenerate":
+                return bool(path) and not self.screen.busy
+            if action == "continue":
+                return bool(path) and path[-1].resumable and not self.screen.busy
+        return True
+
+    async def action_new_chat(self) -> None:
+        """Begin anew."""
+        await self.chat.new_chat()
+
+    async def action_regenerate(self) -> None:
+        """Ask for another answer."""
+        await self.chat.regenerate()
+
+    async def action_continue(self) -> None:
+        """Go on with an answer that ended early."""
+        await self.chat.resume()
+
+    async def action_stop(self) -> None:
+        """Stop the answer, else the work that runs, else put a failure out of sight."""
+        if await self.chat.stop():
+            return
+        if self.session.working:
+            await self.session.stop_work()
+        else:
+            self.action_dismiss_job()
+
+    async def action_stop_work(self) -> None:
+        """Stop loading or quantizing."""
+        await self.session.stop_work()
+
+    def action_dismiss_job(self) -> None:
+        """Put a job that ended out of sight."""
+        if not self.session.working:
+            self.session.job = None
+            self.show_session()
+
+    def action_models(self) -> None:
+        """Open the models."""
+        from app.tui.screens.models import ModelsScreen
+
+        if not isinstance(self.screen, ModelsScreen):
+            self._open(ModelsScreen(self.session))
+
+    def action_settings(self) -> None:
+        """Open the settings."""
+        from app.tui.screens.settings import SettingsScreen
+
+        if not isinstance(self.screen, SettingsScreen):
+            self._open(SettingsScreen(self.session))
+
+    def _open(self, screen: Screen[None]) -> None:
+        while len(self.screen_stack) > 1:
+            self.pop_screen()
+        self.push_screen(screen)
+
+    def action_scroll_chat(self, pages: int) -> None:
+        """Scroll the messages: a page up or down (-1, 1), to the start (-2), to the end (2)."""
+        transcript = self.chat.transcript
+        if pages == -1:
+            transcript.scroll_page_up(animate=False)
+        elif pages == 1:
+            transcript.scroll_page_down(animate=False)
+        elif pages == -2:
+            transcript.scroll_home(animate=False)
+        else:
+            transcript.anchor()
+
+    def action_restart_runtime(self) -> None:
+        """Start the runtime anew and load the model again."""
+        self.run_worker(self.session.recover(), group="runtime", exit_on_error=False)
+
+    async def action_interrupt(self) -> None:
+        """Stop the answer; where there is none, quit when asked twice."""
+        if await self.chat.stop():
+            return
+        now = time.monotonic()
+        if now - self._interrupted < QUIT_AGAIN_S:
+            self.exit()
+        self._interrupted = now
+        self.notify("Ctrl+C again quits.", timeout=QUIT_AGAIN_S)
+
+    def action_copy_answer(self) -> None:
+        """Copy the last answer as it was written."""
+        answers = [message for message in self.session.conversation.path() if message.role == "assistant"]
+        if answers and answers[-1].text:
+            self.copy_to_clipboard(answers[-1].text)
+            self.notify("The answer is copied.", timeout=2)
+        else:
+            self.notify("There is no answer to copy.", severity="warning")
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """Copy through the terminal and through the system's own tools, since each fails somewhere."""
+        super().copy_to_clipboard(text)
+        if self._driver is not None and "TMUX" in os.environ:
+            self._driver.write(clipboard.osc52(text, inside_tmux=True))
+        self.run_worker(clipboard.copy_with_tools(text), group="clipboard", exclusive=True, exit_on_error=False)
+
+    def get_key_display(self, binding: Binding) -> str:
+        """How a key is written in the footer: `^N`, `Esc`, `F2`."""
+        shown = super().get_key_display(binding)
+        return shown.upper() if shown[:1] in ("^", "f") else shown.capitalize()
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """The entries of the command palette."""
+        yield SystemCommand("New chat", "Begin anew", self.action_new_chat)
+        yield SystemCommand("Regenerate", "Ask for another answer to the last prompt", self.action_regenerate)
+        yield SystemCommand("Continue", "Go on with an answer that ended early", self.action_continue)
+        yield SystemCommand("Stop", "Stop the answer; what came stays", self.action_stop)
+        yield SystemCommand("Copy answer", "Copy the last answer", self.action_copy_answer)
+        yield SystemCommand("Models", "Pick, make or delete a model", self.action_models)
+        yield SystemCommand("Settings", "Sampling, memory, looks", self.action_settings)
+        yield SystemCommand(
+            "Restart the runtime", "Load the model again; the chat is kept", self.action_restart_runtime
+        )
+        if screen.query("HelpPanel"):
+            yield SystemCommand("Hide keys", "Hide the list of keys", self.action_hide_help_panel)
+        else:
+            yield SystemCommand("Show keys", "List the keys that work here", self.action_show_help_panel)
+        yield SystemCommand("Quit", "End the program", self.action_quit)

@@ -1,0 +1,60 @@
+"""Copying out of a terminal: by the OSC 52 sequence and by whatever tool the system has, since each fails somewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+
+TOOL_TIMEOUT_S = 2.0
+
+
+def osc52(text: str, *, inside_tmux: bool = False) -> str:
+    """The sequence that asks the terminal to put `text` on the clipboard.
+
+    Inside tmux it is given twice: bare, for `set-clipboard on`, and wrapped, for `allow-passthrough on`.
+    """
+    payload = base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
+    bare = f"\x1b]52;c;{payload}\x07"
+    return f"{bare}\x1bPtmux;\x1b{bare}\x1b\\" if inside_tmux else bare
+
+
+def tools(environment: Mapping[str, str] | None = None) -> list[Sequence[str]]:
+    """Commands that read text on stdin and put it on the clipboard of the session the program runs in."""
+    environment = os.environ if environment is None else environment
+    candidates: list[Sequence[str]] = []
+    if environment.get("WAYLAND_DISPLAY"):
+        candidates.append(("wl-copy",))
+    if environment.get("DISPLAY"):
+        candidates += [("xclip", "-selection", "clipboard"), ("xsel", "--clipboard", "--input")]
+    candidates += [("pbcopy",), ("clip.exe",), ("termux-clipboard-set",)]
+    return [command for command in candidates if shutil.which(command[0], path=environment.get("PATH"))]
+
+
+async def copy_with_tools(text: str, commands: Sequence[Sequence[str]] | None = None) -> bool:
+    """Give `text` to the first tool that takes it.
+
+    Returns:
+        Whether one did.
+    """
+    for command in tools() if commands is None else commands:
+        with contextlib.suppress(OSError, TimeoutError):
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
+            try:
+                async with asyncio.timeout(TOOL_TIMEOUT_S):
+                    await process.communicate(text.encode("utf-8", "replace"))
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+                raise
+            if process.returncode == 0:
+                return True
+    return False

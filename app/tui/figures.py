@@ -1,0 +1,86 @@
+"""Numbers as people read them, and the lines that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.cells import cell_len
+
+from app.conversation import Statistics
+
+SEPARATOR = " · "
+
+
+def byte_count(count: float) -> str:
+    """Bytes in decimal units: `812 MB`, `4.9 GB`."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def token_count(count: int) -> str:
+    """Tokens, rounded from a thousand on: `412`, `1.3k`, `8k`, `131k`."""
+    if count < 1000:
+        return str(count)
+    thousands = count / 1000
+    return (
+        f"{thousands:.0f}k" if thousands >= 99.95 or abs(thousands - round(thousands)) < 0.05 else f"{thousands:.1f}k"
+    )
+
+
+def duration(seconds: float) -> str:
+    """A time to wait: `8 s`, `3 min`, `2 h 05 min`."""
+    whole = max(0, round(seconds))
+    if whole < 100:
+        return f"{whole} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def bit_count(bits: float) -> str:
+    """Bits of a weight: `3-bit`, `3.5-bit`."""
+    return f"{bits:g}-bit"
+
+
+def k_chunk_text(k_chunk: Mapping[str, int] | int | None) -> str:
+    """How many channels are compensated: `k_chunk 16`, `k_chunk 8–32` by layer type, nothing where there are none."""
+    if k_chunk is None:
+        return ""
+    values = [k_chunk] if isinstance(k_chunk, int) else list(k_chunk.values())
+    if not any(values):
+        return ""
+    low, high = min(values), max(values)
+    return f"k_chunk {high}" if low == high else f"k_chunk {low}–{high}"
+
+
+def statistics_parts(statistics: Statistics) -> list[str]:
+    """The parts of the line under an answer, the most telling first."""
+    about = "≈ " if statistics.estimated else ""
+    parts = [f"{about}{statistics.tokens} token{'' if statistics.tokens == 1 else 's'}"]
+    if statistics.tokens_per_s is not None:
+        parts.append(f"{statistics.tokens_per_s:.1f} tok/s")
+    if statistics.first_after_s is not None:
+        parts.append(f"first after {statistics.first_after_s:.2f} s")
+    if statistics.context_used is not None:
+        of = "" if statistics.context is None else f" of {token_count(statistics.context)}"
+        parts.append(f"context {token_count(statistics.context_used)}{of}")
+    if statistics.bits is not None:
+        parts.append(bit_count(statistics.bits))
+    if chunk := k_chunk_text(statistics.k_chunk):
+        parts.append(chunk)
+    if statistics.memory_bytes is not None:
+        parts.append(byte_count(statistics.memory_bytes))
+    return parts
+
+
+def fitting(parts: Sequence[str], width: int, separator: str = SEPARATOR) -> str:
+    """As many of the parts, from the first on, as fit into `width` cells."""
+    line = ""
+    for part in parts:
+        longer = f"{line}{separator}{part}" if line else part
+        if cell_len(longer) > width:
+            break
+        line = longer
+    return line

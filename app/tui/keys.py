@@ -1,0 +1,29 @@
+"""The keys that work everywhere, with the ids by which they can be changed. A screen or widget adds its own."""
+
+from __future__ import annotations
+
+from textual.binding import Binding
+
+KEYS = (
+    Binding("ctrl+n", "new_chat", "new", tooltip="Begin a new chat", id="chat.new", priority=True),
+    Binding(
+        "ctrl+r", "regenerate", "regenerate", tooltip="Ask for another answer", id="chat.regenerate", priority=True
+    ),
+    Binding(
+        "ctrl+g",
+        "continue",
+        "continue",
+        tooltip="Go on with an answer that ended early",
+        id="chat.continue",
+        priority=True,
+        show=False,
+    ),
+    Binding("ctrl+y", "copy_answer", "copy", tooltip="Copy the last answer", id="chat.copy", priority=True, show=False),
+    Binding("escape", "stop", "stop", tooltip="Stop what runs; what came of an answer stays", id="chat.stop"),
+    Binding("f2", "models", "models", tooltip="Pick, make or delete a model", id="app.models"),
+    Binding("f3", "settings", "settings", tooltip="Sampling, memory, looks", id="app.settings"),
+    Binding("ctrl+p", "command_palette", "commands", tooltip="Everything the program can do", id="app.commands"),
+    Binding("ctrl+q", "quit", "quit", tooltip="End the program", id="app.quit", priority=True, show=False),
+    Binding("ctrl+c", "interrupt", "stop, or quit", tooltip="Stop, or quit", id="app.interrupt", show=False),
+)
+"""Bindings of the application."""

@@ -1,0 +1,70 @@
+"""What the parts of the UI tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.message import Message
+
+from app.tui.jobs import Job
+
+
+@dataclass
+class StatusChanged(Message):
+    """The runtime is doing something else, or with another model."""
+
+
+@dataclass
+class JobChanged(Message):
+    """A long piece of work began, went on, or ended."""
+
+    job: Job
+
+
+@dataclass
+class RuntimeLost(Message):
+    """The runtime process is gone."""
+
+    reason: str
+
+
+@dataclass
+class Submitted(Message):
+    """A person sent a prompt."""
+
+    text: str
+
+
+@dataclass
+class LoadAsked(Message):
+    """A person picked a model."""
+
+    name: str
+
+
+@dataclass
+class QuantizeAsked(Message):
+    """A person wants a low-bit model made of a checkpoint folder."""
+
+    source: str
+    bits: float
+
+
+@dataclass
+class RemoveAsked(Message):
+    """A person confirmed that a stored model may be deleted."""
+
+    name: str
+
+
+@dataclass
+class SettingChanged(Message):
+    """A setting got another value, checked already."""
+
+    key: str
+    value: str | int | float | None
+
+
+@dataclass
+class ReloadAsked(Message):
+    """Settings changed that take effect only when the model is loaded again."""

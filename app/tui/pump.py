@@ -1,0 +1,130 @@
+"""Brings streamed text to a Markdown widget at a pace it can keep.
+
+Rendering what arrived may cost more than the time until the next token, above all inside one long list, table or code
+fence, where the whole block is built anew. So text is buffered, each append is followed by a rest in proportion to its
+cost, and a block that grew large is shown as plain text until it closes. The end is always one full update, because a
+tree that grew piecewise differs from the real one for split lists, reference links and table cells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from app.tui.blocks import BlockTracker
+
+SHORTEST_REST_S = 0.03
+REST_PER_COST = 4.0
+LARGE_BLOCK_LINES = 24
+LARGE_BLOCK_CHARACTERS = 2000
+
+
+class Sink(Protocol):
+    """Where the text is shown: Markdown, followed by a plain tail."""
+
+    async def append(self, text: str) -> None:
+        """Add Markdown at the end."""
+
+    async def show_tail(self, text: str) -> None:
+        """Show this plain text after the Markdown, instead of the tail before."""
+
+    async def update(self, text: str) -> None:
+        """Show exactly this Markdown, and no tail."""
+
+
+class Pump:
+    """One answer on its way to the screen.
+
+    `write` may be called at any rate; `run` does the work until `close`, then gives the full text once more.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        written: str = "",
+        clock: Callable[[], float] = time.perf_counter,
+        rest: Callable[[float], Awaitable[None]] | None = None,
+    ) -> None:
+        """Make a pump.
+
+        Args:
+            sink: what shows the text.
+            written: text that the sink shows already, when an answer is continued.
+            clock: seconds, for the cost of an append.
+            rest: pauses for that many seconds; by default until `close` at the latest.
+        """
+        self._sink = sink
+        self._clock = clock
+        self._rest = rest or self._rest_until_closed
+        self._text = written
+        self._shown = len(written)
+        self._fed = 0
+        self._arrived = asyncio.Event()
+        self._closed = asyncio.Event()
+        self._blocks = BlockTracker()
+        self._block_start = 0
+
+    @property
+    def text(self) -> str:
+        """Everything written so far."""
+        return self._text
+
+    def write(self, text: str) -> None:
+        """Take the next piece of the answer."""
+        self._text += text
+        self._arrived.set()
+
+    def close(self) -> None:
+        """Say that nothing more comes; `run` then finishes."""
+        self._closed.set()
+        self._arrived.set()
+
+    async def run(self) -> None:
+        """Feed the sink until `close`, then show the whole text once more."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            if self._closed.is_set():
+                break
+            started = self._clock()
+            await self._step()
+            await self._rest(max(SHORTEST_REST_S, REST_PER_COST * (self._clock() - started)))
+        await self._sink.update(self._text)
+
+    async def _rest_until_closed(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
+        except TimeoutError:
+            return
+
+    async def _step(self) -> None:
+        self._follow_blocks()
+        large = self._blocks.kind != "other" and (
+            self._blocks.lines > LARGE_BLOCK_LINES or len(self._text) - self._block_start > LARGE_BLOCK_CHARACTERS
+        )
+        if large:
+            if self._shown < self._block_start:
+                await self._append_to(self._block_start)
+            await self._sink.show_tail(self._text[self._shown :])
+        else:
+            await self._append_to(len(self._text))
+
+    async def _append_to(self, end: int) -> None:
+        fresh = self._text[self._shown : end]
+        self._shown = end
+        if fresh:
+            await self._sink.append(fresh)
+            await self._sink.show_tail("")
+
+    def _follow_blocks(self) -> None:
+        """Read the complete lines that arrived since the last time."""
+        while (end := self._text.find("\n", self._fed)) >= 0:
+            kind, lines = self._blocks.kind, self._blocks.lines
+            self._blocks.feed(self._text[self._fed : end])
+            if self._blocks.kind != kind or self._blocks.lines <= lines:
+                self._block_start = self._fed
+            self._fed = end + 1

@@ -1,0 +1,180 @@
+"""What the UI asks of the runtime, as protocols.
+
+`app.supervisor` and `app.client` fulfil them, and so do scripts in tests, which need no process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+
+class StatusLike(Protocol):
+    """What the runtime is doing and with what."""
+
+    @property
+    def state(self) -> str:
+        """`empty`, `loading`, `ready`, `generating` or `failed`."""
+
+    @property
+    def model(self) -> str | None:
+        """Name of the loaded model."""
+
+    @property
+    def backend(self) -> str | None:
+        """`cpu`, `triton` or `reference`."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why that backend was chosen."""
+
+    @property
+    def bits(self) -> float | None:
+        """Bits of a weight."""
+
+    @property
+    def kv(self) -> str | None:
+        """Precision of the key-value cache."""
+
+    @property
+    def k_chunk(self) -> Mapping[str, int] | None:
+        """Compensated channels per 1024, by layer type."""
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that fit."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of the runtime process."""
+
+
+class ModelEntryLike(Protocol):
+    """A stored model, as the models screen lists it."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the store."""
+
+    @property
+    def bits(self) -> float:
+        """Bits of a weight, as asked for."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Space on disk."""
+
+    @property
+    def bundled(self) -> bool:
+        """Whether it belongs to the program."""
+
+    @property
+    def perplexity_before(self) -> float | None:
+        """In full precision, on the bundled text."""
+
+    @property
+    def perplexity_after(self) -> float | None:
+        """Quantized, on the same text."""
+
+    @property
+    def warning(self) -> str | None:
+        """What is wrong with its quality."""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether it is the one that runs."""
+
+
+class ProgressLike(Protocol):
+    """How far a long piece of work is."""
+
+    @property
+    def phase(self) -> str:
+        """What is being done, one word."""
+
+    @property
+    def done(self) -> float:
+        """In `unit`."""
+
+    @property
+    def total(self) -> float | None:
+        """In `unit`; None where it is not known."""
+
+    @property
+    def unit(self) -> str:
+        """`bytes`, `blocks`, ..."""
+
+    @property
+    def message(self) -> str:
+        """The same for a person."""
+
+
+class TimingsLike(Protocol):
+    """What an answer cost."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first token."""
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Speed after it."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the answer."""
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answer."""
+
+
+class ChatDeltaLike(Protocol):
+    """A piece of an answer."""
+
+    @property
+    def text(self) -> str:
+        """May be empty."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Set with the last piece."""
+
+    @property
+    def timings(self) -> TimingsLike | None:
+        """Set with the last piece."""
+
+
+class ClientLike(Protocol):
+    """A connection to a runtime. Closing an iterator cancels the work behind it."""
+
+    async def status(self) -> StatusLike:
+        """What it is doing."""
+
+    async def models(self) -> Sequence[ModelEntryLike]:
+        """The stored models."""
+
+    def load(self, model: str, **options: Any) -> AsyncIterator[ProgressLike]:
+        """Load a model, with `kv`, `k_chunk`, `context`, `backend`."""
+
+    def quantize(self, source: str, **options: Any) -> AsyncIterator[ProgressLike]:
+        """Make a low-bit model of a checkpoint folder, with `bits`."""
+
+    def chat(self, messages: Sequence[Mapping[str, str]], options: Any) -> AsyncIterator[ChatDeltaLike]:
+        """Answer a conversation; `options` is an `app.client.ChatOptions`."""
+
+    async def remove(self, name: str) -> None:
+        """Delete a stored model."""
+
+
+class SupervisorLike(Protocol):
+    """Starts a runtime process, or finds one, and ends what it started."""
+
+    async def ensure(self) -> ClientLike:
+        """A connection to a runtime that runs."""
+
+    async def restart(self) -> ClientLike:
+        """A connection to a new one."""
+
+    async def close(self) -> None:
+        """End what was started."""

@@ -1,0 +1,1 @@
+"""The screens: chat, models (F2), settings (F3)."""

@@ -1,0 +1,180 @@
+"""The chat: what was said, what is being done, and where to write."""
+
+from __future__ import annotations
+
+import asyncio
+
+from textual import on
+from textual.app import ComposeResult
+from textual.screen import Screen
+from textual.timer import Timer
+from textual.widgets import Footer
+
+from app.conversation import Message
+from app.tui.messages import Submitted
+from app.tui.pump import Pump
+from app.tui.session import Session
+from app.tui.widgets.composer import Composer
+from app.tui.widgets.header import HeaderBar, model_line
+from app.tui.widgets.progress_panel import ProgressPanel
+from app.tui.widgets.transcript import Transcript
+
+LIVE_INTERVAL_S = 0.5
+
+
+class ChatScreen(Screen[None]):
+    """The screen the program begins with."""
+
+    AUTO_FOCUS = "#composer"
+    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(id="chat")
+        self._session = session
+        self._writing: str | None = None
+        self._ticker: Timer | None = None
+
+    def compose(self) -> ComposeResult:
+        """Header, messages, progress, composer, keys."""
+        yield HeaderBar()
+        yield Transcript(self._session.conversation.path)
+        yield ProgressPanel()
+        yield Composer()
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Show what the session is doing."""
+        self._ticker = self.set_interval(LIVE_INTERVAL_S, self._tick, pause=True)
+        self.show_session()
+
+    @property
+    def transcript(self) -> Transcript:
+        """The messages."""
+        return self.query_one(Transcript)
+
+    @property
+    def composer(self) -> Composer:
+        """Where the person writes."""
+        return self.query_one(Composer)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is on its way to the screen."""
+        return self._writing is not None
+
+    def show_session(self) -> None:
+        """Bring header, progress and context meter up to date."""
+        if not self.query(Composer):
+            return
+        session = self._session
+        self.query_one(HeaderBar).show(session)
+        self.query_one(ProgressPanel).show(session.job)
+        self.composer.show_context(session.context_used, session.status.context if session.status else None)
+        self.composer.border_title = model_line(session) if self.has_class("-slim") else ""
+
+    def on_resize(self) -> None:
+        """Let the lines use the new width."""
+        self.call_after_refresh(self.show_session)
+
+    @on(Submitted)
+    async def send(self, event: Submitted) -> None:
+        """Put the prompt into the conversation and let the model answer."""
+        event.stop()
+        session = self._session
+        if self._writing is not None:
+            self.notify("An answer is being written; Esc stops it.", severity="warning")
+            return
+        if session.status is not None and not session.ready and not session.working and session.wanted is None:
+            self.notify("No model is loaded; F2 picks one.", severity="warning")
+            return
+        self.composer.clear()
+        conversation = session.conversation
+        user = conversation.add("user", event.text, parent=conversation.head)
+        answer = conversation.add("assistant", "", parent=user.id, state="streaming", model=session.wanted)
+        await self.transcript.extend()
+        self._write(answer)
+
+    async def regenerate(self) -> None:
+        """Ask for another answer to the last prompt; the one before stays in the conversation."""
+        conversation = self._session.conversation
+        if self._writing is not None or conversation.head is None:
+            return
+        last = conversation[conversation.head]
+        answer = conversation.add(
+            "assistant", "", parent=last.parent, state="streaming", model=self._session.wanted or last.model
+        )
+        await self.transcript.replace_last()
+        self._write(answer)
+
+    async def resume(self) -> None:
+        """Go on with an answer that ended early."""
+        conversation = self._session.conversation
+        if self._writing is None and conversation.head is not None:
+            last = conversation[conversation.head]
+            if last.resumable and last.text:
+                self._write(last, resume=True)
+
+    async def new_chat(self) -> None:
+        """Begin anew."""
+        await self.stop()
+        self._session.conversation.clear()
+        self._session.context_used = None
+        await self.transcript.reopen()
+        self.show_session()
+        self.composer.focus()
+
+    async def stop(self) -> bool:
+        """Stop the answer that is being written, and wait for its end.
+
+        Returns:
+            Whether there was one.
+        """
+        if self._writing is None:
+            return False
+        await self._session.stop()
+        await self.workers.wait_for_complete([worker for worker in self.workers if worker.group == "answer"])
+        return True
+
+    def _write(self, answer: Message, *, resume: bool = False) -> None:
+        self._writing = answer.id
+        self.app.refresh_bindings()
+        self.run_worker(self._stream(answer, resume=resume), group="answer", exit_on_error=False)
+
+    async def _stream(self, answer: Message, *, resume: bool) -> None:
+        view = self.transcript.view(answer.id)
+        if view is None:
+            await self.transcript.reopen()
+            view = self.transcript.view(answer.id)
+        assert view is not None
+        assert view.body is not None
+        pump = Pump(view.body, written=answer.text if resume else "")
+        pumping = asyncio.create_task(pump.run())
+        if self._ticker is not None:
+            self._ticker.resume()
+        try:
+            view.show(self._session.conversation[answer.id])
+            message = await self._session.answer(answer.id, pump.write, resume=resume)
+            pump.close()
+            await pumping
+            view.show(message)
+        finally:
+            pumping.cancel()
+            self._writing = None
+            if self._ticker is not None:
+                self._ticker.pause()
+            self.app.refresh_bindings()
+        self.show_session()
+
+    def _tick(self) -> None:
+        """Say how the answer is coming along."""
+        view = self.transcript.view(self._writing) if self._writing else None
+        if view is None:
+            return
+        tally = self._session.tally
+        if not self._session.ready:
+            view.show_live("waiting for the model · Esc stops")
+        elif not tally.pieces:
+            view.show_live("reading the prompt · Esc stops")
+        else:
+            speed = f" · {tally.per_s:.1f} tok/s" if tally.per_s else ""
+            view.show_live(f"≈ {tally.pieces} tokens{speed} · Esc stops")

@@ -1,0 +1,136 @@
+"""Small questions above a screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.screen import ModalScreen
+from textual.suggester import Suggester
+from textual.widgets import Button, Input, RadioButton, RadioSet, Static
+
+BITS = (4.0, 3.0)
+
+
+class FolderSuggester(Suggester):
+    """Completes the path of a folder."""
+
+    def __init__(self) -> None:
+        super().__init__(use_cache=False, case_sensitive=True)
+
+    async def get_suggestion(self, value: str) -> str | None:
+        """The first folder that begins as the text does."""
+        head, slash, tail = value.rpartition("/")
+        if not slash:
+            return None
+        try:
+            names = folders_in(head + slash)
+        except (OSError, RuntimeError):
+            return None
+        wanted = [name for name in names if name.startswith(tail) and (tail or not name.startswith("."))]
+        return f"{head}{slash}{wanted[0]}" if wanted else None
+
+
+def folders_in(text: str) -> list[str]:
+    """Names of the folders in a folder.
+
+    Raises:
+        OSError: it cannot be read.
+        RuntimeError: there is no such person's home.
+    """
+    return sorted(entry.name for entry in Path(text).expanduser().iterdir() if entry.is_dir())
+
+
+def folder_problem(text: str) -> str | None:
+    """Why a checkpoint cannot be read from this folder, as far as one look tells; None if it may be."""
+    if not text.strip():
+        return "Name a folder."
+    try:
+        folder = Path(text.strip()).expanduser()
+        if not folder.is_dir():
+            return f"There is no folder {folder}."
+        if not (folder / "config.json").is_file():
+            return f"{folder} holds no config.json, so it is not a Hugging Face checkpoint."
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"The folder cannot be read: {error}"
+    return None
+
+
+class ConfirmDialog(ModalScreen[bool]):
+    """A question that is answered with yes or no."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,n", "answer(False)", "no", id="dialog.no"),
+        Binding("y", "answer(True)", "yes", id="dialog.yes"),
+    ]
+
+    def __init__(self, question: str, verb: str) -> None:
+        super().__init__()
+        self._question = question
+        self._verb = verb
+
+    def compose(self) -> ComposeResult:
+        """The question and two buttons, the harmless one first."""
+        with Vertical(classes="dialog"):
+            yield Static(self._question, markup=False)
+            with Horizontal(classes="dialog-buttons"):
+                yield Button("Keep", id="no", compact=True)
+                yield Button(self._verb, id="yes", variant="error", compact=True)
+
+    @on(Button.Pressed)
+    def decide(self, event: Button.Pressed) -> None:
+        """Answer by the button."""
+        self.dismiss(event.button.id == "yes")
+
+    def action_answer(self, answer: bool) -> None:
+        """Answer by a key."""
+        self.dismiss(answer)
+
+
+class QuantizeDialog(ModalScreen[tuple[str, float] | None]):
+    """Asks which checkpoint to quantize, and to how many bits."""
+
+    AUTO_FOCUS = "Input"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "cancel", id="dialog.cancel")]
+
+    def compose(self) -> ComposeResult:
+        """Folder, bits, buttons."""
+        with Vertical(classes="dialog"):
+            yield Static("Folder with a Hugging Face checkpoint")
+            yield Input(placeholder="/path/to/model", suggester=FolderSuggester(), compact=True)
+            yield Static("", markup=False, classes="dialog-problem")
+            yield Static("Bits of a weight")
+            with RadioSet(compact=True):
+                yield RadioButton("4 · nearly as good as the original", value=True)
+                yield RadioButton("3 · smaller; small models suffer")
+            with Horizontal(classes="dialog-buttons"):
+                yield Button("Quantize", id="yes", variant="primary", compact=True)
+                yield Button("Cancel", id="no", compact=True)
+
+    @on(Input.Submitted)
+    def submit(self) -> None:
+        """Begin, if the folder looks like a checkpoint."""
+        text = self.query_one(Input).value
+        if (problem := folder_problem(text)) is not None:
+            line = self.query_one(".dialog-problem", Static)
+            line.update(problem)
+            line.display = True
+            return
+        bits = BITS[max(0, self.query_one(RadioSet).pressed_index)]
+        self.dismiss((str(Path(text.strip()).expanduser().absolute()), bits))
+
+    @on(Button.Pressed)
+    def decide(self, event: Button.Pressed) -> None:
+        """Begin or give up, by the button."""
+        if event.button.id == "yes":
+            self.submit()
+        else:
+            self.dismiss(None)
+
+    def action_cancel(self) -> None:
+        """Give up."""
+        self.dismiss(None)

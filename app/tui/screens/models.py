@@ -1,0 +1,176 @@
+"""The models (F2): pick, make or delete one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+from textual.widgets import DataTable, Footer, Static
+
+from app.errors import ClientError
+from app.tui.figures import byte_count
+from app.tui.messages import LoadAsked, QuantizeAsked, RemoveAsked
+from app.tui.printable import printable
+from app.tui.runtime import ModelEntryLike
+from app.tui.screens.dialogs import ConfirmDialog, QuantizeDialog
+from app.tui.session import Session
+from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.progress_panel import ProgressPanel
+
+EMPTY = "There are no models yet. Q makes one of a folder with a Hugging Face checkpoint."
+
+
+class ModelTable(DataTable[str]):
+    """The table, whose Enter says what it does."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "select_cursor", "load", tooltip="Load the model and chat with it", id="models.load"),
+    ]
+
+
+class ModelsScreen(Screen[None]):
+    """A table of the stored models, and what can be done with them."""
+
+    AUTO_FOCUS = "ModelTable"
+    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quantize", "quantize", tooltip="Make a low-bit model of a checkpoint", id="models.quantize"),
+        Binding("d,delete", "delete", "delete", tooltip="Delete the stored model", id="models.delete"),
+        Binding("s", "app.stop_work", "stop", tooltip="Stop loading or quantizing", id="models.stop", show=False),
+        Binding("escape", "dismiss", "back", tooltip="Back to the chat", id="models.back"),
+    ]
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+        self._models: Sequence[ModelEntryLike] = ()
+        self._seen: tuple[object, ...] = ()
+
+    def compose(self) -> ComposeResult:
+        """Header, table, what is said about the chosen one, progress, keys."""
+        yield HeaderBar()
+        yield ModelTable(cursor_type="row")
+        yield Static("", markup=False, id="models-note")
+        yield ProgressPanel()
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Fill the table."""
+        self.show_session()
+
+    def show_session(self) -> None:
+        """Bring header and progress up to date, and the table when a model came, went or was loaded."""
+        if not self.query(ProgressPanel):
+            return
+        session = self._session
+        self.query_one(HeaderBar).show(session)
+        self.query_one(ProgressPanel).show(session.job)
+        seen = (session.ready, session.status.model if session.status else None, session.working)
+        if seen != self._seen:
+            self._seen = seen
+            self.refill()
+
+    def refill(self) -> None:
+        """Ask for the models again."""
+        self.run_worker(self._refill(), group="models", exclusive=True, exit_on_error=False)
+
+    async def _refill(self) -> None:
+        try:
+            self._models = await self._session.models()
+            note = "" if self._models else EMPTY
+        except (ClientError, OSError) as error:
+            self._models, note = (), str(error)
+        table = self.query_one(ModelTable)
+        row = table.cursor_row
+        table.clear(columns=True)
+        table.add_columns(*self._columns())
+        for model in self._models:
+            table.add_row(*self._cells(model), key=model.name)
+        table.move_cursor(row=min(row, max(0, len(self._models) - 1)))
+        self._note(note or self._about(self._chosen()))
+
+    def _columns(self) -> list[str]:
+        if self.has_class("-slim"):
+            return ["", "model", "bits", "size"]
+        return ["", "model", "bits", "size", "perplexity", ""]
+
+    def _cells(self, model: ModelEntryLike) -> list[str]:
+        cells = ["●" if model.loaded else " ", printable(model.name), f"{model.bits:g}", byte_count(model.disk_bytes)]
+        if self.has_class("-slim"):
+            return cells
+        return [*cells, perplexity(model), "bundled" if model.bundled else "! " if model.warning else ""]
+
+    def _chosen(self) -> ModelEntryLike | None:
+        row = self.query_one(ModelTable).cursor_row
+        return self._models[row] if 0 <= row < len(self._models) else None
+
+    def _about(self, model: ModelEntryLike | None) -> str:
+        if model is None:
+            return ""
+        parts = [perplexity(model, words=True) if self.has_class("-slim") else "", model.warning or ""]
+        return printable(" · ".join(part for part in parts if part))
+
+    def _note(self, text: str) -> None:
+        note = self.query_one("#models-note", Static)
+        note.update(text)
+        note.display = bool(text)
+
+    def on_resize(self) -> None:
+        """Show the columns that fit."""
+        self.call_after_refresh(self.refill)
+
+    @on(DataTable.RowHighlighted)
+    def tell_about(self) -> None:
+        """Say what there is to know about the model under the cursor."""
+        if self._models:
+            self._note(self._about(self._chosen()))
+
+    @on(DataTable.RowSelected)
+    def load(self) -> None:
+        """Load the model under the cursor and go back to the chat."""
+        if (model := self._chosen()) is not None:
+            self.app.post_message(LoadAsked(model.name))
+            self.dismiss()
+
+    def action_quantize(self) -> None:
+        """Ask for a folder and make a low-bit model of it."""
+
+        def begin(answer: tuple[str, float] | None) -> None:
+            if answer is not None:
+                self.app.post_message(QuantizeAsked(*answer))
+
+        self.app.push_screen(QuantizeDialog(), begin)
+
+    def action_delete(self) -> None:
+        """Delete the model under the cursor, if that is confirmed."""
+        model = self._chosen()
+        if model is None:
+            return
+        if model.bundled:
+            self.notify("The bundled model belongs to the program and cannot be deleted.", severity="warning")
+            return
+
+        def delete(confirmed: bool | None) -> None:
+            if confirmed:
+                self._seen = ()
+                self.app.post_message(RemoveAsked(model.name))
+
+        question = f"Delete {model.name} ({byte_count(model.disk_bytes)})? The checkpoint it was made of stays."
+        self.app.push_screen(ConfirmDialog(question, "Delete"), delete)
+
+    async def action_dismiss(self, result: None = None) -> None:
+        """Back to the chat."""
+        self.dismiss(result)
+
+
+def perplexity(model: ModelEntryLike, *, words: bool = False) -> str:
+    """Perplexity before and after quantizing: `12.31 → 12.84`."""
+    before, after = model.perplexity_before, model.perplexity_after
+    if after is None:
+        return "" if words else "–"
+    numbers = f"{after:.2f}" if before is None else f"{before:.2f} → {after:.2f}"
+    return f"perplexity {numbers}" if words else numbers

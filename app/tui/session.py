@@ -1,0 +1,419 @@
+"""The work behind the screens: one runtime, one conversation, one answer at a time. Knows no widgets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from textual.message import Message as Event
+
+from app.conversation import Conversation, Message, Statistics
+from app.errors import ClientError
+from app.settings import Settings
+from app.tui.jobs import Job, Meter
+from app.tui.messages import JobChanged, RuntimeLost, StatusChanged
+from app.tui.runtime import (
+    ChatDeltaLike,
+    ClientLike,
+    ModelEntryLike,
+    ProgressLike,
+    StatusLike,
+    SupervisorLike,
+    TimingsLike,
+)
+
+CHECK_TIMEOUT_S = 5.0
+"""A runtime that does not tell its status in this time, after a failure, counts as gone."""
+RELOAD_KEYS = ("kv", "k_chunk", "context", "backend")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the UI itself sees of an answer: pieces of text, which are tokens but for held-back ones."""
+
+    started: float
+    pieces: int = 0
+    first: float = 0.0
+    last: float = 0.0
+
+    def count(self, now: float) -> None:
+        """Count one piece."""
+        self.first = now if self.pieces == 0 else self.first
+        self.last = now
+        self.pieces += 1
+
+    @property
+    def first_after_s(self) -> float | None:
+        """Seconds until the first piece."""
+        return self.first - self.started if self.pieces else None
+
+    @property
+    def per_s(self) -> float | None:
+        """Pieces a second after the first one."""
+        return (self.pieces - 1) / (self.last - self.first) if self.pieces > 1 and self.last > self.first else None
+
+
+class Session:
+    """Connects the runtime and the conversation, and says what happens as events."""
+
+    def __init__(
+        self,
+        supervisor: Callable[[], SupervisorLike],
+        settings: Settings,
+        post: Callable[[Event], object],
+        *,
+        conversation: Conversation | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make a session; nothing is started yet.
+
+        Args:
+            supervisor: makes the supervisor, called when the runtime is started and not before.
+            settings: the settings to begin with.
+            post: takes the events, on the event loop's thread.
+            conversation: the conversation; a new one by default.
+            clock: seconds, for speeds.
+        """
+        self.settings = settings
+        self.conversation = Conversation() if conversation is None else conversation
+        self.status: StatusLike | None = None
+        self.problem: str | None = None
+        """Why there is no runtime or no model, when that is a failure."""
+        self.wanted: str | None = settings.model
+        """The model that is loaded, or is to be."""
+        self.job: Job | None = None
+        self.context_used: int | None = None
+        self._make_supervisor = supervisor
+        self._supervisor: SupervisorLike | None = None
+        self._client: ClientLike | None = None
+        self._post = post
+        self._clock = clock
+        self._work: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[str | None] | None = None
+        self._stopping = False
+        self._recovering = False
+        self._settled = asyncio.Event()
+        self._tally = Tally(started=0.0)
+
+    # The runtime
+
+    @property
+    def ready(self) -> bool:
+        """Whether a model is loaded and can answer."""
+        return self._client is not None and self.status is not None and self.status.state in ("ready", "generating")
+
+    @property
+    def tally(self) -> Tally:
+        """The answer that is being written, as counted so far."""
+        return self._tally
+
+    @property
+    def generating(self) -> bool:
+        """Whether an answer is being written."""
+        return self._reader is not None
+
+    async def start(self) -> None:
+        """Start the runtime, or find one, and load the model that the settings name or that runs already."""
+        await self._connect(restart=False)
+
+    async def recover(self) -> None:
+        """Start the runtime anew after it was lost, and load the same model again."""
+        if not self._recovering:
+            self._recovering = True
+            try:
+                await self._connect(restart=True)
+            finally:
+                self._recovering = False
+
+    async def _connect(self, *, restart: bool) -> None:
+        self.problem = None
+        self._settled.clear()
+        self._show(None)
+        try:
+            if self._supervisor is None:
+                self._supervisor = self._make_supervisor()
+            self._client = await (self._supervisor.restart() if restart else self._supervisor.ensure())
+            status = await self._client.status()
+        except (ClientError, OSError) as error:
+            self.problem = str(error)
+            self._settled.set()
+            self._show(None)
+            return
+        self._show(status)
+        running = status.model if status.state in ("ready", "generating") else None
+        self.wanted = self.wanted or running
+        if self.wanted and self.wanted != running:
+            await self._load(self.wanted)
+        self._settled.set()
+
+    async def close(self) -> None:
+        """Stop what runs and end what was started. Safe to call twice."""
+        await self.stop()
+        await self.stop_work()
+        supervisor, self._supervisor, self._client = self._supervisor, None, None
+        if supervisor is not None:
+            await supervisor.close()
+
+    async def refresh(self) -> None:
+        """Ask the runtime how it is; a runtime that does not answer is lost."""
+        if not self._recovering:
+            await self._ask_status()
+
+    async def _ask_status(self) -> None:
+        if self._client is None:
+            return
+        if (status := await self._alive()) is not None:
+            self._show(status)
+        elif not self.generating:
+            self._lose("the runtime stopped unexpectedly")
+
+    async def _alive(self) -> StatusLike | None:
+        client = self._client
+        if client is None:
+            return None
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                return await client.status()
+        except (ClientError, OSError, TimeoutError):
+            return None
+
+    def _show(self, status: StatusLike | None) -> None:
+        self.status = status
+        self._post(StatusChanged())
+
+    def _lose(self, reason: str) -> None:
+        self._client = None
+        self.problem = reason
+        self._settled.clear()
+        self._show(None)
+        self._post(RuntimeLost(reason))
+
+    # Models
+
+    async def models(self) -> Sequence[ModelEntryLike]:
+        """The stored models.
+
+        Raises:
+            ClientError: the runtime did not say.
+        """
+        if self._client is None:
+            raise ClientError("the runtime is not running yet")
+        return await self._client.models()
+
+    async def remove(self, name: str) -> None:
+        """Delete a stored model.
+
+        Raises:
+            ClientError: it cannot be deleted.
+        """
+        if self._client is None:
+            raise ClientError("the runtime is not running yet")
+        await self._client.remove(name)
+        if self.wanted == name:
+            self.wanted = None
+        await self.refresh()
+
+    async def load(self, name: str) -> bool:
+        """Load a model with the present settings.
+
+        Returns:
+            Whether it is loaded.
+        """
+        await self.stop()
+        self._settled.clear()
+        try:
+            return await self._load(name)
+        finally:
+            self._settled.set()
+
+    async def _load(self, name: str) -> bool:
+        if self._client is None:
+            return False
+        self.wanted = name
+        self.problem = None
+        options = {key: value for key in RELOAD_KEYS if (value := self.settings.get(key)) is not None}
+        loaded = await self._run(f"Loading {name}", self._client.load(name, **options))
+        if not loaded and self.job is not None:
+            self.problem = self.problem or self.job.error
+        await self._ask_status()
+        return loaded
+
+    async def quantize(self, source: str, bits: float) -> bool:
+        """Make a low-bit model of a checkpoint.
+
+        Returns:
+            Whether it is there now.
+        """
+        if self._client is None:
+            return False
+        name = source.rstrip("/").rpartition("/")[2]
+        return await self._run(f"Quantizing {name} to {bits:g} bits", self._client.quantize(source, bits=bits))
+
+    @property
+    def working(self) -> bool:
+        """Whether a model is being loaded or made."""
+        return self._work is not None
+
+    async def stop_work(self) -> None:
+        """Stop loading or quantizing."""
+        if (work := self._work) is not None:
+            work.cancel()
+            await asyncio.wait([work])
+
+    async def _run(self, title: str, reports: AsyncIterator[ProgressLike]) -> bool:
+        await self.stop_work()
+        meter = Meter(title, self._clock)
+
+        async def follow() -> None:
+            async with contextlib.aclosing(reports) as stream:  # type: ignore[type-var]
+                async for progress in stream:
+                    self._report(meter.take(progress))
+
+        work = self._work = asyncio.create_task(follow())
+        self._report(meter.job)
+        try:
+            await asyncio.wait([work])
+        finally:
+            work.cancel()
+            self._work = None
+        if work.cancelled():
+            self._report(meter.end("stopped"))
+        elif (error := work.exception()) is None:
+            self._report(meter.end("done"))
+            return True
+        elif isinstance(error, (ClientError, OSError)):
+            self._report(meter.end("failed", str(error)))
+            if await self._alive() is None:
+                self.problem = "the runtime stopped unexpectedly while it was working"
+                self._client = None
+                self._show(None)
+        else:
+            raise error
+        return False
+
+    def _report(self, job: Job) -> None:
+        self.job = job
+        self._post(JobChanged(job))
+
+    # Answers
+
+    async def answer(self, answer_id: str, on_text: Callable[[str], None], *, resume: bool = False) -> Message:
+        """Let the model write one answer into the conversation.
+
+        Args:
+            answer_id: the answer's message, which is empty, or is continued.
+            on_text: takes every piece of text as it comes.
+            resume: whether to go on from the text that is there.
+
+        Returns:
+            The message as it ended: done, stopped or failed. Failures are told in it, not raised.
+        """
+        self._stopping = False
+        self._tally = Tally(started=self._clock())
+        self.conversation.revise(answer_id, state="streaming", error=None, statistics=None)
+        reader = self._reader = asyncio.create_task(self._read(answer_id, on_text, resume=resume))
+        error: str | None = None
+        state = "done"
+        try:
+            error = await reader
+        except asyncio.CancelledError:
+            if not self._stopping:
+                reader.cancel()
+                raise
+            state = "stopped"
+        finally:
+            self._reader = None
+        if error is not None:
+            state = "failed"
+        message = self.conversation.revise(answer_id, state=state, error=error)
+        if message.statistics is None and self._tally.pieces:
+            message = self.conversation.revise(answer_id, statistics=self._tallied())
+        if self._client is not None:
+            await self.refresh()
+        return message
+
+    async def stop(self) -> None:
+        """Stop the answer that is being written; what came stays."""
+        if (reader := self._reader) is not None:
+            self._stopping = True
+            reader.cancel()
+            await asyncio.wait([reader])
+
+    async def _read(self, answer_id: str, on_text: Callable[[str], None], *, resume: bool) -> str | None:
+        """Read the stream to its end; returns why it failed, or None."""
+        await self._settled.wait()
+        if self._client is None or not self.ready:
+            return self.problem or "no model is loaded; pick one with F2"
+        from app.client import ChatOptions
+
+        options = ChatOptions(**self._chat_options(), continue_final=resume)
+        stream = self._client.chat(self._prompt(answer_id, resume=resume), options)
+        try:
+            async with contextlib.aclosing(stream) as deltas:  # type: ignore[type-var]
+                async for delta in deltas:
+                    self._take(answer_id, delta, on_text)
+        except (ClientError, OSError) as failure:
+            if await self._alive() is not None:
+                return str(failure)
+            self._lose("the runtime stopped unexpectedly")
+            return f"the runtime stopped unexpectedly ({failure}); it is started again, and this chat is kept"
+        return None
+
+    def _chat_options(self) -> dict[str, Any]:
+        keys = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+        return {key: self.settings.get(key) for key in keys}
+
+    def _prompt(self, answer_id: str, *, resume: bool) -> list[Mapping[str, str]]:
+        path = self.conversation.path(answer_id)
+        messages: list[Mapping[str, str]] = []
+        if self.settings.system_prompt.strip():
+            messages.append({"role": "system", "content": self.settings.system_prompt})
+        for message in path if resume else path[:-1]:
+            last = messages[-1] if messages else None
+            if message.role == "assistant" and not message.text:
+                continue  # it failed before the first word
+            if last is not None and last["role"] == message.role:
+                messages[-1] = {"role": message.role, "content": f"{last['content']}\n\n{message.text}"}
+            else:
+                messages.append({"role": message.role, "content": message.text})
+        return messages
+
+    def _take(self, answer_id: str, delta: ChatDeltaLike, on_text: Callable[[str], None]) -> None:
+        message = self.conversation[answer_id]
+        if delta.text:
+            self._tally.count(self._clock())
+            self.conversation.revise(answer_id, text=message.text + delta.text)
+            on_text(delta.text)
+        if delta.timings is not None:
+            statistics = self._statistics(delta.timings)
+            self.context_used = statistics.context_used
+            self.conversation.revise(answer_id, statistics=statistics)
+
+    def _statistics(self, timings: TimingsLike) -> Statistics:
+        return self._with_status(
+            tokens=timings.completion_tokens,
+            tokens_per_s=timings.decode_tokens_per_s,
+            first_after_s=timings.ttft_s,
+            context_used=timings.prompt_tokens + timings.completion_tokens,
+        )
+
+    def _tallied(self) -> Statistics:
+        """Statistics of an answer whose end the runtime did not report."""
+        tally = self._tally
+        return self._with_status(
+            tokens=tally.pieces, tokens_per_s=tally.per_s, first_after_s=tally.first_after_s, estimated=True
+        )
+
+    def _with_status(self, **known: Any) -> Statistics:
+        status = self.status
+        return Statistics(
+            **known,
+            context=status.context if status else None,
+            bits=status.bits if status else None,
+            k_chunk=status.k_chunk if status else None,
+            memory_bytes=status.memory_bytes if status else None,
+        )

@@ -1,0 +1,38 @@
+"""Two calm themes: one accent colour, everything else grey."""
+
+from __future__ import annotations
+
+from textual.theme import Theme
+
+DARK = Theme(
+    name="calm-dark",
+    dark=True,
+    primary="#7aa2c8",
+    secondary="#8a919c",
+    accent="#7aa2c8",
+    warning="#d9a441",
+    error="#d0706b",
+    success="#7aa2c8",
+    foreground="#d3d6db",
+    background="#15171a",
+    surface="#1a1d21",
+    panel="#22262b",
+    variables={"footer-key-foreground": "#7aa2c8", "footer-description-foreground": "#8a919c"},
+)
+LIGHT = Theme(
+    name="calm-light",
+    dark=False,
+    primary="#2f6690",
+    secondary="#6a717b",
+    accent="#2f6690",
+    warning="#9a6700",
+    error="#a83a35",
+    success="#2f6690",
+    foreground="#24282d",
+    background="#fafafa",
+    surface="#f3f4f5",
+    panel="#e8eaec",
+    variables={"footer-key-foreground": "#2f6690", "footer-description-foreground": "#6a717b"},
+)
+NAMES = {"dark": DARK.name, "light": LIGHT.name, "terminal": "ansi-dark"}
+"""Theme of Textual by value of the setting `theme`."""

@@ -1,0 +1,74 @@
+"""The top line: what runs, and what it takes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.widgets import Static
+
+from app.tui.figures import SEPARATOR, bit_count, byte_count, k_chunk_text
+from app.tui.session import Session
+
+
+class HeaderPart(Static, can_focus=True):
+    """A piece of the header that opens a screen when it is clicked or entered."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Open", show=False, id="header.open")]
+
+    def __init__(self, action: str, tooltip: str, *, id: str) -> None:  # noqa: A002  the name is Textual's
+        super().__init__(id=id, markup=False)
+        self._action = action
+        self.tooltip = tooltip
+
+    async def action_open(self) -> None:
+        """Open the screen."""
+        await self.run_action(self._action)
+
+    async def on_click(self) -> None:
+        """Open the screen."""
+        await self.action_open()
+
+
+class HeaderBar(Horizontal):
+    """`lowbit-chat  demo · 4-bit · k_chunk 16        cpu · 812 MB`."""
+
+    def compose(self) -> ComposeResult:
+        """The name, what runs, and on what."""
+        yield Static("lowbit-chat", id="header-name")
+        yield HeaderPart("app.models", "The model that runs. Opens the models (F2).", id="header-model")
+        yield HeaderPart("app.settings", "What it runs on. Opens the settings (F3).", id="header-device")
+
+    def show(self, session: Session) -> None:
+        """Say what the session is doing."""
+        self.query_one("#header-model", HeaderPart).update(model_line(session))
+        self.query_one("#header-device", HeaderPart).update(device_line(session))
+
+
+def model_line(session: Session) -> str:
+    """What runs, or why nothing does."""
+    status = session.status
+    if session.working and session.job is not None:
+        return f"{session.job.title} …"
+    if status is None:
+        return session.problem or "starting …"
+    if not session.ready or status.model is None:
+        return "no model loaded"
+    parts = [status.model]
+    if status.bits is not None:
+        parts.append(bit_count(status.bits))
+    parts.append(k_chunk_text(status.k_chunk))
+    if status.kv and status.kv != "fp16":
+        parts.append(f"KV {status.kv}")
+    return SEPARATOR.join(part for part in parts if part)
+
+
+def device_line(session: Session) -> str:
+    """What it runs on, and the memory really in use."""
+    status = session.status
+    if status is None or not session.ready:
+        return ""
+    parts = [status.backend or "", byte_count(status.memory_bytes) if status.memory_bytes else ""]
+    return SEPARATOR.join(part for part in parts if part)

@@ -1,0 +1,49 @@
+"""Long work, in words and as a bar, with a way to stop it."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.widgets import Static
+
+from app.tui.jobs import Job
+from app.tui.printable import printable
+
+BAR_CELLS = 24
+
+
+class ProgressPanel(Vertical):
+    """Shows a job while it runs, and afterwards only if it did not end well."""
+
+    def compose(self) -> ComposeResult:
+        """What happens; how far it is."""
+        with Horizontal(classes="progress-line"):
+            yield Static("", markup=False, classes="progress-words")
+            yield Static("", classes="progress-action")
+        with Horizontal(classes="progress-line progress-numbers"):
+            yield Static("", markup=False, classes="progress-bar")
+            yield Static("", markup=False, classes="progress-pace")
+
+    def show(self, job: Job | None) -> None:
+        """Show the state of a job, or nothing."""
+        self.display = job is not None and job.outcome != "done"
+        if job is None or not self.display:
+            return
+        running = job.outcome == "running"
+        self.set_class(job.outcome == "failed", "-failed")
+        self.query_one(".progress-words", Static).update(printable(job.line))
+        self.query_one(".progress-action", Static).update(
+            "[@click=app.stop_work]stop[/]" if running else "[@click=app.dismiss_job]close[/]"
+        )
+        numbers = self.query_one(".progress-numbers")
+        numbers.display = running and bool(job.pace)
+        self.query_one(".progress-bar", Static).update(bar(job.fraction))
+        self.query_one(".progress-pace", Static).update(job.pace)
+
+
+def bar(fraction: float | None, cells: int = BAR_CELLS) -> str:
+    """A bar of text: `━━━━━────`; nothing where the whole is not known."""
+    if fraction is None:
+        return ""
+    filled = round(fraction * cells)
+    return "━" * filled + "─" * (cells - filled) + " "

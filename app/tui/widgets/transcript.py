@@ -1,0 +1,157 @@
+"""The messages of the chat, of which only a window is mounted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from textual.app import ComposeResult
+from textual.containers import Vertical, VerticalScroll
+from textual.widgets import Static
+
+from app.conversation import Message
+from app.tui.widgets.message_view import MessageView
+from app.tui.window import Window
+
+WELCOME = "Ask anything.\n\n⏎ sends · Ctrl+J begins a new line · F2 picks a model · Ctrl+P lists everything else"
+
+
+class Transcript(VerticalScroll):
+    """A scrolling list of messages that follows its end until a person scrolls away from it."""
+
+    def __init__(self, messages: Callable[[], Sequence[Message]]) -> None:
+        """Make an empty transcript.
+
+        Args:
+            messages: gives the messages that are to be seen, oldest first.
+        """
+        super().__init__(id="transcript")
+        self._messages = messages
+        self._window = Window.at_end(0)
+        self._views: dict[str, MessageView] = {}
+        self._moving = False
+        self._column = Vertical(id="messages")
+
+    def compose(self) -> ComposeResult:
+        """A column that is never shorter than what is seen of it, so that a short chat stands at the top."""
+        yield self._column
+
+    async def on_mount(self) -> None:
+        """Follow the end, and show what there is."""
+        await self.reopen()
+
+    @property
+    def following(self) -> bool:
+        """Whether the end is in sight."""
+        return self.scroll_offset.y >= self.max_scroll_y
+
+    def view(self, message_id: str) -> MessageView | None:
+        """The view of a message, if it is mounted."""
+        return self._views.get(message_id)
+
+    @property
+    def mounted(self) -> list[str]:
+        """Ids of the mounted messages, from top to bottom."""
+        return [view.message.id for view in self.query(MessageView)]
+
+    async def reopen(self) -> None:
+        """Show the newest messages and follow the end."""
+        messages = self._messages()
+        self._window = Window.at_end(len(messages))
+        async with self.batch():
+            self._views.clear()
+            await self._column.remove_children()
+            if not messages:
+                await self._column.mount(Static(WELCOME, id="welcome"))
+            await self._column.mount_all([self._make(message) for message in messages[self._window.start :]])
+        self._mark_last()
+        self.anchor()
+
+    async def extend(self) -> None:
+        """Show the messages that were added at the end, and follow it."""
+        messages = self._messages()
+        added = len(messages) - self._window.total
+        if self._window.end != self._window.total or added <= 0:
+            await self.reopen()
+            return
+        for welcome in self.query("#welcome"):
+            await welcome.remove()
+        await self._column.mount_all([self._make(message) for message in messages[-added:]])
+        await self._move(self._window.grown(added), keep_place=False)
+        self._mark_last()
+        self.anchor()
+
+    async def replace_last(self) -> None:
+        """Show another message in the place of the last one."""
+        messages = self._messages()
+        if self._window.end != self._window.total:
+            await self.reopen()
+            return
+        last = self.query(MessageView).last()
+        self._views.pop(last.message.id, None)
+        await last.remove()
+        await self._column.mount(self._make(messages[-1]))
+        self._mark_last()
+        self.anchor()
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        """Mount more when an end of what is mounted comes near."""
+        super().watch_scroll_y(old_value, new_value)
+        if self._moving or old_value == new_value:
+            return
+        if new_value < old_value and new_value <= self.size.height / 2 and self._window.start > 0:
+            self._moving = True
+            self.run_worker(self._earlier(), group="window", exit_on_error=False)
+        elif self._window.end < self._window.total and new_value >= self.max_scroll_y - self.size.height / 2:
+            self._moving = True
+            self.run_worker(self._move_and_release(self._window.later()), group="window", exit_on_error=False)
+
+    async def _earlier(self) -> None:
+        streaming = bool(self._messages()) and self._messages()[-1].state == "streaming"
+        await self._move_and_release(self._window.earlier(keep_end=streaming))
+
+    async def _move_and_release(self, window: Window) -> None:
+        try:
+            await self._move(window)
+        finally:
+            self.call_after_refresh(self._release)
+
+    def _release(self) -> None:
+        self._moving = False
+
+    async def _move(self, window: Window, *, keep_place: bool = True) -> None:
+        """Mount and unmount so that `window` is shown, with what is in sight staying in its place."""
+        self._window = window
+        shown = self._messages()[window.start : window.end]
+        wanted = {message.id for message in shown}
+        mounted = list(self.query(MessageView))
+        fixed = next((view for view in mounted if view.message.id in wanted and self._in_sight(view)), None)
+        above_sight = 0.0 if fixed is None else fixed.virtual_region.y - self.scroll_y
+        first = next((at for at, message in enumerate(shown) if message.id in self._views), len(shown))
+        above = [self._make(message) for message in shown[:first]]
+        below = [self._make(message) for message in shown[first:] if message.id not in self._views]
+        if above:
+            await self._column.mount_all(above, before=mounted[0] if mounted else None)
+        if below:
+            await self._column.mount_all(below)
+        for view in mounted:
+            if view.message.id not in wanted:
+                self._views.pop(view.message.id, None)
+                await view.remove()
+        if keep_place and fixed is not None:
+            self.call_after_refresh(self._put_back, fixed, above_sight)
+
+    def _in_sight(self, view: MessageView) -> bool:
+        return view.virtual_region.bottom > self.scroll_y
+
+    def _put_back(self, view: MessageView, above_sight: float) -> None:
+        if view.is_attached:
+            self.scroll_to(y=view.virtual_region.y - above_sight, animate=False, immediate=True)
+
+    def _make(self, message: Message) -> MessageView:
+        view = self._views[message.id] = MessageView(message)
+        return view
+
+    def _mark_last(self) -> None:
+        messages = self._messages()
+        for view in self._views.values():
+            view.mark_last(last=view.message.id == messages[-1].id)

@@ -1,0 +1,44 @@
+"""Which messages of a long conversation are mounted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST = 20
+"""Messages mounted when a conversation is opened."""
+STEP = 10
+"""Messages mounted at once when a person scrolls to an end of what is mounted."""
+MOST = 40
+"""Messages mounted at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A range [start, end) of `total` messages."""
+
+    start: int
+    end: int
+    total: int
+
+    @classmethod
+    def at_end(cls, total: int) -> Window:
+        """The newest messages."""
+        return cls(start=max(0, total - FIRST), end=total, total=total)
+
+    def grown(self, count: int = 1) -> Window:
+        """After `count` messages were added at the end, where the window was at the end too."""
+        return Window(start=max(self.start, self.end + count - MOST), end=self.end + count, total=self.total + count)
+
+    def earlier(self, *, keep_end: bool = False) -> Window:
+        """One step towards the beginning.
+
+        Args:
+            keep_end: whether the last message stays mounted, whatever the count: an answer is streaming into it.
+        """
+        start = max(0, self.start - STEP)
+        return Window(start=start, end=self.end if keep_end else min(self.end, start + MOST), total=self.total)
+
+    def later(self) -> Window:
+        """One step towards the end."""
+        end = min(self.total, self.end + STEP)
+        return Window(start=max(self.start, end - MOST), end=end, total=self.total)

@@ -1,0 +1,51 @@
+"""The conversation: paths, siblings, and messages that never change."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from app.conversation import Conversation
+
+
+def test_path_follows_the_parents_from_the_head() -> None:
+    conversation = Conversation()
+    first = conversation.add("user", "a", parent=None)
+    answer = conversation.add("assistant", "b", parent=first.id)
+    assert [message.text for message in conversation.path()] == ["a", "b"]
+    other = conversation.add("assistant", "c", parent=first.id)
+    assert [message.text for message in conversation.path()] == ["a", "c"]
+    assert [message.text for message in conversation.path(answer.id)] == ["a", "b"]
+    assert conversation.siblings(other.id) == [conversation[answer.id], other]
+    assert len(conversation) == 3
+
+
+def test_a_message_is_replaced_never_changed() -> None:
+    conversation = Conversation()
+    before = conversation.add("assistant", "", parent=None, state="streaming")
+    after = conversation.revise(before.id, text="x", state="stopped")
+    assert before.text == ""
+    assert conversation[before.id] is after
+    assert after.resumable
+    assert (after.id, after.created) == (before.id, before.created)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        after.text = "y"  # type: ignore[misc]
+
+
+def test_unknown_parents_and_ids_are_refused() -> None:
+    conversation = Conversation()
+    with pytest.raises(KeyError):
+        conversation.add("user", "a", parent="nobody")
+    with pytest.raises(KeyError):
+        conversation.revise("nobody", text="")
+    assert len(conversation) == 0
+    assert conversation.path() == []
+
+
+def test_clear_begins_anew() -> None:
+    conversation = Conversation()
+    conversation.add("user", "a", parent=None)
+    conversation.clear()
+    assert conversation.head is None
+    assert len(conversation) == 0

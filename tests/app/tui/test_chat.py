@@ -1,0 +1,319 @@
+"""Chatting: sending, streaming, stopping, failing, crashing, and going on afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from textual.widgets import Markdown
+
+from app.tui.widgets.message_view import MessageView
+
+
+def markdown_of(view: MessageView) -> str:
+    return view.query_one(Markdown).source
+
+
+async def test_a_prompt_is_answered_with_statistics(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["# Title\n\nSome *text* and <b>html</b>."]
+    async with stage(runtime, size=(120, 40), system_prompt="Be brief.", temperature=0.0) as s:
+        await s.ready()
+        await s.ask("Hello?")
+        await s.answered()
+        assert s.last.text == runtime.answers[0]
+        assert s.last.state == "done"
+        assert markdown_of(s.transcript.view(s.last.id)) == runtime.answers[0]
+        screen = s.screen_text()
+        assert (
+            "412 tokens · 58.1 tok/s · first after 0.21 s · context 1.3k of 8.2k · 4-bit · k_chunk 16 · 812 MB"
+            in screen
+        )
+        assert "<b>html</b>" in screen
+        assert "demo · 4-bit · k_chunk 16" in screen
+        assert "cpu · 812 MB" in screen
+        messages, options = runtime.named("chat")[0]
+        assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
+        assert options.temperature == 0.0
+
+
+async def test_the_whole_path_is_sent_with_the_next_prompt(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["one", "two"]
+    async with stage(runtime) as s:
+        await s.ready()
+        for prompt in ("a", "b"):
+            await s.ask(prompt)
+            await s.answered()
+        messages, _ = runtime.named("chat")[1]
+        assert [message["content"] for message in messages] == ["a", "one", "b"]
+
+
+async def test_enter_sends_and_other_keys_begin_a_line(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.pilot.press("a", "ctrl+j", "b", "shift+enter", "c", "alt+enter", "d")
+        assert s.composer.text == "a\nb\nc\nd"
+        await s.pilot.press("enter")
+        await s.answered()
+        assert s.app.session.conversation.path()[0].text == "a\nb\nc\nd"
+        assert s.composer.text == ""
+        await s.pilot.press("space", "enter")
+        assert len(s.app.session.conversation) == 2
+
+
+async def test_paste_and_unicode_arrive_unchanged(stage: Callable[..., Any], runtime: Any) -> None:
+    text = "日本語のテキスト 🙂 é\n\tindented\n\nрусский · العربية"
+    runtime.answers = ["漢字 🙂 **粗体** done"]
+    async with stage(runtime) as s:
+        await s.ready()
+        s.app.screen.post_message(__import__("textual.events").events.Paste(text))
+        await s.until(lambda: s.composer.text == text, "the pasted text")
+        await s.pilot.press("enter")
+        await s.answered()
+        assert s.app.session.conversation.path()[0].text == text
+        assert s.last.text == "漢字 🙂 **粗体** done"
+        assert "日本語のテキスト 🙂" in s.screen_text()
+        assert "漢字 🙂 粗体 done" in s.screen_text()
+
+
+async def test_control_characters_never_reach_the_terminal(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["evil \x1b]52;c;eA==\x07 `\x1b[2J` end"]
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("x\x1b[31m")
+        await s.answered()
+        assert s.last.text == runtime.answers[0]
+        assert "\x1b" not in s.screen_text()
+        assert "\x07" not in s.screen_text()
+        assert "evil ␛]52" in s.screen_text()
+
+
+async def test_escape_stops_and_keeps_what_came(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["one two three four five"]
+    runtime.gate = asyncio.Event()
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("go")
+        runtime.gate.set()
+        runtime.delay_s = 0.05
+        await s.until(lambda: "two" in s.last.text)
+        await s.pilot.press("escape")
+        await s.answered()
+        assert s.last.state == "stopped"
+        assert s.last.text.startswith("one two")
+        assert "five" not in s.last.text
+        assert runtime.cancelled == ["chat"]
+        assert markdown_of(s.transcript.view(s.last.id)) == s.last.text
+        assert "stopped · ≈" in s.screen_text()
+        assert "continue ^G · retry ^R" in s.screen_text()
+
+
+async def test_a_stopped_answer_is_continued(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["one two three", " and the rest"]
+    runtime.delay_s = 0.05
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("go")
+        await s.until(lambda: "two" in s.last.text)
+        await s.pilot.press("escape")
+        await s.answered()
+        kept, answer_id = s.last.text, s.last.id
+        await s.pilot.press("ctrl+g")
+        await s.until(lambda: s.last.state == "done")
+        await s.answered()
+        assert s.last.id == answer_id
+        assert s.last.text == kept + " and the rest"
+        messages, options = runtime.named("chat")[1]
+        assert messages[-1] == {"role": "assistant", "content": kept}
+        assert options.continue_final
+        assert markdown_of(s.transcript.view(answer_id)) == s.last.text
+
+
+async def test_regenerate_makes_a_sibling(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["first", "second"]
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("go")
+        await s.answered()
+        first = s.last
+        await s.pilot.press("ctrl+r")
+        await s.until(lambda: s.last.text == "second")
+        await s.answered()
+        assert s.app.session.conversation.siblings(s.last.id) == [first, s.last]
+        assert "second" in s.screen_text()
+        assert "first\n" not in s.screen_text()
+        assert len(s.transcript.mounted) == 2
+
+
+async def test_a_failed_answer_says_why_and_offers_retry(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["one two three"]
+    runtime.fail_with = "prompt and answer do not fit the context of 8192 tokens"
+    runtime.fail_after = 2
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("go")
+        await s.answered()
+        assert s.last.state == "failed"
+        assert s.last.text == "one two"
+        assert "do not fit the context of 8192" in s.screen_text()
+        assert runtime.starts == 1
+        await s.pilot.press("ctrl+r")
+        await s.until(lambda: s.last.state == "done")
+        assert s.last.text == "one two three"
+
+
+async def test_an_answer_that_failed_before_its_first_word_can_be_followed(
+    stage: Callable[..., Any], runtime: Any
+) -> None:
+    runtime.fail_with = "no"
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("a")
+        await s.answered()
+        assert "retry ^R" in s.screen_text()
+        assert "continue" not in s.screen_text()
+        await s.ask("b")
+        await s.answered()
+        messages, _ = runtime.named("chat")[1]
+        assert messages == [{"role": "user", "content": "a\n\nb"}]
+
+
+async def test_a_crash_costs_a_message_never_the_conversation(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["fine", "one two three four", "again"]
+    async with stage(runtime, size=(100, 40), kv="int8") as s:
+        await s.ready()
+        await s.ask("a")
+        await s.answered()
+        runtime.crash_after = 2
+        await s.ask("b")
+        await s.answered()
+        assert (s.last.state, s.last.text) == ("failed", "one two")
+        await s.ready()
+        assert runtime.starts == 2
+        assert [model for model, _ in runtime.named("load")] == ["demo", "demo"]
+        assert runtime.named("load")[1][1]["kv"] == "int8"
+        assert [message.text for message in s.app.session.conversation.path()] == ["a", "fine", "b", "one two"]
+        assert "the runtime stopped unexpectedly" in s.screen_text()
+        assert "continue ^G · retry ^R" in s.screen_text()
+        await s.pilot.press("ctrl+r")
+        await s.until(lambda: s.last.state == "done")
+        assert s.last.text == "again"
+
+
+async def test_a_prompt_sent_during_recovery_waits_for_the_model(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["one two three", "later"]
+    async with stage(runtime) as s:
+        await s.ready()
+        runtime.crash_after = 1
+        runtime.load_delay_s = 0.1
+        await s.ask("a")
+        await s.until(lambda: s.last.state == "failed" and not s.app.chat.busy)
+        await s.ask("b")
+        await s.until(lambda: s.last.state == "done")
+        assert s.last.text == "later"
+
+
+async def test_a_crash_while_idle_is_noticed(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        runtime.die()
+        await s.app.session.refresh()
+        await s.until(lambda: runtime.starts == 2)
+        await s.ready()
+
+
+async def test_it_gives_up_when_loading_kills_the_runtime_again(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.load_error = "out of memory"
+    async with stage(runtime) as s:
+        await s.until(lambda: s.app.session.job is not None and s.app.session.job.outcome == "failed")
+        assert "Loading demo failed: out of memory" in s.screen_text()
+        await s.ask("hello")
+        await s.answered()
+        assert s.last.error == "out of memory"
+        assert runtime.starts == 1
+
+
+async def test_a_runtime_that_does_not_start_is_told(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.start_error = "the port is taken"
+    async with stage(runtime) as s:
+        await s.until(lambda: s.app.session.problem is not None)
+        await s.pilot.pause()
+        assert "the port is taken" in s.screen_text()
+        runtime.start_error = None
+        s.app.action_restart_runtime()
+        await s.ready()
+
+
+async def test_new_chat_stops_and_clears(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.delay_s = 0.05
+    runtime.answers = ["one two three four five six"]
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("go")
+        await s.until(lambda: s.last.text)
+        await s.pilot.press("ctrl+n")
+        await s.until(lambda: len(s.app.session.conversation) == 0)
+        await s.pilot.pause()
+        assert runtime.cancelled == ["chat"]
+        assert s.transcript.mounted == []
+        assert "Ask anything." in s.screen_text()
+
+
+async def test_the_context_meter_turns_amber(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.context = 1400
+    async with stage(runtime, size=(120, 40)) as s:
+        await s.ready()
+        await s.ask("go")
+        await s.answered()
+        assert s.composer.has_class("-nearly-full")
+        assert "1.3k of 1.4k · nothing is dropped" in s.composer.border_subtitle
+        await s.pilot.press("ctrl+n")
+        await s.until(lambda: not s.composer.has_class("-nearly-full"))
+
+
+async def test_without_a_model_it_says_so_and_keeps_the_prompt(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, model=None) as s:
+        await s.until(lambda: s.app.session.status is not None)
+        s.composer.load_text("hello")
+        await s.pilot.press("enter")
+        await s.pilot.pause()
+        assert s.composer.text == "hello"
+        assert len(s.app.session.conversation) == 0
+        assert "no model loaded" in s.screen_text()
+
+
+async def test_copy_takes_the_answer_as_written(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["**bold** `code`"]
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("go")
+        await s.answered()
+        await s.pilot.press("ctrl+y")
+        await s.until(lambda: s.app.clipboard == "**bold** `code`")
+
+
+async def test_quitting_closes_the_runtime(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.delay_s = 0.05
+    runtime.answers = ["word " * 100]
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("go")
+        await s.until(lambda: s.last.text)
+        await s.pilot.press("ctrl+q")
+    assert runtime.closed == 1
+    assert runtime.cancelled == ["chat"]
+
+
+async def test_ctrl_c_stops_then_quits_when_pressed_twice(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.delay_s = 0.05
+    runtime.answers = ["word " * 100]
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("go")
+        await s.until(lambda: s.last.text)
+        await s.pilot.press("ctrl+c")
+        await s.answered()
+        assert s.last.state == "stopped"
+        assert s.app.is_running
+        await s.pilot.press("ctrl+c", "ctrl+c")
+    assert runtime.closed == 1

@@ -1,0 +1,133 @@
+"""Numbers and lines as people read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from app.conversation import Statistics
+from app.tui import figures
+from app.tui.jobs import Meter
+from app.tui.printable import printable
+from app.tui.widgets.composer import context_line
+from app.tui.widgets.progress_panel import bar
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (812e6, "812 MB"),
+        (999.6e6, "1.0 GB"),
+        (4.9e9, "4.9 GB"),
+        (2e12, "2000.0 GB"),
+    ],
+)
+def test_bytes(count: float, text: str) -> None:
+    assert figures.byte_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (1000, "1k"), (1300, "1.3k"), (8000, "8k"), (8192, "8.2k"), (131072, "131k")],
+)
+def test_tokens(count: int, text: str) -> None:
+    assert figures.token_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1, "0 s"), (8.4, "8 s"), (99, "99 s"), (180, "3 min"), (7500, "2 h 05 min")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert figures.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("k_chunk", "text"),
+    [(None, ""), (0, ""), ({"qkv": 0}, ""), ({}, ""), (16, "k_chunk 16"), ({"qkv": 8, "down": 32}, "k_chunk 8–32")],
+)
+def test_k_chunk(k_chunk: dict[str, int] | int | None, text: str) -> None:
+    assert figures.k_chunk_text(k_chunk) == text
+
+
+def test_the_statistics_line_drops_its_end_first() -> None:
+    statistics = Statistics(
+        tokens=412, tokens_per_s=58.1, first_after_s=0.21, context_used=1300, context=8192, bits=3.0,
+        k_chunk={"qkv": 16, "o": 16}, memory_bytes=812_000_000,
+    )  # fmt: skip
+    parts = figures.statistics_parts(statistics)
+    line = "412 tokens · 58.1 tok/s · first after 0.21 s · context 1.3k of 8.2k · 3-bit · k_chunk 16 · 812 MB"
+    assert figures.fitting(parts, 200) == line
+    assert figures.fitting(parts, 30) == "412 tokens · 58.1 tok/s"
+    assert figures.fitting(parts, 3) == ""
+    assert figures.statistics_parts(Statistics(tokens=1)) == ["1 token"]
+    assert figures.statistics_parts(Statistics(tokens=2, estimated=True)) == ["≈ 2 tokens"]
+    assert figures.fitting(["日本語", "x"], 6) == "日本語"
+
+
+def test_control_characters_are_shown_not_obeyed() -> None:
+    text = "a\x1b[31m\r\nb\tc\x00\x7f\x9b\ud800 日本 🙂‍↔️"
+    shown = printable(text)
+    assert shown == "a␛[31m\nb\tc␀␡�� 日本 🙂‍↔️"
+    shown.encode("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("used", "width", "text"),
+    [
+        (1300, 100, "context ▰▱▱▱▱▱▱▱ 1.3k of 8k"),
+        (
+            6400,
+            100,
+            "context ▰▰▰▰▰▰▱▱ 6.4k of 8k · nothing is dropped: ^N begins anew, F3 raises it",
+        ),
+        (6400, 40, "▰▰▰▰▰▰▱▱ 6.4k of 8k · ^N new"),
+        (9000, 40, "▰▰▰▰▰▰▰▰ 9k of 8k · ^N new"),
+    ],
+)
+def test_the_context_meter(used: int, width: int, text: str) -> None:
+    assert context_line(used, 8000, width) == text
+
+
+@dataclass(frozen=True)
+class Report:
+    phase: str
+    done: float = 0
+    total: float | None = None
+    unit: str = "blocks"
+    message: str = ""
+
+
+def test_a_job_tells_speed_and_time_left() -> None:
+    now = 0.0
+    meter = Meter("Quantizing x", lambda: now)
+    assert meter.take(Report("quantize", 0, 28)).pace == "0 of 28 blocks"
+    now = 0.5
+    assert meter.take(Report("quantize", 1, 28)).speed is None
+    now = 4.0
+    job = meter.take(Report("quantize", 8, 28, message="block 8"))
+    assert job.pace == "8 of 28 blocks · 2 blocks/s · 10 s left"
+    assert job.fraction == 8 / 28
+    assert job.line == "Quantizing x · quantize · block 8"
+    job = meter.take(Report("verify", 0, None, "bytes"))
+    assert (job.speed, job.left_s, job.fraction, job.pace) == (None, None, None, "0 B")
+    assert meter.end("failed", "the disk is full").line == "Quantizing x failed: the disk is full"
+
+
+def test_the_speed_forgets_what_is_long_past() -> None:
+    now = 0.0
+    meter = Meter("x", lambda: now)
+    for second in range(100):
+        now = float(second)
+        job = meter.take(Report("a", second * 1.0 if second < 50 else 50 + (second - 50) * 10.0, 1000, "bytes"))
+    assert job.speed == pytest.approx(10.0)
+    assert job.pace == "540 B of 1 kB · 10 B/s · 46 s left"
+
+
+def test_the_bar() -> None:
+    assert bar(None) == ""
+    assert bar(0.5, 4) == "━━── "
+    assert bar(1.0, 4) == "━━━━ "

@@ -1,0 +1,231 @@
+"""Models, settings, progress and the command palette."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from textual.widgets import Input, Select, Static, TextArea
+
+from app import settings
+from app.tui.screens.dialogs import ConfirmDialog, FolderSuggester, QuantizeDialog, folder_problem
+from app.tui.screens.models import ModelsScreen
+from app.tui.screens.settings import SettingsScreen
+
+
+async def open_models(s: Any) -> Any:
+    await s.pilot.press("f2")
+    await s.until(lambda: isinstance(s.app.screen, ModelsScreen) and s.app.screen.query_one("ModelTable").row_count)
+    return s.app.screen
+
+
+async def test_a_model_is_picked_loaded_and_remembered(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        await open_models(s)
+        assert "bundled" in s.screen_text()
+        await s.pilot.press("down", "enter")
+        await s.until(lambda: s.app.session.status.model == "tiny-3bit")
+        assert s.app.screen is s.app.chat
+        assert settings.load().model == "tiny-3bit"
+        await s.until(lambda: "tiny-3bit · 3-bit" in s.screen_text())
+
+
+async def test_perplexity_and_warning_are_shown(stage: Callable[..., Any], runtime: Any) -> None:
+    entry = type(runtime.entries[0])
+    runtime.entries = [
+        entry(name="bad", bits=3.0, perplexity_before=12.31, perplexity_after=99.0, warning="3 bits fell apart"),
+        entry(name="demo", perplexity_after=5.0),
+    ]
+    async with stage(runtime) as s:
+        await s.ready()
+        await open_models(s)
+        text = s.screen_text()
+        assert "12.31 → 99.00" in text
+        assert "3 bits fell apart" in text
+        await s.pilot.press("down")
+        await s.pilot.pause()
+        assert "3 bits fell apart" not in s.screen_text()
+
+
+async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "mine"
+    checkpoint.mkdir()
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        await open_models(s)
+        await s.pilot.press("q")
+        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        s.app.screen.query_one(Input).value = str(checkpoint)
+        await s.pilot.press("enter")
+        await s.pilot.pause()
+        assert "config.json" in str(s.app.screen.query_one(".dialog-problem", Static).content)
+        (checkpoint / "config.json").write_text("{}")
+        await s.pilot.press("enter")
+        await s.until(lambda: any(entry.name == "mine" for entry in runtime.entries) and not s.app.session.working)
+        assert runtime.named("quantize") == [(str(checkpoint), {"bits": 4.0})]
+        await s.until(lambda: "12.30 → 12.80" in s.screen_text(), "the new row")
+
+
+async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
+    stage: Callable[..., Any], runtime: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    runtime.load_delay_s = 0.0
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        runtime.load_delay_s = 60
+        from app.tui.messages import QuantizeAsked
+
+        s.app.post_message(QuantizeAsked(str(tmp_path), 3.0))
+        await s.until(lambda: s.app.session.working)
+        await s.pilot.pause()
+        assert "Quantizing" in s.screen_text()
+        assert "0 of 4 blocks" in s.screen_text()
+        await s.ask("still there?")
+        await s.answered()
+        assert s.last.state == "done"
+        await s.pilot.press("escape")
+        await s.until(lambda: not s.app.session.working)
+        assert runtime.cancelled == ["quantize"]
+        await s.pilot.pause()
+        assert "stopped" in s.screen_text()
+        await s.pilot.press("escape")
+        await s.pilot.pause()
+        assert "Quantizing" not in s.screen_text()
+
+
+async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        await open_models(s)
+        await s.pilot.press("d")
+        await s.pilot.pause()
+        assert isinstance(s.app.screen, ModelsScreen)
+        for key, left in (("n", 2), ("y", 1)):
+            await s.pilot.press("down", "d")
+            await s.until(lambda: isinstance(s.app.screen, ConfirmDialog))
+            await s.pilot.press(key)
+            await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
+            await s.until(lambda expected=left: len(runtime.entries) == expected)
+        assert runtime.named("remove") == ["tiny-3bit"]
+        await s.until(lambda: s.app.screen.query_one("ModelTable").row_count == 1)
+
+
+async def test_a_sampling_setting_is_applied_and_kept_at_once(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.pilot.press("f3")
+        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        s.app.screen.query_one("#setting-temperature Input", Input).value = "1.5"
+        s.app.screen.query_one("#setting-system_prompt TextArea", TextArea).load_text("Answer in\nrhymes.")
+        await s.pilot.press("enter", "escape")
+        await s.until(lambda: s.app.screen is s.app.chat)
+        await s.until(lambda: s.app.session.settings.system_prompt == "Answer in\nrhymes.")
+        assert s.app.session.settings.temperature == 1.5
+        kept = settings.load()
+        assert (kept.temperature, kept.system_prompt) == (1.5, "Answer in\nrhymes.")
+        assert len(runtime.named("load")) == 1
+
+
+async def test_a_bad_value_is_told_and_not_kept(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.pilot.press("f3")
+        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        s.app.screen.query_one("#setting-top_p Input", Input).value = "7"
+        await s.pilot.press("tab", "tab")
+        await s.pilot.pause()
+        s.app.screen.query_one("#setting-top_p Input", Input).focus()
+        await s.pilot.press("enter")
+        await s.pilot.pause()
+        assert "allowed: a number above 0 to 1" in s.screen_text()
+        await s.pilot.press("escape")
+        await s.until(lambda: s.app.screen is s.app.chat)
+        assert s.app.session.settings.top_p == settings.Settings().top_p
+        assert settings.load().top_p == settings.Settings().top_p
+
+
+async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 40)) as s:
+        await s.ready()
+        await s.pilot.press("f3")
+        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        s.app.screen.query_one("#setting-kv Select", Select).value = "int8"
+        s.app.screen.query_one("#setting-k_chunk Input", Input).value = "64"
+        await s.until(lambda: "loaded again when you leave" in s.screen_text())
+        assert len(runtime.named("load")) == 1
+        await s.pilot.press("escape")
+        await s.until(lambda: len(runtime.named("load")) == 2)
+        await s.ready()
+        assert runtime.named("load")[1] == ("demo", {"kv": "int8", "k_chunk": 64, "backend": "auto"})
+        await s.until(lambda: "k_chunk 64 · KV int8" in s.screen_text())
+
+
+async def test_the_theme_changes_at_once(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 40)) as s:
+        await s.ready()
+        assert s.app.theme == "calm-dark"
+        await s.pilot.press("f3")
+        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        for value, theme in (("light", "calm-light"), ("terminal", "ansi-dark")):
+            s.app.screen.query_one("#setting-theme Select", Select).value = value
+            await s.until(lambda expected=theme: s.app.theme == expected)
+
+
+async def test_settings_that_cannot_be_kept_are_told(
+    stage: Callable[..., Any], runtime: Any, isolated_home: Path
+) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        (isolated_home / "settings.toml").write_text("= broken")
+        await s.pilot.press("f3")
+        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        s.app.screen.query_one("#setting-top_k Input", Input).value = "5"
+        await s.pilot.press("escape")
+        await s.until(lambda: s.app.session.settings.top_k == 5)
+        await s.until(lambda: "not valid TOML" in s.screen_text().replace("\n", " ") or s.app._notifications)
+        assert (isolated_home / "settings.toml").read_text() == "= broken"
+
+
+async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        titles = {command.title for command in s.app.get_system_commands(s.app.screen)}
+        assert {"New chat", "Regenerate", "Continue", "Stop", "Copy answer", "Models", "Settings", "Quit"} <= titles
+        bindings = [binding for bindings in s.app._bindings.key_to_bindings.values() for binding in bindings]
+        assert all(binding.id for binding in bindings)
+        await s.pilot.press("ctrl+p")
+        await s.pilot.press(*"models")
+        await s.pilot.pause(0.3)
+        await s.pilot.press("enter")
+        await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
+
+
+async def test_the_header_opens_the_models(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.pilot.click("#header-model")
+        await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
+        await s.pilot.press("escape")
+        await s.until(lambda: s.app.screen is s.app.chat)
+
+
+async def test_folders_are_completed(tmp_path: Path) -> None:
+    (tmp_path / "alpha").mkdir()
+    (tmp_path / "file").write_text("")
+    suggest = FolderSuggester().get_suggestion
+    assert await suggest(f"{tmp_path}/al") == f"{tmp_path}/alpha"
+    assert await suggest(f"{tmp_path}/fi") is None
+    assert await suggest("no slash") is None
+    assert await suggest("/no/such/folder/x") is None
+
+
+def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    assert folder_problem(" ") == "Name a folder."
+    assert "no folder" in str(folder_problem(str(tmp_path / "x")))
+    assert "config.json" in str(folder_problem(str(tmp_path)))
+    assert folder_problem("a\0b") is not None
+    (tmp_path / "config.json").write_text("{}")
+    assert folder_problem(f" {tmp_path} ") is None

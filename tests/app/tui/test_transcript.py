@@ -1,0 +1,150 @@
+"""The transcript: following the end, scrolling away, the window of mounted messages, resizing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.tui.window import FIRST, MOST
+
+LONG = "\n\n".join(f"Paragraph {n} with a few words in it." for n in range(40))
+
+
+def fill(s: Any, count: int) -> None:
+    conversation = s.app.session.conversation
+    for n in range(count // 2):
+        user = conversation.add("user", f"question {n}", parent=conversation.head)
+        conversation.add("assistant", f"answer {n}\n\nand more", parent=user.id)
+
+
+async def test_it_follows_the_end_while_an_answer_grows(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = [LONG]
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("go")
+        await s.answered()
+        await s.until(lambda: s.transcript.following and s.transcript.max_scroll_y > 20)
+        assert "412 tokens" in s.screen_text()
+
+
+async def test_it_stays_where_the_person_scrolled_to(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = [LONG]
+    runtime.gate = asyncio.Event()
+    runtime.gate.set()
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("warm up")
+        await s.answered()
+        await s.until(lambda: s.transcript.max_scroll_y > 20)
+        runtime.delay_s = 0.005
+        await s.ask("go")
+        await s.until(lambda: len(s.last.text) > 300)
+        await s.pilot.press("pageup", "pageup")
+        await s.pilot.pause()
+        place, height = s.transcript.scroll_y, s.transcript.max_scroll_y
+        await s.until(lambda: s.transcript.max_scroll_y > height + 10)
+        assert s.transcript.scroll_y == place
+        await s.answered()
+        assert s.transcript.scroll_y == place
+        await s.pilot.press("ctrl+end")
+        await s.until(lambda: s.transcript.following)
+
+
+async def test_a_short_chat_stands_at_the_top(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("hi")
+        await s.answered()
+        assert s.transcript.scroll_y == 0
+        assert s.screen_text().splitlines()[2].split()[0] == "you"
+
+
+async def test_only_a_window_of_a_long_chat_is_mounted(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(80, 50)) as s:
+        await s.ready()
+        fill(s, 70)
+        path = [message.id for message in s.app.session.conversation.path()]
+        await s.transcript.reopen()
+        await s.pilot.pause()
+        assert s.transcript.mounted == path[-FIRST:]
+        seen = set(s.transcript.mounted)
+        for _ in range(60):
+            await s.pilot.press("pageup")
+            await s.pilot.pause()
+            mounted = s.transcript.mounted
+            assert len(mounted) <= MOST
+            assert mounted == path[path.index(mounted[0]) : path.index(mounted[-1]) + 1]
+            seen |= set(mounted)
+            if mounted[0] == path[0] and s.transcript.scroll_y == 0:
+                break
+        assert seen == set(path)
+        assert "question 0" in s.screen_text()
+        for _ in range(60):
+            await s.pilot.press("pagedown")
+            await s.pilot.pause()
+            if s.transcript.mounted[-1] == path[-1] and s.transcript.following:
+                break
+        assert "answer 34" in s.screen_text()
+        assert len(s.transcript.mounted) <= MOST
+
+
+async def test_what_is_in_sight_stays_when_earlier_messages_are_mounted(
+    stage: Callable[..., Any], runtime: Any
+) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        fill(s, 60)
+        await s.transcript.reopen()
+        await s.pilot.pause()
+        first = s.transcript.mounted[0]
+        s.transcript.scroll_to(y=3, animate=False)
+        await s.pilot.pause()
+        await s.until(lambda: s.transcript.mounted[0] != first)
+        await s.pilot.pause()
+        view = s.transcript.view(first)
+        assert abs(view.region.y - s.transcript.region.y + 3) <= 2
+
+
+async def test_asking_from_far_above_returns_to_the_end(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        fill(s, 60)
+        await s.transcript.reopen()
+        await s.pilot.pause()
+        for _ in range(30):
+            if s.transcript.mounted[-1] != s.last.id:
+                break
+            await s.pilot.press("pageup")
+            await s.pilot.pause()
+        assert s.transcript.mounted[-1] != s.last.id
+        await s.ask("now")
+        await s.answered()
+        assert s.transcript.mounted[-1] == s.last.id
+        await s.until(lambda: s.transcript.following)
+
+
+@pytest.mark.parametrize("size", [(200, 60), (89, 30), (59, 24), (40, 15), (20, 8), (10, 4)], ids=str)
+async def test_resizing_keeps_everything_usable(stage: Callable[..., Any], runtime: Any, size: tuple[int, int]) -> None:
+    runtime.answers = [LONG]
+    async with stage(runtime, size=(120, 40)) as s:
+        await s.ready()
+        await s.ask("go")
+        await s.answered()
+        await s.pilot.resize_terminal(*size)
+        await s.pilot.pause()
+        assert s.composer.region.width > 0
+        assert s.composer.region.bottom <= size[1]
+        slim = size[0] < 60
+        assert s.app.screen.query_one("HeaderBar").display is not slim
+        assert s.app.screen.query_one("Footer").display is not slim
+        runtime.answers = ["after the resize"]
+        await s.ask("more")
+        await s.answered()
+        assert s.last.text == "after the resize"
+        await s.pilot.resize_terminal(120, 40)
+        await s.pilot.pause()
+        assert "after the resize" in s.screen_text()
+        assert s.app.screen.query_one("HeaderBar").display
