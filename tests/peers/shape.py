@@ -1,0 +1,84 @@
+"""The model shape that the comparison runs on, and a stand-in for a stored model with random weights of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from models.packed import PackedLinear, PackedResidual
+from models.packing import packed_width
+from models.spec import ModelSpec, RopeSpec
+
+GROUP_SIZE = 128
+HEAD_BITS = 4
+RESIDUAL_BITS = 4
+
+
+def llama_1b() -> ModelSpec:
+    """A Llama shape of 1.1 billion parameters: hidden 2048, 22 layers, 32 query and 4 key-value heads, MLP 5632."""
+    return ModelSpec(
+        family="llama",
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_layers=22,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=64,
+        vocab_size=32000,
+        max_context=2048,
+        norm_eps=1e-5,
+        rope=RopeSpec(rotary_dim=64),
+        windows=(None,) * 22,
+    )
+
+
+class RandomModel:
+    """Random low-bit weights of a shape, made matrix by matrix when asked for; says nothing about quality.
+
+    Args:
+        spec: The shape.
+        bits: 3 or 4 for all layers but the head, which has 4.
+        residuals: Whether there are residuals to compensate with.
+    """
+
+    def __init__(self, spec: ModelSpec, bits: int, *, residuals: bool) -> None:
+        self.spec = spec
+        self._bits, self._residuals = bits, residuals
+        self._rng = np.random.default_rng(0)
+
+    def linear(self, name: str) -> PackedLinear:
+        """A matrix of random codes with scales that keep activations of the order of one."""
+        kind = name.rsplit(".", 1)[-1]
+        N, K = self.spec.linear_shape(kind)
+        bits = HEAD_BITS if kind == "head" else self._bits
+        G = -(-K // GROUP_SIZE)
+        step = np.float16(2.0 / (2**bits * np.sqrt(K)))
+        residual = None
+        if self._residuals:
+            codes = self._words(K, packed_width(N, RESIDUAL_BITS))
+            residual = PackedResidual(bits=RESIDUAL_BITS, codes=codes, scales=np.full(N, step / 16, np.float16))
+        magnitudes = np.sort(np.abs(self._rng.standard_normal(K)))[::-1].astype(np.float32)
+        return PackedLinear(
+            name=name,
+            shape=(N, K),
+            bits=bits,
+            group_size=GROUP_SIZE,
+            codes=self._words(N, packed_width(K, bits)),
+            scales=np.full((N, G), step, np.float16),
+            zeros=np.full((N, G), 2 ** (bits - 1), np.uint8),
+            bias=None,
+            residual=residual,
+            rank_maximum=magnitudes * 1.5 if self._residuals else None,
+            mean_square=np.ones(K, np.float32) if self._residuals else None,
+        )
+
+    def vector(self, _name: str) -> npt.NDArray[np.float32]:
+        """A norm's weight."""
+        return np.ones(self.spec.hidden_size, np.float32)
+
+    def embedding(self) -> npt.NDArray[np.float16]:
+        """The embedding table."""
+        return self._rng.standard_normal((self.spec.vocab_size, self.spec.hidden_size)).astype(np.float16)
+
+    def _words(self, rows: int, columns: int) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self._rng.bytes(4 * rows * columns), np.int32).reshape(rows, columns)

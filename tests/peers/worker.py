@@ -1,0 +1,108 @@
+"""One program under comparison, in a process of its own: reads what to run from stdin, answers with times.
+
+    python -m tests.peers.worker ours 4          python -m tests.peers.worker llama Q4_K_M.gguf
+
+Each input line is `prefill N` (N tokens into an empty context) or `decode N` (N tokens, one by one, after 256); the
+answer is one JSON line: a list of seconds, one for the prompt or one for each token. Between lines a program is idle.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+CONTEXT = 1024
+PROMPT = 256
+
+
+def ours(bits: int, k_chunk: int) -> tuple[Callable[[int], list[float]], Callable[[int], list[float]], int]:
+    """This project's CPU backend."""
+    from runtime.cpu.decoder import CpuDecoder
+    from runtime.decoder import DecoderOptions, Step
+    from tests.peers.shape import RandomModel, llama_1b
+
+    model = RandomModel(llama_1b(), bits, residuals=k_chunk > 0)
+    decoder = CpuDecoder(model, DecoderOptions(context=CONTEXT, k_chunk=k_chunk, max_rows=128))
+
+    def run(start: int, count: int, *, compensate: bool) -> None:
+        numbers = np.arange(start, start + count, dtype=np.int32)
+        last = np.array([count - 1], np.int32)
+        decoder.forward(
+            Step(tokens=numbers, slots=numbers * 0, positions=numbers, logit_rows=last, compensate=compensate)
+        )
+
+    def prefill(count: int) -> list[float]:
+        begin = time.perf_counter()
+        with decoder.session():
+            for start in range(0, count, 128):
+                run(start, min(128, count - start), compensate=False)
+        return [time.perf_counter() - begin]
+
+    def decode(count: int) -> list[float]:
+        times = []
+        with decoder.session():
+            for i in range(count):
+                begin = time.perf_counter()
+                run(PROMPT + i, 1, compensate=True)
+                times.append(time.perf_counter() - begin)
+        return times
+
+    return prefill, decode, decoder.weight_bytes
+
+
+def llama(path: str) -> tuple[Callable[[int], list[float]], Callable[[int], list[float]], int]:
+    """llama.cpp through its C interface, as llama-bench drives it."""
+    import gguf
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+    parameters = llama_cpp.llama_context_default_params()
+    parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = CONTEXT, 512, 512
+    parameters.n_threads = parameters.n_threads_batch = 2
+    context = llama_cpp.llama_init_from_model(model, parameters)
+    memory = llama_cpp.llama_get_memory(context)
+    tensors = gguf.GGUFReader(path).tensors
+    read = sum(int(t.n_bytes) for t in tensors if t.name != "token_embd.weight")
+
+    def run(count: int) -> None:
+        tokens = (llama_cpp.llama_token * count)(*range(1, count + 1))
+        if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, count)):
+            raise SystemExit("llama_decode failed")
+        llama_cpp.llama_synchronize(context)
+
+    def prefill(count: int) -> list[float]:
+        llama_cpp.llama_memory_clear(memory, True)
+        begin = time.perf_counter()
+        run(count)
+        return [time.perf_counter() - begin]
+
+    def decode(count: int) -> list[float]:
+        prefill(PROMPT)
+        times = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            run(1)
+            times.append(time.perf_counter() - begin)
+        return times
+
+    return prefill, decode, read
+
+
+def main() -> None:
+    """Serve one program until stdin ends."""
+    kind, argument, *rest = sys.argv[1:]
+    program = ours(int(argument), int(rest[0]) if rest else 0) if kind == "ours" else llama(argument)
+    prefill, decode, read = program
+    print(json.dumps({"bytes_per_token": read}), flush=True)
+    for line in sys.stdin:
+        action, count = line.split()
+        print(json.dumps({"prefill": prefill, "decode": decode}[action](int(count))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
