@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["calibration_text", "demo_checkpoint_path", "demo_path", "evaluation_text"]
+__all__ = [
+    "calibration_file",
+    "calibration_text",
+    "demo_checkpoint_path",
+    "demo_path",
+    "evaluation_file",
+    "evaluation_text",
+]
 
 _ROOT = Path(__file__).parent
 
@@ -24,9 +31,19 @@ def demo_checkpoint_path() -> Path:
 
 def calibration_text() -> str:
     """Text that quantizers run through a model for its activations: prose, dialogue, code, mathematics, languages."""
-    return (_ROOT / "text" / "calibration.md").read_text(encoding="utf-8")
+    return calibration_file().read_text(encoding="utf-8")
 
 
 def evaluation_text() -> str:
     """Text on which a model is measured after quantizing; shares nothing with the calibration text."""
-    return (_ROOT / "text" / "evaluation.md").read_text(encoding="utf-8")
+    return evaluation_file().read_text(encoding="utf-8")
+
+
+def calibration_file() -> Path:
+    """Where `calibration_text` lies."""
+    return _ROOT / "text" / "calibration.md"
+
+
+def evaluation_file() -> Path:
+    """Where `evaluation_text` lies."""
+    return _ROOT / "text" / "evaluation.md"

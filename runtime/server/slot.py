@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -139,6 +140,8 @@ class ModelSlot:
             self._state = "empty" if loaded is not None else self._state
         if loaded is not None:
             loaded.engine.close()
+            del loaded
+            gc.collect()  # memory is needed now, for the next model or for other programs
 
     def _set(
         self,

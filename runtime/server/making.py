@@ -1,0 +1,71 @@
+"""The real workshop: downloads and quantization. torch is imported when a model is made, not before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.errors import CheckpointError
+from models.progress import Cancelled, ProgressCallback
+from models.recipe import Recipe
+from models.store import Store
+from runtime.server.loading import Bundle, model_entry
+from runtime.server.records import ModelEntry, QuantizeRequest
+
+
+class StoreWorkshop:
+    """Makes models for a store."""
+
+    def __init__(self, store: Store, bundle: Bundle) -> None:
+        self._store = store
+        self._bundle = bundle
+
+    def quantize(self, request: QuantizeRequest, progress: ProgressCallback, cancelled: Cancelled) -> ModelEntry:
+        """Make a low-bit model of a checkpoint's folder, or of a hub's checkpoint, which is downloaded if need be.
+
+        Raises:
+            ModelError: the checkpoint, the recipe or the name is not acceptable, or the work was stopped.
+        """
+        from models.quantize import quantize
+
+        recipe = Recipe(
+            method=request.method,
+            bits=request.bits,
+            group_size=request.group_size,
+            residual_bits=request.residual_bits,
+        )
+        info = quantize(
+            self._checkpoint(request.source, progress, cancelled),
+            self._store,
+            recipe,
+            name=request.name,
+            calibration=_read(self._bundle.calibration),
+            evaluation=_read(self._bundle.evaluation),
+            force=request.force,
+            progress=progress,
+            cancelled=cancelled,
+        )
+        return model_entry(info)
+
+    def pull(self, name: str, revision: str | None, progress: ProgressCallback, cancelled: Cancelled) -> str:
+        """Download a checkpoint into the shared cache.
+
+        Raises:
+            ModelError: the name or the download is at fault, or the work was stopped.
+        """
+        from models.hub import pull
+
+        return str(pull(name, revision, progress=progress, cancelled=cancelled))
+
+    def _checkpoint(self, source: str, progress: ProgressCallback, cancelled: Cancelled) -> Path:
+        """The folder of a checkpoint."""
+        folder = Path(source).expanduser()
+        if folder.is_dir():
+            return folder
+        if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
+            raise CheckpointError(f"there is no folder {source}; give a checkpoint's folder, or its name on the hub")
+        return Path(self.pull(source, None, progress, cancelled))
+
+
+def _read(path: Path | None) -> str | None:
+    """A bundled text, where there is one."""
+    return None if path is None else path.read_text(encoding="utf-8")
