@@ -132,10 +132,11 @@ def test_a_story_stops_at_its_stop_string(stories: StoredModel) -> None:
 
 def test_a_story_streams_the_same_text_that_it_decodes_to(stories: StoredModel) -> None:
     engine = open_engine(stories, DecoderOptions(context=512), "reference")
-    prompt = engine.text_prompt("Once upon a time")
+    prompt = engine.text_prompt("Once upon a time, there was")  # what follows begins with a space
     pieces = list(engine.generate(prompt, SamplingOptions(seed=3, temperature=1.0, max_tokens=150)))
     tokens = [piece.token for piece in pieces if piece.token is not None]
     decode: Callable[[list[int]], str] = engine.tokenizer.decode
+    assert pieces[0].text.startswith(" ")
     assert "".join(piece.text for piece in pieces) == decode(prompt + tokens)[len(decode(prompt)) :]
     assert pieces[-1].usage is not None
     assert pieces[-1].usage.prompt_tokens == len(prompt)

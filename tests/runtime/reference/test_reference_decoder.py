@@ -68,8 +68,9 @@ def test_writing_at_a_lower_position_cuts_the_sequence_back(tiny_model: Factory)
     np.testing.assert_allclose(again, fresh, rtol=1e-4, atol=1e-4)
 
 
-def test_only_the_rows_asked_for_come_back(tiny_model: Factory) -> None:
-    decoder = ReferenceDecoder(tiny_model(), options(k_chunk=64))
+@pytest.mark.parametrize("select", ["approx", "random"])
+def test_only_the_rows_asked_for_come_back(tiny_model: Factory, select: str) -> None:
+    decoder = ReferenceDecoder(tiny_model(), options(k_chunk=64, select=select))
     every = run(decoder, TOKENS)
     step = Step(
         tokens=np.array(TOKENS, np.int32),
