@@ -122,7 +122,7 @@ class MappedTensors:
         if entry is None:
             raise StoreError(f"{self.path} has no tensor {name}")
         if entry.count == 0:
-            return np.empty(entry.shape, entry.dtype)
+            return np.frombuffer(b"", entry.dtype).reshape(entry.shape)
         return np.frombuffer(self._map, entry.dtype, entry.count, entry.offset).reshape(entry.shape)
 
 

@@ -1,0 +1,123 @@
+"""Mapped safetensors: what is written is read back, and no damaged header gets through."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.errors import StoreError
+from models.store.tensors import MappedTensors, PiecewiseTensor, read_header, tensor_file
+
+TENSORS = {
+    "codes": np.arange(24, dtype=np.int32).reshape(4, 6),
+    "scales": np.linspace(0, 1, 7).astype(np.float16),
+    "zeros": np.arange(5, dtype=np.uint8),
+    "norm": np.ones(3, np.float32),
+    "empty": np.empty((0, 4), np.float32),
+    "strided": np.arange(12, dtype=np.float32).reshape(3, 4).T,
+}
+
+
+def write(path: Path, tensors: dict[str, Any]) -> Path:
+    path.write_bytes(b"".join(tensor_file(tensors)))
+    return path
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    file = MappedTensors(write(tmp_path / "file", TENSORS))
+    assert set(file.entries) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        np.testing.assert_array_equal(file[name], tensor)
+        assert file[name].dtype == tensor.dtype
+        assert file[name].shape == tensor.shape
+        assert not file[name].flags.writeable
+    assert file.get("nothing") is None
+    with pytest.raises(StoreError, match="has no tensor nothing"):
+        file["nothing"]
+
+
+def test_the_library_agrees(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    loaded = load_file(write(tmp_path / "file", TENSORS))
+    for name, tensor in TENSORS.items():
+        np.testing.assert_array_equal(loaded[name], tensor)
+
+
+def test_order_does_not_matter_and_data_is_aligned(tmp_path: Path) -> None:
+    backwards = dict(reversed(TENSORS.items()))
+    assert b"".join(tensor_file(TENSORS)) == b"".join(tensor_file(backwards))
+    entries = read_header(write(tmp_path / "file", TENSORS))
+    assert min(entry.offset for entry in entries.values()) % 64 == 0
+    assert all(entry.offset % entry.dtype.itemsize == 0 for entry in entries.values())
+
+
+def test_a_tensor_can_come_in_pieces() -> None:
+    table = np.arange(40, dtype=np.float16).reshape(10, 4)
+    pieces = PiecewiseTensor(dtype=table.dtype, shape=table.shape, pieces=lambda: iter([table[:3], table[3:]]))
+    assert b"".join(tensor_file({"embed": pieces})) == b"".join(tensor_file({"embed": table}))
+
+
+def test_foreign_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="float64 is not stored"):
+        list(tensor_file({"x": np.zeros(3)}))
+
+
+def header_of(table: object, size: int) -> bytes:
+    text = json.dumps(table).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a safetensors file"),
+        (b"\x01", "not a safetensors file"),
+        (b"\xff" * 64, "not a safetensors file"),
+        (header_of([], 0), "not an object"),
+        ((4).to_bytes(8, "little") + b"nope", "header is damaged"),
+        (header_of({"x": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}, 4), "header is damaged"),
+        (header_of({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, 4), "header is damaged"),
+        (header_of({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}, 4), "header is damaged"),
+        (header_of({"x": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, 4), "header is damaged"),
+        (header_of({"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, 8), "overlap or leave holes"),
+        (header_of({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 3), "truncated or damaged"),
+        (header_of({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 5), "truncated or damaged"),
+        (header_of({"x": {"shape": [1]}}, 0), "header is damaged"),
+        (header_of({"x": 3}, 0), "header is damaged"),
+    ],
+)
+def test_damaged_headers_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match=message):
+        read_header(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"cannot read .*nothing"):
+        read_header(tmp_path / "nothing")
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_no_damage_of_the_header_gets_past_as_another_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    content = bytearray(b"".join(tensor_file(TENSORS)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, 400))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.mktemp("damage") / "file"
+    path.write_bytes(content)
+    try:
+        file = MappedTensors(path)
+        for name in file.entries:
+            file[name].sum()
+    except StoreError:
+        pass
