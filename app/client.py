@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from app.errors import ClientError, ConnectionLostError, ProtocolError, answer_error
+from app.errors import ClientError, ConnectionLostError, ProtocolError
+from app.protocol import (
+    ChatDelta,
+    ChatOptions,
+    ModelEntry,
+    Status,
+    Timings,
+    given,
+    read_delta,
+    read_items,
+    read_object,
+    read_record,
+    status_error,
+    stream_error,
+)
 from models.progress import Progress
 
 if TYPE_CHECKING:
     import httpx
+
+__all__ = ["ChatDelta", "ChatOptions", "ModelEntry", "RuntimeClient", "Status", "Timings"]
 
 CONNECT_S = 5.0
 """Longest wait for a connection."""
@@ -23,142 +38,6 @@ TURN_S = 600.0
 """Longest wait for an answer that has to wait for other requests."""
 SILENCE_S = 60.0
 """Longest silence in a stream; the runtime sends a comment every few seconds."""
-_STATUS_OF_CODE = {
-    "model_not_found": 404,
-    "busy": 409,
-    "out_of_memory": 503,
-    "backend_unavailable": 503,
-    "model_unavailable": 503,
-    "overloaded": 503,
-    "cancelled": 503,
-}
-R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """What the runtime is doing and with what; fields about a model are None while none is loaded."""
-
-    state: str
-    """`empty`, `loading`, `ready`, `generating` or `failed`."""
-    model: str | None
-    """The model that is loaded, or being loaded."""
-    backend: str | None
-    """What runs it."""
-    reason: str | None
-    """Why that."""
-    bits: float | None
-    """Bits of its base weights."""
-    kv: str | None
-    """Precision of its KV cache."""
-    k_chunk: Mapping[str, int] | None
-    """Compensated channels per 1024, by layer type."""
-    context: int | None
-    """Tokens of context."""
-    memory_bytes: int | None
-    """Memory that the runtime process holds."""
-    weight_bytes: int | None
-    """Bytes of weights read for one token."""
-    kv_bytes: int | None
-    """Bytes of the KV cache."""
-    waiting: int
-    """Requests that wait for their turn."""
-    pid: int
-    """Process id of the runtime."""
-    version: str
-    """Version of the program that runs it."""
-    error: Mapping[str, str | None] | None
-    """Why the last load failed: message, type, param, code."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelEntry:
-    """A model that can be loaded."""
-
-    name: str
-    """Its name."""
-    bits: int
-    """Bits of its base weights."""
-    bits_per_weight: float
-    """Bits of all linear layers, scales included, divided by their weights."""
-    disk_bytes: int
-    """Size on disk."""
-    gpu_bytes: int
-    """Bytes that a device needs for the weights."""
-    residual_bytes: int
-    """Bytes of the residual codes."""
-    parameters: int
-    """Weights of the full-precision model."""
-    family: str
-    """Architecture."""
-    context: int
-    """Longest context in tokens."""
-    bundled: bool
-    """Whether it came with the program."""
-    perplexity_before: float | None
-    """Of the full-precision model, on a short text."""
-    perplexity_after: float | None
-    """Of the low-bit model, on the same text."""
-    warning: str | None
-    """What a person should know before using it."""
-    loaded: bool
-    """Whether it is loaded now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timings:
-    """What an answer cost."""
-
-    ttft_s: float
-    """Seconds from the request to the first token."""
-    prefill_tokens_per_s: float
-    """Speed of reading the prompt."""
-    decode_tokens_per_s: float
-    """Speed of writing the answer."""
-    prompt_tokens: int
-    """Tokens of the prompt."""
-    cached_tokens: int
-    """Of these, tokens that were in the cache still."""
-    completion_tokens: int
-    """Tokens of the answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    """How an answer is drawn. None leaves it to the runtime."""
-
-    model: str | None = None
-    """Model that answers; None is the one that is loaded, or was loaded last through this client."""
-    temperature: float | None = None
-    """Spread of sampling; 0 takes the most likely token."""
-    top_p: float | None = None
-    """Share of probability sampled from."""
-    top_k: int | None = None
-    """Most tokens sampled from; 0 is all."""
-    min_p: float | None = None
-    """Least probability relative to the best."""
-    repetition_penalty: float | None = None
-    """Divides the logits of tokens seen before."""
-    max_tokens: int | None = None
-    """Most tokens of the answer."""
-    seed: int | None = None
-    """Makes draws repeatable."""
-    stop: Sequence[str] | None = None
-    """Texts that end the answer."""
-    continue_final: bool = False
-    """Whether the last message, the assistant's, is continued rather than answered."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatDelta:
-    """A piece of an answer."""
-
-    text: str
-    """What was added; maybe empty."""
-    finish_reason: str | None = None
-    """`stop` or `length`, in the last piece."""
-    timings: Timings | None = None
-    """In the last piece."""
 
 
 class RuntimeClient:
@@ -193,14 +72,14 @@ class RuntimeClient:
 
     async def status(self) -> Status:
         """What the runtime is doing and with what."""
-        status = _record(Status, await self._json("GET", "/runtime/status"))
+        status = read_record(Status, await self._json("GET", "/runtime/status"))
         self._model = status.model or self._model
         return status
 
     async def models(self) -> list[ModelEntry]:
         """The models that can be loaded."""
         body = await self._json("GET", "/runtime/models")
-        return [_record(ModelEntry, item) for item in _items(body.get("models"))]
+        return [read_record(ModelEntry, item) for item in read_items(body.get("models"))]
 
     async def load(self, model: str, **options: Any) -> AsyncGenerator[Progress, None]:
         """Load a model. The iterator's end means that it is loaded.
@@ -209,7 +88,7 @@ class RuntimeClient:
             model: Its name.
             options: kv, k_chunk, context, backend; None leaves one to the runtime.
         """
-        body = {"model": model, **_given(options)}
+        body = {"model": model, **given(options)}
         async with aclosing(self._progress("/runtime/load", body)) as reports:
             async for progress in reports:
                 yield progress
@@ -222,16 +101,14 @@ class RuntimeClient:
             source: A checkpoint's folder, or its name on the hub.
             options: bits, method, group_size, residual_bits, name, force.
         """
-        folder = Path(source).expanduser()
-        if folder.is_dir():
-            source = str(folder.absolute())  # the runtime's own working folder may be another
-        async with aclosing(self._progress("/runtime/quantize", {"source": source, **_given(options)})) as reports:
+        body = {"source": _absolute(source), **given(options)}
+        async with aclosing(self._progress("/runtime/quantize", body)) as reports:
             async for progress in reports:
                 yield progress
 
     async def pull(self, name: str, revision: str | None = None) -> AsyncGenerator[Progress, None]:
         """Download a checkpoint. The last report has the phase `done`, and its folder as its message."""
-        body = {"name": name, **_given({"revision": revision})}
+        body = {"name": name, **given({"revision": revision})}
         async with aclosing(self._progress("/runtime/pull", body)) as reports:
             async for progress in reports:
                 yield progress
@@ -263,15 +140,15 @@ class RuntimeClient:
             raise ClientError("no model is loaded: load one first")
         asked = asdict(options)
         del asked["model"], asked["continue_final"]
-        body = {"model": model, "messages": list(messages), "stream": True, **_given(asked)}
+        body = {"model": model, "messages": list(messages), "stream": True, **given(asked)}
         if options.continue_final:
             body["continue_final_message"] = True
         finished = False
         async with aclosing(self._events("/v1/chat/completions", body)) as events:
             async for event in events:
-                for choice in _items(event.get("choices")):
+                for choice in read_items(event.get("choices")):
                     finished = finished or choice.get("finish_reason") is not None
-                    yield _delta(choice, event.get("timings"))
+                    yield read_delta(choice, event.get("timings"))
         if not finished:
             raise ConnectionLostError("the answer broke off: the runtime stopped before the end")
 
@@ -286,14 +163,16 @@ class RuntimeClient:
         with _translated():
             timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
             response = await self._http.request(method, path, json=body, timeout=timeout)
-        return _object(_checked(response, response.content))
+        if response.is_error:
+            raise status_error(response.status_code, response.content)
+        return read_object(response.content)
 
     async def _progress(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Progress, None]:
         """Reports of a long piece of work; raises where the stream ends without having said that it is done."""
         async with aclosing(self._events(path, body)) as events:
             async for event in events:
                 if event.get("phase") != "done":
-                    yield _record(Progress, event)
+                    yield read_record(Progress, event)
                     continue
                 result = event.get("model")
                 made = result.get("name") if isinstance(result, dict) else event.get("path")
@@ -304,18 +183,17 @@ class RuntimeClient:
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The JSON objects of a stream of events."""
-        async with self._stream(path, body) as response:
-            async with aclosing(_lines(response)) as lines:
-                async for line in lines:
-                    if not line.startswith("data:"):
-                        continue
-                    data = line.removeprefix("data:").strip()
-                    if data == "[DONE]":
-                        return
-                    event = _object(data)
-                    if "error" in event:
-                        raise _error(None, event)
-                    yield event
+        async with self._stream(path, body) as response, aclosing(_lines(response)) as lines:
+            async for line in lines:
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                event = read_object(data)
+                if "error" in event:
+                    raise stream_error(event)
+                yield event
 
     @asynccontextmanager
     async def _stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
@@ -328,9 +206,18 @@ class RuntimeClient:
             response = await self._http.send(request, stream=True)
         try:
             if response.is_error:
-    XX            yield response
+                with _translated():
+                    content = await response.aread()
+                raise status_error(response.status_code, content)
+            yield response
         finally:
             await response.aclose()
+
+
+def _absolute(source: str) -> str:
+    """A folder's full path, for the runtime's own working folder may be another; anything else as it is."""
+    folder = Path(source).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else source
 
 
 async def _lines(response: httpx.Response) -> AsyncGenerator[str, None]:
@@ -354,73 +241,3 @@ def _translated() -> Iterator[None]:
         raise ConnectionLostError(f"the runtime cannot be reached ({type(error).__name__}{detail})") from error
     except httpx.HTTPError as error:
         raise ProtocolError(f"the runtime's answer cannot be read: {error}") from error
-
-
-def _checked(response: httpx.Response, content: bytes) -> bytes:
-    """The body of an answer; an error status raises the error it tells."""
-    if response.is_success:
-        return content
-    try:
-        body = json.loads(content)
-    except ValueError:
-        body = None
-    raise _error(response.status_code, body if isinstance(body, dict) else {})
-
-
-def _error(status: int | None, body: Mapping[str, Any]) -> ClientError:
-    """The error that an error object tells. In a stream, where there is no status, its code tells the kind."""
-    found = body.get("error")
-    fields_ = found if isinstance(found, dict) else {}
-    message, param, code = fields_.get("message"), fields_.get("param"), fields_.get("code")
-    if status is None:
-        refusal = 400 if fields_.get("type") == "invalid_request_error" else 500
-        status = _STATUS_OF_CODE.get(code if isinstance(code, str) else "", refusal)
-    return answer_error(
-        status,
-        message if isinstance(message, str) and message else f"the runtime answered with status {status}",
-        param=param if isinstance(param, str) else None,
-        code=code if isinstance(code, str) else None,
-    )
-
-
-def _object(data: str | bytes) -> dict[str, Any]:
-    """A JSON object."""
-    try:
-        body = json.loads(data)
-    except ValueError as error:
-        raise ProtocolError("the runtime answered with something that is not JSON") from error
-    if not isinstance(body, dict):
-        raise ProtocolError("the runtime answered with something that is not a JSON object")
-    return body
-
-
-def _items(value: object) -> list[dict[str, Any]]:
-    """A list of JSON objects."""
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ProtocolError("the runtime's answer lacks a list that it should have")
-    return value
-
-
-def _record(kind: type[R], body: Mapping[str, Any]) -> R:
-    """A dataclass from a JSON object; fields that this version does not know are left out."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    missing = [name for name in names if name not in body]
-    if missing:
-        raise ProtocolError(f"the runtime's answer lacks {', '.join(missing)}")
-    return kind(**{name: body[name] for name in names})
-
-
-def _delta(choice: Mapping[str, Any], timings: object) -> ChatDelta:
-    """One choice of a chunk."""
-    delta, finish = choice.get("delta"), choice.get("finish_reason")
-    text = delta.get("content") if isinstance(delta, dict) else None
-    return ChatDelta(
-        text=text if isinstance(text, str) else "",
-        finish_reason=finish if isinstance(finish, str) else None,
-        timings=_record(Timings, timings) if isinstance(timings, dict) else None,
-    )
-
-
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that are not left open."""
-    return {key: value for key, value in options.items() if value is not None}

@@ -1,0 +1,91 @@
+"""A service with a model that needs no weights, and ways to ask it over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_engine import FakeHouse, make_service  # noqa: E402
+
+from runtime.server.app import create_app
+from runtime.server.listening import bind, listen
+from runtime.server.security import Security
+from runtime.server.service import Service
+
+BASE = "http://127.0.0.1:8080"
+MANAGEMENT = "management-token"
+
+
+@pytest.fixture
+def house() -> FakeHouse:
+    return FakeHouse()
+
+
+@pytest.fixture
+def service(house: FakeHouse) -> Iterator[Service]:
+    service, _ = make_service(house)
+    yield service
+    assert service.close(), "the engine's thread must end"
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    """Asks an application without a public token in this very process."""
+    app = create_app(service, Security(management_token=MANAGEMENT))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
+        yield client
+
+
+@pytest.fixture
+async def manager(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    """Like `client`, with the management token."""
+    app = create_app(service, Security(token=MANAGEMENT, management_token=MANAGEMENT))
+    headers = {"Authorization": f"Bearer {MANAGEMENT}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE, headers=headers) as client:
+        yield client
+
+
+class Listening:
+    """A real server on loopback, in a thread of its own."""
+
+    def __init__(self, service: Service, security: Security) -> None:
+        self._listener = bind("127.0.0.1", 0)
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(service, security))
+        self._thread.start()
+        assert self._started.wait(20)
+
+    def _run(self, service: Service, security: Security) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(listen(service, security, self._listener, self._stop, self._started.set))
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def serve(service: Service) -> Iterator[Callable[..., Listening]]:
+    """Starts a real server of the service; keyword arguments go to Security."""
+    running: list[Listening] = []
+
+    def start(**security: Any) -> Listening:
+        running.append(Listening(service, Security(**security)))
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.close()

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from runtime.errors import Cancelled
+from runtime.server.bridge import Stream, Worker
+
+
+async def test_items_arrive_in_order_and_the_error_comes_last() -> None:
+    stream: Stream[int] = Stream()
+
+    def work() -> None:
+        for i in range(100):
+            stream.put(i)
+        stream.end(ValueError("at the end"))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    seen = []
+    with pytest.raises(ValueError, match="at the end"):
+        async for item in stream.read():
+            seen.append(item)
+    thread.join()
+    assert seen == list(range(100))
+
+
+async def test_closing_the_reader_tells_the_worker() -> None:
+    stream: Stream[int] = Stream()
+    stream.put(1)
+    reader = stream.read()
+    assert await anext(reader) == 1
+    assert not stream.cancelled()
+    await reader.aclose()
+    assert stream.cancelled()
+
+
+async def test_a_cancelled_reader_tells_the_worker() -> None:
+    stream: Stream[int] = Stream()
+
+    async def read() -> None:
+        async for _ in stream.read():
+            pass
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert stream.cancelled()
+
+
+def test_a_stream_whose_loop_is_gone_counts_as_cancelled() -> None:
+    async def make() -> Stream[int]:
+        return Stream()
+
+    stream = asyncio.run(make())
+    stream.put(1)
+    assert stream.cancelled()
+
+
+def test_jobs_run_in_order_in_one_thread() -> None:
+    worker, seen = Worker("test"), []
+    for i in range(50):
+        worker.submit(lambda i=i: seen.append((i, threading.get_ident())))
+    worker.close(lambda: seen.append((50, threading.get_ident())))
+    assert worker.join(10)
+    assert [i for i, _ in seen] == list(range(51))
+    assert len({thread for _, thread in seen}) == 1
+    assert seen[0][1] != threading.get_ident()
+
+
+def test_a_closed_worker_takes_nothing() -> None:
+    worker = Worker("test")
+    worker.close(lambda: None)
+    worker.close(lambda: None)
+    with pytest.raises(Cancelled):
+        worker.submit(lambda: None)
+    assert worker.join(10)
+
+
+def test_idle_job_runs_once_for_each_rest() -> None:
+    worker, rested, seen = Worker("test"), threading.Event(), []
+
+    def rest() -> None:
+        seen.append("rest")
+        rested.set()
+
+    worker.when_idle(0.02, rest)
+    assert rested.wait(10)
+    rested.clear()
+    assert not rested.wait(0.1)
+    worker.submit(lambda: seen.append("job"))
+    assert rested.wait(10)
+    worker.close(lambda: None)
+    assert worker.join(10)
+    assert seen == ["rest", "job", "rest"]

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import aclosing
+
+import pytest
+from fake_engine import CONTEXT, FakeHouse, make_service
+
+from runtime.engine import Piece
+from runtime.errors import RequestError
+from runtime.sampling import SamplingOptions
+from runtime.server.errors import ApiError
+from runtime.server.records import LoadRequest
+from runtime.server.service import Accepted, GenerationRequest, Service
+
+
+def ask(text: str, model: str = "small", **options: object) -> GenerationRequest:
+    return GenerationRequest(
+        model=model, prompt=lambda engine: engine.text_prompt(text), options=SamplingOptions(**options)
+    )
+
+
+async def answer(service: Service, text: str, model: str = "small") -> str:
+    items = [item async for item in service.generate(ask(text, model))]
+    assert isinstance(items[0], Accepted)
+    return "".join(item.text for item in items[1:] if isinstance(item, Piece))
+
+
+async def load(service: Service, model: str = "small", **options: object) -> list[str]:
+    return [progress.message async for progress in service.load(LoadRequest(model=model, **options))]
+
+
+async def until(predicate: object, timeout: float = 10) -> None:
+    async with asyncio.timeout(timeout):
+        while not predicate():  # type: ignore[operator]
+            await asyncio.sleep(0.005)
+
+
+async def test_states_follow_the_model(service: Service, house: FakeHouse) -> None:
+    assert service.status().state == "empty"
+    assert service.status().model is None
+    messages = await load(service, kv="int8", k_chunk=16, context=100)
+    assert messages == ["loading small", "block 0", "block 1", "block 2"]
+    status = service.status()
+    assert (status.state, status.model, status.kv, status.context) == ("ready", "small", "int8", 100)
+    assert status.k_chunk == {"qkv": 16}
+    assert status.memory_bytes is not None and status.memory_bytes > 1_000_000
+    assert service.holds("small")
+    assert not service.holds("demo")
+    await service.unload()
+    assert service.status().state == "empty"
+    assert house.engine.closed
+    assert not service.holds("small")
+
+
+async def test_loading_and_generating_show(service: Service, house: FakeHouse) -> None:
+    loading = asyncio.create_task(load(service, "slow-to-load"))
+    await until(lambda: service.status().state == "loading")
+    assert service.status().model == "slow-to-load"
+    house.gate.set()
+    await loading
+    house.engine.prefill_gate.clear()
+    answering = asyncio.create_task(answer(service, "echo a", "slow-to-load"))
+    await until(lambda: service.status().state == "generating")
+    house.engine.prefill_gate.set()
+    assert await answering == "a"
+    assert service.status().state == "ready"
+
+
+async def test_a_failed_load_is_told_and_the_next_may_succeed(service: Service, house: FakeHouse) -> None:
+    await load(service)
+    with pytest.raises(ApiError, match="quantize the model again") as failure:
+        await load(service, "broken")
+    assert failure.value.status == 503
+    status = service.status()
+    assert (status.state, status.model) == ("failed", None)
+    assert status.error is not None and "cut" in status.error.message
+    assert house.engines[0].closed
+    assert await answer(service, "echo again") == "again"
+    assert service.status().error is None
+
+
+async def test_an_unknown_model_leaves_the_loaded_one_alone(service: Service, house: FakeHouse) -> None:
+    await load(service)
+    with pytest.raises(ApiError) as failure:
+        await load(service, "nowhere")
+    assert (failure.value.status, failure.value.record.code) == (404, "model_not_found")
+    assert service.status().model == "small"
+    assert not house.engine.closed
+
+
+async def test_a_request_loads_the_model_it_names(service: Service, house: FakeHouse) -> None:
+    assert await answer(service, "echo one") == "one"
+    assert await answer(service, "echo two") == "two"
+    assert await answer(service, "echo three", "org/other") == "three"
+    assert [request.model for request in house.loads] == ["small", "org/other"]
+    assert house.engines[0].closed
+
+
+async def test_a_model_loaded_by_a_request_keeps_what_was_asked_of_the_last(service: Service, house: FakeHouse) -> None:
+    await load(service, kv="int8", k_chunk=8, context=64)
+    await answer(service, "echo x", "org/other")
+    assert house.loads[-1] == LoadRequest(model="org/other", kv="int8", k_chunk=8, context=None)
+
+
+async def test_requests_queue_in_one_thread(service: Service, house: FakeHouse) -> None:
+    answers = await asyncio.gather(*(answer(service, f"echo {i}") for i in range(20)))
+    assert answers == [str(i) for i in range(20)]
+    assert len(house.loads) == 1
+    assert len(house.engine.threads) == 1
+    assert threading.get_ident() not in house.engine.threads
+
+
+async def test_hanging_up_stops_the_generation(service: Service, house: FakeHouse) -> None:
+    async with aclosing(service.generate(ask("slow 150"))) as items:
+        async for item in items:
+            if isinstance(item, Piece):
+                break
+    await until(lambda: service.status().state == "ready")
+    assert house.engine.cancellations == 1
+    assert house.engine.steps < 150
+
+
+async def test_hanging_up_while_waiting_never_starts(service: Service, house: FakeHouse) -> None:
+    await load(service)
+    house.engine.prefill_gate.clear()
+    first = asyncio.create_task(answer(service, "echo first"))
+    await until(lambda: service.status().state == "generating")
+    second = asyncio.create_task(answer(service, "echo second"))
+    await until(lambda: service.status().waiting == 1)
+    second.cancel()
+    await asyncio.wait([second])
+    house.engine.prefill_gate.set()
+    assert await first == "first"
+    await until(lambda: service.status().waiting == 0)
+    assert len(house.engine.options) == 1
+
+
+async def test_hanging_up_stops_a_load(service: Service, house: FakeHouse) -> None:
+    async with aclosing(service.load(LoadRequest(model="slow-to-load"))) as reports:
+        await anext(reports)
+    await until(lambda: house.stopped == ["load"])
+    await until(lambda: service.status().state == "empty")
+    assert service.status().error is None
+
+
+async def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_accepted(service: Service) -> None:
+    with pytest.raises(ApiError) as failure:
+        await answer(service, "echo " + "x " * CONTEXT)
+    assert (failure.value.status, failure.value.record.code) == (400, "context_length_exceeded")
+    assert failure.value.record.param == "messages"
+    assert service.status().state == "ready"
+
+
+async def test_a_failure_in_the_middle_leaves_the_model_ready(service: Service) -> None:
+    with pytest.raises(ApiError, match="NaN") as failure:
+        await answer(service, "echo one BREAK two")
+    assert failure.value.status == 500
+    assert service.status().state == "ready"
+    assert await answer(service, "echo fine") == "fine"
+
+
+async def test_an_unexpected_failure_does_not_tell_its_text(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    def prompt(_engine: object) -> list[int]:
+        raise KeyError("a secret")
+
+    request = GenerationRequest(model="small", prompt=prompt, options=SamplingOptions())
+    with pytest.raises(ApiError) as failure:
+        await anext(service.generate(request))
+    assert failure.value.status == 500
+    assert "secret" not in failure.value.record.message
+    assert "a secret" in caplog.text
+    assert await answer(service, "echo on") == "on"
+
+
+async def test_chat_stops_of_the_model_join_the_callers(service: Service, house: FakeHouse) -> None:
+    request = GenerationRequest(
+        model="small",
+        prompt=lambda engine: engine.text_prompt("echo a"),
+        options=SamplingOptions(stop=("END",)),
+        chat=True,
+        trim=True,
+    )
+    async for _ in service.generate(request):
+        pass
+    assert house.engine.options[-1].stop == ("END", "<turn>")
+    assert house.engine.trims == [True]
+
+
+async def test_too_many_waiting_requests_are_refused() -> None:
+    service, house = make_service(max_waiting=2)
+    try:
+        await load(service)
+        house.engine.prefill_gate.clear()
+        tasks = [asyncio.create_task(answer(service, "echo a"))]
+        await until(lambda: service.status().state == "generating")
+        for waiting in (1, 2):
+            tasks.append(asyncio.create_task(answer(service, "echo a")))
+            await until(lambda n=waiting: service.status().waiting == n)
+        with pytest.raises(ApiError) as failure:
+            await answer(service, "echo a")
+        assert (failure.value.status, failure.value.record.code) == (503, "overloaded")
+        house.engine.prefill_gate.set()
+        assert await asyncio.gather(*tasks) == ["a"] * 3
+    finally:
+        assert service.close()
+
+
+async def test_an_idle_model_is_unloaded_and_comes_back_as_it_was() -> None:
+    service, house = make_service(idle_unload_s=0.05)
+    try:
+        await load(service, kv="int8", context=90)
+        await until(lambda: service.status().state == "empty")
+        assert house.engine.closed
+        assert await answer(service, "echo back") == "back"
+        assert house.loads[1] == house.loads[0]
+    finally:
+        assert service.close()
+
+
+async def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
+    service, house = make_service()
+    await load(service)
+    house.engine.prefill_gate.clear()
+    running = asyncio.create_task(answer(service, "echo a"))
+    await until(lambda: service.status().state == "generating")
+    waiting = asyncio.create_task(answer(service, "echo b"))
+    await until(lambda: service.status().waiting == 1)
+    assert await asyncio.to_thread(service.close)
+    for task in (running, waiting):
+        with pytest.raises(ApiError) as failure:
+            await task
+        assert failure.value.status == 503
+    assert house.engine.closed
+    with pytest.raises(ApiError) as failure:
+        await answer(service, "echo c")
+    assert failure.value.status == 503
+
+
+async def test_one_piece_of_making_at_a_time(service: Service, house: FakeHouse) -> None:
+    first = service.make(lambda stream: house.pull("slow", None, stream.put, stream.cancelled))
+    await anext(first)
+    with pytest.raises(ApiError) as failure:
+        await anext(service.make(lambda stream: None))
+    assert failure.value.status == 409
+    await first.aclose()
+    await until(lambda: house.stopped == ["download"])
+
+    async def again() -> list[object]:
+        return [report async for report in service.make(lambda stream: house.pull("x", None, stream.put, bool))]
+
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                assert len(await again()) == 3
+                return
+            except ApiError:
+                await asyncio.sleep(0.01)
+
+
+async def test_errors_of_making_are_told(service: Service) -> None:
+    def work(_stream: object) -> None:
+        raise RequestError("rtn does not make 5-bit models")
+
+    with pytest.raises(ApiError, match="5-bit") as failure:
+        await anext(service.make(work))
+    assert failure.value.status == 400
