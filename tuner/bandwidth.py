@@ -71,7 +71,8 @@ def measure(threads: int, buffer_bytes: int, *, seconds: float = 0.25) -> ReadBa
     parts = [buffer[i * words : (i + 1) * words] for i in range(threads)]
     buffer[:: 4096 // 8] = 1  # a page that was never written has no memory behind it to read
     kernel(parts[0][:64])
-    passes, end = [], time.perf_counter() + seconds
+    passes: list[float] = []
+    end = time.perf_counter() + seconds
     while len(passes) < 3 or time.perf_counter() < end:
         passes.append(buffer.nbytes / _one_pass(kernel, parts) / 1e9)
     return ReadBandwidth(gb_s=sorted(passes)[-2], threads=threads, buffer_bytes=buffer.nbytes, boot=boot_id())

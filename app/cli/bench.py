@@ -13,6 +13,9 @@ from app.cli.model import open_model
 from app.cli.output import Output, size
 from app.cli.services import DEMO, services_of
 
+_ROUND = 256
+"""Tokens to which the context is rounded up."""
+
 
 def bench(
     ctx: typer.Context,
@@ -43,7 +46,11 @@ def bench(
     stored = open_model(model or load().model or DEMO, services, output)
     usual_prompt, usual_decode = default_lengths(stored.spec.max_context)
     prompt, decode = prompt_tokens or usual_prompt, decode_tokens or usual_decode
-    choices = LoadChoices(kv=kv, context=prompt + decode, k_chunk=0, backend=backend)
+    # Backends round the cache up to whole blocks; a context that is round already shows what a token really takes.
+    context = -(-(prompt + decode) // _ROUND) * _ROUND
+    if prompt + decode <= stored.spec.max_context:
+        context = min(context, stored.spec.max_context)
+    choices = LoadChoices(kv=kv, context=context, k_chunk=0, backend=backend)
     load_with, backend_name = load_options(stored, choices, services, output)
     decoder, _ = services.open_decoder(stored, load_with, backend_name)
     try:

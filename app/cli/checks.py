@@ -47,10 +47,8 @@ class Choice:
 
 def choose() -> tuple[Choice, list[Problem]]:
     """Which backend a model would get, and what stands in the way of a better one."""
-    from app.cli.services import keep_kernels_at_home
     from runtime.errors import BackendError
 
-    keep_kernels_at_home()
     try:
         from runtime.cpu.isa import VARIANT, supported_variants
     except (ImportError, OSError, BackendError) as error:
@@ -151,7 +149,7 @@ def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
                 what=f"only {size(free)} of disk is free for models in {folder}",
                 fix="remove models (lowbit-chat rm NAME), or set LOWBIT_CHAT_HOME to a larger disk",
             )
-        if os.name == "posix" and folder.is_dir() and folder.stat().st_mode & 0o077:
+        if os.name == "posix" and role != "cache" and folder.is_dir() and folder.stat().st_mode & 0o077:
             yield Problem(
                 what=f"other users of this machine can look into the {role} folder {folder}",
                 fix=f"chmod 700 {folder}",

@@ -31,7 +31,7 @@ class LoadChoices:
 
 
 def load_options(
-    model: StoredModel, choices: LoadChoices, services: Services, output: Output, *, least_context: int = 1
+    model: StoredModel, choices: LoadChoices, services: Services, output: Output
 ) -> tuple[DecoderOptions, str]:
     """How to load a model here, after the settings and the memory plan.
 
@@ -40,7 +40,6 @@ def load_options(
         choices: What was asked for.
         services: The machine and its memory.
         output: For what the person should know.
-        least_context: Tokens that the command can't do without.
 
     Returns:
         The options, and the backend's name or `auto`.
@@ -51,12 +50,9 @@ def load_options(
     """
     from app.settings import load
     from runtime.decoder import DecoderOptions
-    from runtime.errors import OutOfMemoryError
     from runtime.memory import DEFAULT_CONTEXT, ModelSizes, plan
 
-    settings = load(
-        {"kv": choices.kv, "context": choices.context, "k_chunk": choices.k_chunk, "backend": choices.backend}
-    )
+    settings = load({"kv": choices.kv, "k_chunk": choices.k_chunk, "backend": choices.backend})
     k_chunk = settings.k_chunk or 0
     kv = cast("KVKind", settings.kv)
     summary = model.info.summary
@@ -69,10 +65,6 @@ def load_options(
         compensated=k_chunk > 0,
         memory=services.memory(),
     )
-    if planned.context < least_context:
-        raise OutOfMemoryError(
-            f"this needs a context of {least_context} tokens, and {planned.context} fit what memory is free"
-        )
     if choices.context is None and planned.context < min(model.spec.max_context, settings.context or DEFAULT_CONTEXT):
         output.note(f"the context is {planned.context} tokens: no more fits what memory is free")
     options = DecoderOptions(

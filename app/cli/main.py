@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from app.cli import bench, config, doctor, evaluate, pull, quantize, run, stored
+from app.cli import bench, config, doctor, evaluate, pull, quantize, run, serve, stored
 from app.cli.errors import CliError, explained, in_one_line
 from app.cli.output import NAME
 
@@ -71,6 +71,7 @@ app.command("list")(stored.list_models)
 app.command("ls", hidden=True)(stored.list_models)
 app.command("show")(stored.show)
 app.command("rm")(stored.remove)
+app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,6 @@ from app.cli.services import DEMO, Services
 if TYPE_CHECKING:
     from models.recipe import Recipe
     from models.store import StoredModel, StoredModelInfo
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def open_model(name: str, services: Services, output: Output) -> StoredModel:
@@ -40,9 +37,9 @@ def open_model(name: str, services: Services, output: Output) -> StoredModel:
     folder = local_folder(name)
     if folder is not None:
         info = _made_from(folder, recipe, services) or _make(folder, recipe, services, output)
-    elif is_hub_name(name):
+    elif _is_hub_name(name):
         ready = [info for info in store.list() if info.source == name and info.recipe == recipe]
-        info = ready[0] if ready else _make(pulled(name, None, services, output), recipe, services, output)
+        info = ready[0] if ready else _make(_hub_checkpoint(name, services, output), recipe, services, output)
     else:
         raise CliError(unknown(name, services))
     return store.open(info.name)
@@ -67,8 +64,8 @@ def find_checkpoint(name: str, services: Services, output: Output) -> Path:
             f"{name} is a low-bit model, and this needs the full-precision checkpoint that it was made from: give its "
             f"folder or its hub name ({info.source})"
         )
-    if is_hub_name(name):
-        return pulled(name, None, services, output)
+    if _is_hub_name(name):
+        return _hub_checkpoint(name, services, output)
     raise CliError(unknown(name, services))
 
 
@@ -90,24 +87,21 @@ def local_folder(name: str) -> Path | None:
     Raises:
         CliError: it is written as a path, or is a folder, but there is no checkpoint.
     """
+    if not name:
+        return None
     path = Path(name).expanduser()
     written_as_path = name.startswith((".", "/", "~")) or "\\" in name or path.is_absolute()
     if (path / "config.json").is_file():
         return path
-    if path.is_dir() and (written_as_path or not is_hub_name(name)):
+    if path.is_dir() and (written_as_path or not _is_hub_name(name)):
         raise CliError(f"{name} has no config.json, so it is no Hugging Face checkpoint")
     if written_as_path:
         raise CliError(f"there is no folder {name}")
     return None
 
 
-def is_hub_name(name: str) -> bool:
-    """Whether MODEL looks like `owner/name`."""
-    return _HUB_NAME.fullmatch(name) is not None and ".." not in name
-
-
 def pulled(name: str, revision: str | None, services: Services, output: Output) -> Path:
-    """The folder of a hub checkpoint, downloaded if it is not in the cache.
+    """Download a hub checkpoint with progress, or find that the cache has the hub's present one.
 
     Raises:
         ModelError: the download failed.
@@ -152,6 +146,17 @@ def unknown(name: str, services: Services) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names[:10])}"
     return f"there is no stored model {name!r}, and a checkpoint is named by its folder or as owner/name; {hint}"
+
+
+def _is_hub_name(name: str) -> bool:
+    from models.hub import is_hub_name
+
+    return is_hub_name(name)
+
+
+def _hub_checkpoint(name: str, services: Services, output: Output) -> Path:
+    """The folder of a hub checkpoint; the hub is asked only where the cache has none."""
+    return services.cached(name) or pulled(name, None, services, output)
 
 
 def _make(checkpoint: Path, recipe: Recipe, services: Services, output: Output) -> StoredModelInfo:

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from app.cli import options
-from app.cli.errors import CliError
-from app.cli.model import is_hub_name, pulled
+from app.cli.model import pulled
 from app.cli.output import Output
 from app.cli.services import services_of
 
@@ -23,8 +22,6 @@ def pull(
     as_json: options.Json = False,
 ) -> None:
     """Download a checkpoint into the Hugging Face cache; an interrupted download goes on where it was."""
-    if not is_hub_name(name):
-        raise CliError(f"{name!r} is no name on the hub: they look like owner/name")
     output = Output(as_json=as_json)
     begin = time.perf_counter()
     folder = pulled(name, revision, services_of(ctx), output)

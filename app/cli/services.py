@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from models.store import Store, StoredModel, StoredModelInfo
     from runtime.decoder import Decoder, DecoderOptions
     from runtime.engine import Engine
+    from runtime.server.service import Service
     from tuner.bandwidth import ReadBandwidth
     from tuner.detect import Machine, MemoryInfo
 
@@ -69,6 +70,12 @@ class Services:
 
         return evaluation_text()
 
+    def cached(self, name: str) -> Path | None:
+        """The folder of a hub checkpoint that is in the cache already."""
+        from models.hub import cached
+
+        return cached(name)
+
     def pull(self, name: str, revision: str | None, progress: ProgressCallback, cancelled: Cancelled) -> Path:
         """Download a checkpoint, or find it in the cache. Returns its folder."""
         from models.hub import pull
@@ -101,16 +108,25 @@ class Services:
             cancelled=cancelled,
         )
 
+    def service(self) -> Service:
+        """What a server serves: the stored models and the bundled one."""
+        prepare_folders()
+        from app.paths import home
+        from assets import demo_path
+        from runtime.server.loading import Bundle, open_service
+
+        return open_service(home(), Bundle(models={DEMO: demo_path()}))
+
     def open_engine(self, model: StoredModel, options: DecoderOptions, backend: str) -> Engine:
         """Load a model with its tokenizer."""
-        keep_kernels_at_home()
+        prepare_folders()
         from runtime.open import open_engine
 
         return open_engine(model, options, backend)
 
     def open_decoder(self, model: StoredModel, options: DecoderOptions, backend: str) -> tuple[Decoder, str]:
         """Load a model without its tokenizer. Returns it and why this backend."""
-        keep_kernels_at_home()
+        prepare_folders()
         from runtime.open import open_decoder
 
         return open_decoder(model, options, backend)
@@ -140,9 +156,13 @@ def services_of(ctx: typer.Context) -> Services:
     return ctx.obj if isinstance(ctx.obj, Services) else Services()
 
 
-def keep_kernels_at_home() -> None:
-    """Have compiled kernels kept in this program's cache folder. To be called before the CPU backend is imported."""
-    from app.paths import cache_dir, private_folder
+def prepare_folders() -> None:
+    """Make the program's own folders, private, before somebody else makes them open. Compiled kernels go there too.
 
-    if "LOWBIT_CHAT_KERNEL_CACHE" not in os.environ:
-        os.environ["LOWBIT_CHAT_KERNEL_CACHE"] = str(private_folder(cache_dir()) / "kernels")
+    A system that refuses is passed over: what is bundled runs without them, and `doctor` tells.
+    """
+    from app.paths import cache_dir, home, private_folder
+
+    with contextlib.suppress(OSError):
+        private_folder(home())
+        private_folder(cache_dir())

@@ -1,0 +1,72 @@
+"""`lowbit-chat serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from app.cli import options
+from app.cli.model import open_model
+from app.cli.output import Output
+from app.cli.services import services_of
+
+if TYPE_CHECKING:
+    from runtime.decoder import KVKind
+
+
+def serve(
+    ctx: typer.Context,
+    host: Annotated[
+        str, typer.Option("--host", metavar="H", help="Address to listen on; beyond loopback a token is needed.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="P", min=0, max=65535, help="0 takes a free one.")] = 8080,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            "--token",
+            metavar="T",
+            envvar="LOWBIT_CHAT_TOKEN",
+            help="What requests must bring as their API key.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="What to load at the start; others are loaded when a request names them.",
+            autocompletion=options.complete_model,
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serve the stored models to OpenAI clients, on this machine only unless told otherwise."""
+    output, services = Output(), services_of(ctx)
+
+    from app.settings import load
+    from runtime.server import serve as server
+    from runtime.server.records import LoadRequest
+
+    settings = load({"model": model})
+    request = None
+    if settings.model is not None:
+        request = LoadRequest(
+            model=open_model(settings.model, services, output).name,
+            kv=cast("KVKind", settings.kv),
+            k_chunk=settings.k_chunk,
+            context=settings.context,
+            backend=settings.backend,
+        )
+    with output.progress() as progress:
+        code = server.run(
+            services.service(),
+            host=host,
+            port=port,
+            token=token,
+            model=request,
+            progress=progress,
+            ready=lambda url: output.note(f"serving {url}; Ctrl-C ends"),
+        )
+    raise typer.Exit(code)

@@ -1,0 +1,215 @@
+"""A tiny random checkpoint, its low-bit model, and the program wired to both."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from app.cli.main import app
+from app.cli.services import Services
+from models.progress import Cancelled, ProgressCallback
+from models.recipe import Recipe
+from models.store import Store, StoredModel, StoredModelInfo
+from tuner.bandwidth import ReadBandwidth
+from tuner.detect import MemoryInfo
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,;:!?'\n"
+TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs!\n" * 8
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of single characters."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    words = ["<unk>", "<s>", "</s>", *ALPHABET]
+    words += [f"<{index}>" for index in range(len(words), 96)]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_checkpoint(folder: Path, seed: int = 0) -> Path:
+    """A random llama of two blocks with a context of 256."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(seed)
+
+    def weight(*shape: int) -> np.ndarray:
+        return (random.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float16)
+
+    tensors = {"model.embed_tokens.weight": weight(96, 64), "model.norm.weight": np.ones(64, np.float16)}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for name, rows, width in (
+            ("self_attn.q_proj", 64, 64),
+            ("self_attn.k_proj", 32, 64),
+            ("self_attn.v_proj", 32, 64),
+            ("self_attn.o_proj", 64, 64),
+            ("mlp.gate_proj", 96, 64),
+            ("mlp.up_proj", 96, 64),
+            ("mlp.down_proj", 64, 96),
+        ):
+            tensors[f"{prefix}.{name}.weight"] = weight(rows, width)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{norm}.weight"] = np.ones(64, np.float16)
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 96,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint; tests must not write to it."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture
+def checkpoint_maker() -> Callable[..., Path]:
+    """`write_checkpoint`."""
+    return write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def packed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the low-bit model of the tiny checkpoint; tests must not write to it."""
+    from models.quantize import quantize
+
+    store = Store(tmp_path_factory.mktemp("packed"))
+    return quantize(checkpoint, store, Recipe(), name="small", calibration=TEXT, evaluation=TEXT).path
+
+
+class TinyServices(Services):
+    """The real services on short texts, with the tiny model as the bundled one and a hub of one checkpoint."""
+
+    def __init__(self, checkpoint: Path, packed: Path, cache: Path) -> None:
+        self.checkpoint = checkpoint
+        self.packed = packed
+        self.snapshot = cache / "models--some--tiny" / "snapshots" / "abc123"
+        self.pulled: list[tuple[str, str | None]] = []
+        self.quantized: list[Recipe] = []
+        self.available = 8 << 30
+
+    def demo(self) -> StoredModel:
+        return StoredModel.open_folder(self.packed, "demo")
+
+    def demo_info(self) -> StoredModelInfo:
+        return StoredModelInfo.read(self.packed, "demo")
+
+    def demo_checkpoint(self) -> Path:
+        return self.checkpoint
+
+    def calibration_text(self) -> str:
+        return TEXT
+
+    def evaluation_text(self) -> str:
+        return TEXT
+
+    def cached(self, name: str) -> Path | None:
+        return self.snapshot if name == "some/tiny" and self.snapshot.exists() else None
+
+    def pull(self, name: str, revision: str | None, progress: ProgressCallback, cancelled: Cancelled) -> Path:
+        self.pulled.append((name, revision))
+        if not self.snapshot.exists():
+            shutil.copytree(self.checkpoint, self.snapshot)
+        return self.snapshot
+
+    def quantize(self, checkpoint: Path, recipe: Recipe, **options: Any) -> StoredModelInfo:
+        self.quantized.append(recipe)
+        return super().quantize(checkpoint, recipe, **options)
+
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(total_bytes=8 << 30, available_bytes=self.available, limit_bytes=None)
+
+    def bandwidth(self, *, fresh: bool) -> ReadBandwidth:
+        return ReadBandwidth(gb_s=10.0, threads=1, buffer_bytes=1, boot="")
+
+
+@pytest.fixture
+def services(checkpoint: Path, packed: Path, tmp_path: Path) -> TinyServices:
+    """Services with an empty store."""
+    return TinyServices(checkpoint, packed, tmp_path / "hub")
+
+
+@pytest.fixture
+def stored(services: TinyServices, packed: Path) -> str:
+    """The name of a model in the store."""
+    shutil.copytree(packed, services.store().root / "small")
+    return "small"
+
+
+@pytest.fixture
+def run(services: TinyServices) -> Callable[..., Any]:
+    """Run the program with arguments; its services are the tiny ones."""
+    runner = CliRunner()
+
+    def run(*arguments: object, piped: str | None = None, code: int = 0) -> Any:
+        result = runner.invoke(app, [str(argument) for argument in arguments], obj=services, input=piped)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == code, result.stderr
+        return result
+
+    return run
+
+
+@pytest.fixture
+def answer(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """Run the program with `--json` and read the one object on standard output."""
+
+    def answer(*arguments: object, piped: str | None = None) -> dict[str, Any]:
+        result = run(*arguments, "--json", piped=piped)
+        assert result.stdout.count("\n") == 1
+        found = json.loads(result.stdout)
+        assert isinstance(found, dict)
+        return found
+
+    return answer
+
+
+@pytest.fixture
+def error(run: Callable[..., Any]) -> Callable[..., str]:
+    """Run the program where it fails with exit code 1; returns the one line that it says last."""
+
+    def error(*arguments: object, piped: str | None = None) -> str:
+        result = run(*arguments, piped=piped, code=1)
+        assert result.stdout == ""
+        line: str = result.stderr.splitlines()[-1]
+        assert line.startswith("lowbit-chat: ")
+        return line
+
+    return error

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+FIELDS = {
+    "text",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "ttft_s",
+    "decode_tokens_per_s",
+    "model",
+    "backend",
+    "bits",
+    "kv",
+    "k_chunk",
+    "speculation",
+}
+Answer = Callable[..., dict[str, Any]]
+
+
+def test_the_json_object_has_exactly_the_documented_fields(answer: Answer) -> None:
+    found = answer("run", "demo", "hello", "--max-tokens", 5, "--seed", 1)
+    assert found.keys() == FIELDS
+    assert found["model"] == "demo"
+    assert found["backend"] == "cpu"
+    assert (found["bits"], found["kv"], found["speculation"]) == (4, "fp16", None)
+    assert found["k_chunk"] == {"qkv": 0, "o": 0, "gate_up": 0, "down": 0, "head": 0}
+    assert found["completion_tokens"] <= 5
+    assert found["finish_reason"] in ("stop", "length")
+    assert found["ttft_s"] > 0
+
+
+def test_choices_are_reported(answer: Answer) -> None:
+    found = answer("run", "demo", "hi", "--max-tokens", 2, "--kv", "int8", "--k-chunk", 16, "--backend", "reference")
+    assert (found["kv"], found["backend"]) == ("int8", "reference")
+    assert set(found["k_chunk"].values()) == {16}
+
+
+def test_the_text_is_what_is_printed(run: Callable[..., Any], answer: Answer) -> None:
+    arguments = ("run", "demo", "hello", "--raw", "--max-tokens", 20, "--temperature", 0)
+    found = answer(*arguments)
+    result = run(*arguments)
+    assert result.stdout == found["text"].rstrip("\n") + "\n"
+    assert result.stderr == ""
+
+
+def test_a_seed_gives_the_same_answer(answer: Answer) -> None:
+    arguments = ("run", "demo", "hello", "--raw", "--max-tokens", 30, "--temperature", 2)
+    texts = [answer(*arguments, "--seed", seed)["text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "piped", "joined"),
+    [
+        (["abc"], "", "abc"),
+        ([], "abc\n", "abc"),
+        (["abc"], "defg\n\n", "abc\n\ndefg"),
+        (["abc"], " \n", "abc"),
+    ],
+    ids=["argument", "stdin", "both", "blank-stdin"],
+)
+def test_prompt_and_standard_input_are_joined(answer: Answer, arguments: list[str], piped: str, joined: str) -> None:
+    found = answer("run", "demo", *arguments, "--raw", "--max-tokens", 1, piped=piped)
+    assert found["prompt_tokens"] == len(joined)  # the tokenizer has a token for every character
+
+
+def test_a_stop_text_ends_the_answer(answer: Answer) -> None:
+    arguments = ("run", "demo", "hello", "--raw", "--max-tokens", 30, "--temperature", 0)
+    text = answer(*arguments)["text"]
+    stop = text[5:7]
+    found = answer(*arguments, "--stop", "never said", "--stop", stop)
+    assert found["text"] == text[: text.index(stop)]
+    assert found["finish_reason"] == "stop"
+
+
+def test_a_system_prompt_is_part_of_the_prompt(answer: Answer) -> None:
+    plain = answer("run", "demo", "hi", "--max-tokens", 1)
+    told = answer("run", "demo", "hi", "--max-tokens", 1, "--system", "be kind")
+    assert told["prompt_tokens"] > plain["prompt_tokens"]
+
+
+def test_environment_beats_the_file_and_a_flag_beats_both(
+    answer: Answer, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("config", "set", "max_tokens", "4")
+    arguments = ("run", "demo", "hello", "--raw", "--temperature", 0)
+    assert answer(*arguments)["completion_tokens"] == 4
+    monkeypatch.setenv("LOWBIT_CHAT_MAX_TOKENS", "3")
+    assert answer(*arguments)["completion_tokens"] == 3
+    assert answer(*arguments, "--max-tokens", 2)["completion_tokens"] == 2
+
+
+def test_an_answer_cut_by_the_context_says_so(run: Callable[..., Any]) -> None:
+    result = run("run", "demo", "hello", "--raw", "--context", 6, "--temperature", 0)
+    assert "context of 6 tokens is full" in result.stderr
+    assert run("run", "demo", "hello", "--raw", "--max-tokens", 1).stderr == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run"],
+        ["run", "demo"],
+        ["run", "demo", "  "],
+        ["run", "demo", "hi", "--raw", "--system", "x"],
+        ["run", "demo", "hi", "--kv", "int4"],
+        ["run", "demo", "hi", "--backend", "triton"],
+        ["run", "demo", "hi", "--k-chunk", "1025"],
+        ["run", "demo", "hi", "--temperature", "-1"],
+        ["run", "demo", "hi", "--max-tokens", "0"],
+        ["run", "demo", "hi", "--budget", "5"],
+        ["run", "demo", "hi", "there"],
+        ["dance"],
+        ["eval", "demo"],
+        ["quantize", "demo", "--bits", "5"],
+        ["quantize", "demo", "--bits", "3.5"],
+        ["quantize", "demo", "--method", "awq"],
+        ["quantize", "demo", "--group-size", "33"],
+        ["quantize", "demo", "--residual-bits", "5"],
+        ["quantize", "demo", "--name", "demo"],
+        ["eval", "demo", "--text", "x", "--window", "4", "--stride", "5"],
+        ["eval", "demo", "--text", "x", "--full-precision", "--k-chunk", "4"],
+        ["bench", "demo", "--decode-tokens", "0"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_2(run: Callable[..., Any], arguments: list[str]) -> None:
+    result = run(*arguments, piped="", code=2)
+    assert result.stdout == ""
+    assert "Usage: " in result.stderr
+
+
+def test_an_overlong_prompt_is_an_error(error: Callable[..., str]) -> None:
+    assert "300 tokens" in error("run", "demo", "x" * 300, "--raw")
+
+
+def test_a_context_beyond_the_models_is_an_error(error: Callable[..., str]) -> None:
+    assert "256" in error("run", "demo", "hi", "--context", 1000)
+
+
+def test_memory_that_does_not_suffice_is_an_error(error: Callable[..., str], services: Any) -> None:
+    services.available = 100 << 20
+    assert "100 MiB is free now" in error("run", "demo", "hi")
+
+
+def test_an_unacceptable_variable_is_an_error(error: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_CHAT_TEMPERATURE", "warm")
+    assert "LOWBIT_CHAT_TEMPERATURE" in error("run", "demo", "hi")
+
+
+def test_a_bug_keeps_its_traceback(run: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(services, "open_engine", broken)
+    with pytest.raises(ZeroDivisionError):
+        run("run", "demo", "hi")

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Answer = Callable[..., dict[str, Any]]
+ENTRY = {
+    "name",
+    "bits",
+    "bits_per_weight",
+    "disk_bytes",
+    "gpu_bytes",
+    "residual_bytes",
+    "parameters",
+    "family",
+    "context",
+    "bundled",
+    "perplexity_before",
+    "perplexity_after",
+    "warning",
+}
+
+
+@pytest.mark.parametrize("verb", ["list", "ls"])
+def test_list(answer: Answer, stored: str, verb: str) -> None:
+    found = answer(verb)
+    assert found["damaged"] == []
+    assert [(entry["name"], entry["bundled"]) for entry in found["models"]] == [("demo", True), (stored, False)]
+    assert all(entry.keys() == ENTRY for entry in found["models"])
+
+
+def test_list_as_a_table(run: Callable[..., Any], stored: str) -> None:
+    header, demo, small = run("list").stdout.splitlines()
+    assert header.split()[:3] == ["NAME", "BITS", "SIZE"]
+    assert demo.startswith("demo (bundled)")
+    assert small.startswith("small ")
+    assert len({len(line) for line in (demo, small)}) == 1
+
+
+def test_a_damaged_model_is_listed_as_such(answer: Answer, run: Callable[..., Any], stored: str, services: Any) -> None:
+    (services.store().root / stored / "recipe.json").unlink()
+    found = answer("list")
+    assert [entry["name"] for entry in found["models"]] == ["demo"]
+    assert [entry["name"] for entry in found["damaged"]] == [stored]
+    assert "small is damaged" in run("list").stderr
+
+
+def test_a_missing_bundled_model_hides_no_other(answer: Answer, stored: str, services: Any, tmp_path: Path) -> None:
+    services.packed = tmp_path / "nowhere"
+    found = answer("list")
+    assert [entry["name"] for entry in found["models"]] == [stored]
+    assert [entry["name"] for entry in found["damaged"]] == ["demo"]
+
+
+def test_show(answer: Answer, stored: str, services: Any) -> None:
+    found = answer("show", stored)
+    assert found.keys() == ENTRY | {
+        "source",
+        "path",
+        "method",
+        "group_size",
+        "residual_bits",
+        "head_bits",
+        "verified",
+    }
+    assert found["path"] == str(services.store().root / stored)
+    assert (found["source"], found["method"], found["verified"]) == ("tiny", "rtn", False)
+    assert answer("show", "demo")["bundled"] is True
+
+
+def test_show_for_a_person(run: Callable[..., Any], stored: str) -> None:
+    assert "group size          128" in run("show", stored).stdout
+
+
+def test_verify_reads_every_byte(
+    answer: Answer, error: Callable[..., str], run: Callable[..., Any], stored: str, services: Any
+) -> None:
+    assert answer("show", stored, "--verify")["verified"] is True
+    file = services.store().root / stored / "outer.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 + 7] ^= 1
+    file.chmod(0o600)
+    file.write_bytes(content)
+    assert "outer.safetensors" in error("show", stored, "--verify")
+
+
+def test_rm(answer: Answer, error: Callable[..., str], stored: str, services: Any) -> None:
+    assert answer("rm", stored) == {"removed": stored}
+    assert services.store().list() == []
+    assert "no stored model" in error("rm", stored)
+
+
+@pytest.mark.parametrize("name", ["demo", "../outside", "/etc", "a/b/c"])
+def test_what_cannot_be_removed(error: Callable[..., str], name: str) -> None:
+    assert error("rm", name)
+
+
+def test_show_of_nothing(error: Callable[..., str]) -> None:
+    assert "no stored model 'smal'" in error("show", "smal")

@@ -1,0 +1,164 @@
+"""quantize, pull, eval, bench, config: what they write."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Answer = Callable[..., dict[str, Any]]
+SENTENCE = "The quick brown fox jumps over the lazy dog.\n"
+EVAL_FIELDS = {"perplexity", "nll_sum", "tokens", "kv", "bits", "k_chunk", "select", "recall", "seconds"}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text(SENTENCE * 6)
+    return file
+
+
+def test_quantize(answer: Answer, checkpoint: Path, services: Any) -> None:
+    found = answer("quantize", checkpoint, "--bits", 3, "--residual-bits", 8, "--group-size", 32, "--name", "three")
+    assert found.keys() == {
+        "name",
+        "bits_per_weight",
+        "gpu_bytes",
+        "cpu_residual_bytes",
+        "perplexity_before",
+        "perplexity_after",
+        "seconds",
+    }
+    assert found["name"] == "three"
+    assert found["bits_per_weight"] > 3
+    assert found["cpu_residual_bytes"] > 0
+    assert min(found["perplexity_before"], found["perplexity_after"]) > 1
+    recipe = services.quantized[0]
+    assert (recipe.bits, recipe.residual_bits, recipe.group_size, recipe.method) == (3, 8, 32, "rtn")
+
+
+def test_quantize_the_bundled_model_and_a_hub_name(answer: Answer, services: Any) -> None:
+    assert answer("quantize", "demo", "--name", "again")["name"] == "again"
+    assert answer("quantize", "some/tiny")["name"] == "some/tiny-rtn-4bit"
+    assert services.pulled == [("some/tiny", None)]
+
+
+def test_a_taken_name_needs_force(answer: Answer, error: Callable[..., str], checkpoint: Path, stored: str) -> None:
+    assert "small" in error("quantize", checkpoint, "--bits", 3, "--name", stored)
+    assert answer("quantize", checkpoint, "--bits", 3, "--name", stored, "--force")["name"] == stored
+    assert answer("show", stored)["bits"] == 3
+
+
+def test_calibration_text(
+    answer: Answer, error: Callable[..., str], checkpoint: Path, text: Path, tmp_path: Path
+) -> None:
+    answer("quantize", checkpoint, "--calibration", text, "--name", "mine")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in error("quantize", checkpoint, "--calibration", binary, "--name", "other")
+    assert "No such file" in error("quantize", checkpoint, "--calibration", tmp_path / "none", "--name", "other")
+
+
+def test_pull(answer: Answer, run: Callable[..., Any], services: Any) -> None:
+    found = answer("pull", "some/tiny", "--revision", "main")
+    assert found.keys() == {"name", "revision", "path", "bytes", "seconds"}
+    assert (found["name"], found["revision"], found["path"]) == ("some/tiny", "abc123", str(services.snapshot))
+    assert found["bytes"] > 10_000
+    assert services.pulled == [("some/tiny", "main")]
+    assert run("pull", "some/tiny").stdout == f"{services.snapshot}\n"
+
+
+def test_what_is_in_the_cache_is_not_asked_for_again(answer: Answer, services: Any) -> None:
+    answer("pull", "some/tiny")
+    answer("quantize", "some/tiny")
+    assert len(services.pulled) == 1
+
+
+def test_eval(answer: Answer, text: Path) -> None:
+    found = answer("eval", "demo", "--text", text, "--window", 64, "--stride", 32)
+    assert found.keys() == EVAL_FIELDS
+    assert found["tokens"] == len(SENTENCE) * 6 - 1
+    assert math.isclose(found["perplexity"], math.exp(found["nll_sum"] / found["tokens"]))
+    assert (found["kv"], found["bits"], found["select"], found["recall"]) == ("fp16", 4, "approx", None)
+
+
+def test_eval_cuts_the_text(answer: Answer, text: Path) -> None:
+    assert answer("eval", "demo", "--text", text, "--max-tokens", 50)["tokens"] == 49
+
+
+def test_eval_with_compensation(answer: Answer, text: Path) -> None:
+    plain = answer("eval", "demo", "--text", text)
+    some = answer("eval", "demo", "--text", text, "--k-chunk", 512, "--kv", "int8")
+    every = answer("eval", "demo", "--text", text, "--k-chunk", 1024, "--select", "exact")
+    full = answer("eval", "demo", "--text", text, "--full-precision")
+    assert some["recall"] is not None
+    assert 0 < some["recall"] <= 1
+    assert (some["kv"], some["k_chunk"]["down"]) == ("int8", 512)
+    assert (every["recall"], every["select"]) == (None, "exact")
+    assert abs(every["nll_sum"] - full["nll_sum"]) < abs(plain["nll_sum"] - full["nll_sum"])
+    assert full.keys() == EVAL_FIELDS
+    assert (full["bits"], full["kv"], full["k_chunk"], full["select"]) == (16, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "0 tokens"), (b"\xff\xfe", "UTF-8"), (None, "No such file")],
+    ids=["empty", "binary", "none"],
+)
+def test_eval_of_no_text(error: Callable[..., str], tmp_path: Path, content: bytes | None, said: str) -> None:
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_bytes(content)
+    assert said in error("eval", "demo", "--text", file)
+
+
+def test_bench(answer: Answer, run: Callable[..., Any]) -> None:
+    found = answer("bench", "demo", "--prompt-tokens", 20, "--decode-tokens", 10)
+    assert found.keys() == {
+        "ttft_s",
+        "prefill_tokens_per_s",
+        "decode_tokens_per_s",
+        "bytes_per_token",
+        "bandwidth_limit_gb_s",
+        "percent_of_limit",
+        "peak_memory_bytes",
+        "kv_bytes_per_token",
+        "device",
+    }
+    assert found["kv_bytes_per_token"] == 2 * 2 * 32 * 2  # keys and values, layers, width, bytes
+    assert found["bandwidth_limit_gb_s"] == 10.0
+    expected = found["decode_tokens_per_s"] * found["bytes_per_token"] / 1e10 * 100
+    assert math.isclose(found["percent_of_limit"], expected)
+    assert "tokens/s" in run("bench", "--prompt-tokens", 4, "--decode-tokens", 4).stdout
+
+
+def test_bench_of_what_does_not_fit(error: Callable[..., str]) -> None:
+    assert "256" in error("bench", "demo", "--prompt-tokens", 250, "--decode-tokens", 10)
+
+
+def test_config(run: Callable[..., Any], isolated_home: Path) -> None:
+    assert run("config", "path").stdout == f"{isolated_home / 'settings.toml'}\n"
+    assert run("config", "get", "k_chunk").stdout == "auto\n"
+    run("config", "set", "k_chunk", "8")
+    assert run("config", "get", "k_chunk").stdout == "8\n"
+    assert "k_chunk" in run("config").stdout
+    run("config", "set", "k_chunk", "auto")
+    assert run("config", "get", "k_chunk").stdout == "auto\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("get", "no_such"), ("set", "no_such", "1"), ("set", "top_p", "7"), ("set", "kv", "int3")]
+)
+def test_config_of_what_is_not_acceptable(error: Callable[..., str], arguments: tuple[str, ...]) -> None:
+    assert error("config", *arguments)
+
+
+def test_numbers_that_json_lacks_become_null(capsys: pytest.CaptureFixture[str]) -> None:
+    from app.cli.output import Output
+
+    Output(as_json=True).result({"a": math.inf, "b": [math.nan, 1.5], "c": {"d": -math.inf}})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1.5], "c": {"d": None}}
