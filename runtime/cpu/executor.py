@@ -200,6 +200,8 @@ def _merge(i: int, control: int, thread: int, threads: int) -> None:
         for head in range(heads):
             at = x + (row * heads + head) * splits * part
             merge_splits(at, splits, part, dim, out + row * out_stride + 4 * head * dim)
+        for c in range(width, padded):
+            set_float(out + row * out_stride + 4 * c, numba.float32(0.0))
         _quantize_groups(row, rows, width, 0, groups, out + row * out_stride, codes, scales, shifts, group)
 
 

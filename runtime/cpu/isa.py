@@ -11,9 +11,13 @@ Compiling takes some twenty seconds, once for each version of the kernels; the m
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import logging
 import os
 import platform
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +27,8 @@ import numba
 import platformdirs
 
 from runtime.errors import BackendError
+
+logger = logging.getLogger(__name__)
 
 VARIANTS: Final = ("avx512", "avxvnni", "avx2", "generic")
 
@@ -85,7 +91,24 @@ def _cache_folder(variant: str) -> Path:
     return base / f"{variant}-{digest.hexdigest()[:16]}"
 
 
+def _usable(folder: Path) -> Path:
+    """The folder, made so that only its owner can enter (compiled code is trusted), or a temporary one in its place."""
+    try:
+        for path in reversed([folder, *folder.parents]):
+            if not path.exists():
+                path.mkdir(mode=0o700)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+        problem = "it is not writable"
+    except OSError as error:
+        problem = str(error)
+    temporary = Path(tempfile.mkdtemp(prefix="lowbit-chat-kernels-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    logger.warning("compiled kernels cannot be kept in %s (%s), so every start compiles them again", folder, problem)
+    return temporary
+
+
 VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
 """The variant every kernel of this process is compiled for."""
 
-numba.config.CACHE_DIR = str(_cache_folder(VARIANT))  # type: ignore[attr-defined]  # made at run time
+numba.config.CACHE_DIR = str(_usable(_cache_folder(VARIANT)))  # type: ignore[attr-defined]  # made at run time

@@ -389,6 +389,62 @@ def exp(b: Builder, x: Any) -> Any:
     return b.fmul(power, b.bitcast(bits, FLOATS))
 
 
+@define(words16, floats16, types.int32)
+def steps_down(b: Builder, x: Any, top: Any) -> Any:
+    """Per lane: top - trunc(x), kept within top - 15 .. top; a NaN gives something in there."""
+    limited = call(b, "llvm.minnum.v16f32", FLOATS, x, constant(FLOATS, 15.0))
+    limited = call(b, "llvm.maxnum.v16f32", FLOATS, limited, constant(FLOATS, 0.0))
+    return b.sub(splat(b, top, WORDS), b.fptosi(limited, WORDS))
+
+
+@define(words16, floats16, types.float32, words16, words16)
+def choose(b: Builder, x: Any, limit: Any, at_least: Any, below: Any) -> Any:
+    """Per lane: `at_least` where x >= limit, else `below`."""
+    return b.select(b.fcmp_ordered(">=", x, splat(b, limit, FLOATS)), at_least, below)
+
+
+@define(words16, words16, types.int64, types.int32)
+def fill_from(b: Builder, x: Any, first: Any, value: Any) -> Any:
+    """X with `value` in lane `first` and all lanes after it."""
+    numbers = ir.Constant(WORDS, list(range(LANES)))
+    inside = b.icmp_signed("<", numbers, splat(b, b.trunc(first, I32), WORDS))
+    return b.select(inside, x, splat(b, value, WORDS))
+
+
+@define(types.void, types.int64, words16)
+def store_words(b: Builder, address: Any, value: Any) -> None:
+    """Store sixteen integers."""
+    b.store(value, pointer(b, address), align=4)
+
+
+def _lane_mask(b: Builder, truth: Any) -> Any:
+    return b.zext(b.bitcast(truth, I16), I64)
+
+
+@define(types.int64, types.int64, types.int32)
+def lanes_at_most(b: Builder, address: Any, limit: Any) -> Any:
+    """Bit i is set where the i-th of the sixteen integers at the address is <= limit."""
+    return _lane_mask(b, b.icmp_signed("<=", load(b, WORDS, address, 4), splat(b, limit, WORDS)))
+
+
+@define(types.int64, floats16, types.float32)
+def lanes_below(b: Builder, x: Any, limit: Any) -> Any:
+    """Bit i is set where lane i is <= limit (so not where it is a NaN)."""
+    return _lane_mask(b, b.fcmp_ordered("<=", x, splat(b, limit, FLOATS)))
+
+
+@define(types.int64, types.int64)
+def count_bits(b: Builder, x: Any) -> Any:
+    """Number of set bits."""
+    return call(b, "llvm.ctpop.i64", I64, x)
+
+
+@define(types.int64, types.int64)
+def lowest_bit(b: Builder, x: Any) -> Any:
+    """Index of the lowest set bit."""
+    return call(b, "llvm.cttz.i64", I64, x, ir.Constant(ir.IntType(1), 0))
+
+
 @define(types.void, types.int64)
 def prefetch(b: Builder, address: Any) -> None:
     """Ask for the cache line at the address."""

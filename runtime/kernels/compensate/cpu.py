@@ -31,6 +31,7 @@ from runtime.cpu.vector import (
     load_halves,
     load_unsigned,
     mul,
+    prefetch,
     store_floats,
     zero_floats,
 )
@@ -71,8 +72,19 @@ def _gather(load_codes: Any) -> Any:
             x2, x3 = fill(get_float(x + 4 * c2)), fill(get_float(x + 4 * c3))
             r0, r1 = first + c0 * row_bytes, first + c1 * row_bytes
             r2, r3 = first + c2 * row_bytes, first + c3 * row_bytes
+            n0, n1, n2, n3 = r0, r1, r2, r3
+            if i + 8 <= count:  # the next four rows come in while these are added
+                n0 = first + numba.int64(get_int(chosen + 4 * i + 16)) * row_bytes
+                n1 = first + numba.int64(get_int(chosen + 4 * i + 20)) * row_bytes
+                n2 = first + numba.int64(get_int(chosen + 4 * i + 24)) * row_bytes
+                n3 = first + numba.int64(get_int(chosen + 4 * i + 28)) * row_bytes
             for t in range(last):
                 at = t * step
+                if at % 64 == 0:
+                    prefetch(n0 + at)
+                    prefetch(n1 + at)
+                    prefetch(n2 + at)
+                    prefetch(n3 + at)
                 total = fma(load_codes(r0 + at), x0, load_floats(sums + 64 * t))
                 total = fma(load_codes(r1 + at), x1, total)
                 total = fma(load_codes(r2 + at), x2, total)

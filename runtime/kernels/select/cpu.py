@@ -10,22 +10,32 @@ import numba
 import numpy as np
 
 from runtime.cpu.vector import (
-    get_float,
+    absolute,
+    choose,
+    count_bits,
+    fill,
+    fill_from,
     get_int,
     get_word,
+    lanes_at_most,
+    lanes_below,
+    load_floats,
+    lowest_bit,
     magnitude_bits,
+    mul,
     set_int,
     set_word,
     stack_words_128,
     stack_words_1024,
+    steps_down,
+    store_words,
+    sub,
 )
 from runtime.kernels.select.budget import BUCKETS, HALF
 
 _INFINITY = 0x7F800000
 _MANTISSA = (1 << 53) - 1
 _LARGEST = np.float32(3.4028235e38)
-_LAST = np.float32(HALF - 1)
-"""Largest step down from a half's top bucket."""
 
 SELECT_APPROX, SELECT_EXACT, SELECT_STATIC, SELECT_RANDOM = 0, 1, 2, 3
 
@@ -123,34 +133,50 @@ def select_approx(x: int, start: int, width: int, k: int, b15: float, upper: flo
     Source: QDEC §4.3, Fig. 8.
     """
     buckets = stack_words_1024()  # int32 [1024]
-    counts = stack_words_128()  # int32 [32]
-    for bucket in range(BUCKETS):
-        set_int(counts + 4 * bucket, numba.int32(0))
+    vectors = (width + 15) // 16
     finite = True
-    for i in range(width):
-        value = abs(get_float(x + 4 * (start + i)))
-        finite = finite and value <= _LARGEST
-        if value >= b15:
-            bucket = HALF - 1 - numba.int32(min((value - b15) * upper, _LAST))
+    uppers, lowers = fill(upper), fill(lower)
+    borders = fill(b15)
+    for v in range(vectors):
+        value = absolute(load_floats(x + 4 * (start + 16 * v)))
+        inside = min(16, width - 16 * v)
+        ordinary = lanes_below(value, _LARGEST) | (0xFFFF << inside)
+        finite = finite and ordinary & 0xFFFF == 0xFFFF
+        above = steps_down(mul(sub(value, borders), uppers), numba.int32(HALF - 1))
+        below = steps_down(mul(value, lowers), numba.int32(BUCKETS - 1))
+        store_words(buckets + 64 * v, fill_from(choose(value, b15, above, below), inside, numba.int32(BUCKETS)))
+    # The first bucket up to which there are enough: five halvings instead of a histogram.
+    low, high = 0, BUCKETS - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _count_up_to(buckets, vectors, middle) >= k:
+            high = middle
         else:
-            bucket = BUCKETS - 1 - numba.int32(min(value * lower, _LAST))
-        # A NaN compares false everywhere and converts to anything: keep the index inside, the caller raises.
-        bucket = min(max(bucket, 0), BUCKETS - 1)
-        set_int(buckets + 4 * i, numba.int32(bucket))
-        at = counts + 4 * bucket
-        set_int(at, numba.int32(get_int(at) + 1))
-    cut, room = 0, k
-    while get_int(counts + 4 * cut) < room:
-        room -= get_int(counts + 4 * cut)
-        cut += 1
+            low = middle + 1
+    room = k - (_count_up_to(buckets, vectors, low - 1) if low > 0 else 0)
     taken = 0
-    for i in range(width):
-        bucket = get_int(buckets + 4 * i)
-        if bucket < cut or (bucket == cut and room > 0):
-            room -= 1 if bucket == cut else 0
-            set_int(out + 4 * taken, numba.int32(start + i))
+    for v in range(vectors):
+        certain = lanes_at_most(buckets + 64 * v, numba.int32(low - 1))
+        lanes = lanes_at_most(buckets + 64 * v, numba.int32(low))
+        while lanes != 0:
+            lane = lowest_bit(lanes)
+            lanes &= lanes - 1
+            if (certain >> lane) & 1 == 0:
+                if room == 0:
+                    continue
+                room -= 1
+            set_int(out + 4 * taken, numba.int32(start + 16 * v + lane))
             taken += 1
     return finite
+
+
+@numba.njit(nogil=True)
+def _count_up_to(buckets: int, vectors: int, limit: int) -> int:
+    """How many of the buckets, int32 [16 * vectors], are <= limit."""
+    total = 0
+    for v in range(vectors):
+        total += count_bits(lanes_at_most(buckets + 64 * v, numba.int32(limit)))
+    return total
 
 
 @numba.njit(nogil=True)
