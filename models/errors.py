@@ -1,12 +1,14 @@
 """Errors of `models`.
 
-    ModelError
-     ├─ UnsupportedModelError     the architecture, or an option of it, is not one this program runs
-     ├─ CheckpointError           a Hugging Face checkpoint is incomplete, damaged or in a foreign format
-     ├─ QuantizationError         the recipe cannot be applied to this model
-     ├─ StoreError                a stored model is missing, damaged, or its name is not acceptable
-     │   └─ ModelNotFoundError    no stored model of that name
-     └─ CancelledError            the work was asked to stop
+ModelError
+ ├─ UnsupportedModelError     the architecture, or an option of it, is not one this program runs
+ ├─ CheckpointError           a Hugging Face checkpoint is incomplete, damaged or in a foreign format
+ ├─ QuantizationError         the recipe cannot be applied to this model
+ ├─ StoreError                a stored model is missing, damaged, or its name is not acceptable
+ │   └─ ModelNotFoundError    no stored model of that name
+ ├─ HubError                  the hub refuses, or what it sent is not what it promised
+ │   └─ HubUnreachableError   the hub does not answer: no network, or it is down
+ └─ CancelledError            the work was asked to stop
 """
 
 
@@ -32,6 +34,14 @@ class StoreError(ModelError):
 
 class ModelNotFoundError(StoreError):
     """No stored model of that name."""
+
+
+class HubError(ModelError):
+    """The hub refuses, what is asked for is not there, or what it sent is not what it promised."""
+
+
+class HubUnreachableError(HubError):
+    """The hub does not answer: there is no network, a proxy is in the way, or the hub is down."""
 
 
 class CancelledError(ModelError):

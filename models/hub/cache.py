@@ -1,0 +1,239 @@
+"""The Hugging Face cache: where things are, and how several programs share it.
+
+<cache>/models--owner--name/blobs/<digest>              the content
+<cache>/models--owner--name/snapshots/<commit>/<file>   a link to it
+<cache>/models--owner--name/refs/<revision>             the commit that a branch or tag meant last
+<cache>/.locks/models--owner--name/<digest>.lock        held while a blob is made
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from models.errors import StoreError
+from models.hub.listing import CONFIG, INDEX, SINGLE, Listing, RemoteFile, shards_of
+from models.hub.meter import bytes_text
+from models.hub.names import check_name, check_revision, is_commit
+from models.hub.transport import stop_if
+from models.progress import Cancelled, never_cancelled
+from models.store.durable import explained, sync_folder
+
+INCOMPLETE = ".incomplete"
+"""Ending of a blob in transit, as huggingface_hub's scans expect it."""
+_SPARE_BYTES = 64 << 20
+"""What must stay free on the disk."""
+_LOCK_POLL_S = 0.5
+_DRAFT = ".draft"
+
+
+def cached(name: str, revision: str | None = None, *, cache_dir: Path | str | None = None) -> Path | None:
+    """The folder of a checkpoint that is in the cache already; nothing is asked of the hub.
+
+    Args:
+        name: `owner/name`.
+        revision: Branch, tag or commit; the default branch if None.
+        cache_dir: The cache; that of huggingface_hub if None.
+
+    Returns:
+        The snapshot's folder, or None where configuration or weights are missing.
+
+    Raises:
+        HubError: name or revision is not acceptable.
+    """
+    check_name(name)
+    revision = "main" if revision is None else revision
+    check_revision(revision)
+    return RepositoryCache(cache_root(cache_dir), name).complete(revision)
+
+
+def cache_root(cache_dir: Path | str | None) -> Path:
+    """The folder of the cache: `cache_dir`, or what HF_HUB_CACHE and HF_HOME say."""
+    from huggingface_hub import constants
+
+    return Path(cache_dir if cache_dir is not None else constants.HF_HUB_CACHE).expanduser().absolute()
+
+
+class RepositoryCache:
+    """The part of the cache that belongs to one repository."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        folder = f"models--{name.replace('/', '--')}"
+        self.root = root
+        self.folder = root / folder
+        self._locks = root / ".locks" / folder
+
+    def blob(self, file: RemoteFile) -> Path:
+        """Where a file's content is, once it is whole."""
+        return self.folder / "blobs" / file.digest
+
+    def partial(self, file: RemoteFile) -> Path:
+        """Where a file's content grows."""
+        return self.folder / "blobs" / (file.digest + INCOMPLETE)
+
+    def pointer(self, commit: str, file: RemoteFile) -> Path:
+        """Where a file is found by its name."""
+        return self.snapshot(commit) / file.name
+
+    def snapshot(self, commit: str) -> Path:
+        """The folder of a commit's files."""
+        return self.folder / "snapshots" / commit
+
+    def holds(self, commit: str, file: RemoteFile) -> bool:
+        """Whether a file is there in full: as a blob, or in its snapshot where links are not possible."""
+        return _size(self.blob(file)) == file.size or _size(self.pointer(commit, file)) == file.size
+
+    def complete(self, revision: str) -> Path | None:
+        """The snapshot that a revision meant last, if it has configuration and all weights."""
+        commit = revision
+        if not is_commit(revision):
+            try:
+                commit = (self.folder / "refs" / revision).read_text(encoding="ascii").strip()
+            except (OSError, UnicodeDecodeError):
+                return None
+        folder = self.snapshot(commit)
+        if not is_commit(commit) or not (folder / CONFIG).is_file():
+            return None
+        try:
+            weights = shards_of(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+        except (OSError, ValueError):
+            return None
+        return folder if all((folder / name).is_file() for name in weights) else None
+
+    def prepare(self) -> None:
+        """Make the folders.
+
+        Raises:
+            StoreError: the system refuses.
+        """
+        with explained(f"cannot write to the Hugging Face cache {self.root}"):
+            for folder in (self._locks, self.folder / "blobs", self.folder / "snapshots"):
+                folder.mkdir(parents=True, exist_ok=True)
+
+    def check_space(self, commit: str, files: list[RemoteFile]) -> None:
+        """See that what is missing of some files fits the disk.
+
+        Raises:
+            StoreError: it does not.
+        """
+        need = sum(
+            max(0, file.size - (_size(self.partial(file)) or 0))
+            for file in {file.digest: file for file in files}.values()
+            if not self.holds(commit, file)
+        )
+        free = shutil.disk_usage(self.folder).free
+        if need and need + _SPARE_BYTES > free:
+            raise StoreError(
+                f"{bytes_text(need)} are still to come, and the disk of {self.root} has {bytes_text(free)} free: make "
+                "room, or set HF_HOME to a folder on another disk."
+            )
+
+    @contextmanager
+    def lock(self, key: str, cancelled: Cancelled, waiting: Callable[[], None]) -> Iterator[None]:
+        """Hold huggingface_hub's own lock of a blob, so that it and other runs of this program keep off.
+
+        Raises:
+            CancelledError: `cancelled` says so while another holds it.
+            StoreError: the system refuses.
+        """
+        path = self._locks / f"{key}.lock"
+        with ExitStack() as stack:
+            while not self._acquired(path, stack):
+                waiting()
+                stop_if(cancelled)
+            yield
+
+    def _acquired(self, path: Path, stack: ExitStack) -> bool:
+        from filelock import Timeout
+        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+        with explained(f"cannot lock {path}"):
+            try:
+                stack.enter_context(WeakFileLock(path, timeout=_LOCK_POLL_S))
+            except Timeout:
+                return False
+        return True
+
+    def publish(self, listing: Listing, files: list[RemoteFile], revision: str, fresh: set[str]) -> Path:
+        """Make finished blobs findable: their names in the snapshot, then what the revision means.
+
+        The caller holds the lock of the commit.
+
+        Args:
+            listing: The repository at its commit.
+            files: All files of the checkpoint.
+            revision: What was asked for.
+            fresh: Digests of the blobs that this run made: where links are not possible they are moved, not copied.
+
+        Raises:
+            StoreError: the system refuses.
+        """
+        folder = self.snapshot(listing.commit)
+        draft = self.folder / _DRAFT
+        with explained(f"cannot write to the Hugging Face cache {self.root}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in files:
+                if _size(folder / file.name) == file.size and self._points_right(folder / file.name, file):
+                    continue
+                if not self._linked(folder / file.name, file, draft):
+                    twins = [folder / twin.name for twin in files if twin.digest == file.digest]
+                    self._placed(folder / file.name, file, twins, draft, move=file.digest in fresh)
+            sync_folder(folder)
+            if revision != listing.commit:
+                self._refer(revision, listing.commit, draft)
+        return folder
+
+    def _points_right(self, pointer: Path, file: RemoteFile) -> bool:
+        """Whether a name leads to its blob. A name that is itself the content is trusted, as huggingface_hub does."""
+        if not pointer.is_symlink():
+            return True
+        return Path(os.path.abspath(pointer.parent / pointer.readlink())) == self.blob(file)  # noqa: PTH100 — one hop
+
+    def _linked(self, pointer: Path, file: RemoteFile, draft: Path) -> bool:
+        """Make a name lead to its blob; False where the disk or the system has no links, or they are not wanted."""
+        from huggingface_hub import constants
+
+        draft.unlink(missing_ok=True)
+        if constants.HF_HUB_DISABLE_SYMLINKS:
+            return False
+        try:
+            draft.symlink_to(Path("..", "..", "blobs", file.digest))
+        except (OSError, NotImplementedError):
+            return False
+        draft.replace(pointer)
+        return True
+
+    def _placed(self, pointer: Path, file: RemoteFile, twins: list[Path], draft: Path, *, move: bool) -> None:
+        """Put the content itself under its name, as huggingface_hub does: a new blob is moved, an older one copied."""
+        blob = self.blob(file)
+        with self.lock(file.digest, never_cancelled, lambda: None):
+            if blob.is_file() and move:
+                blob.replace(pointer)
+                return
+            source = next((path for path in (blob, *twins) if _size(path) == file.size), blob)
+            shutil.copyfile(source, draft)
+            with draft.open("rb+") as copy:
+                os.fsync(copy.fileno())
+            draft.replace(pointer)
+
+    def _refer(self, revision: str, commit: str, draft: Path) -> None:
+        path = self.folder / "refs" / revision
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if _size(path) == len(commit) and path.read_text(encoding="ascii") == commit:
+            return
+        with draft.open("w", encoding="ascii") as file:
+            file.write(commit)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        sync_folder(path.parent)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None

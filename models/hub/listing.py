@@ -1,0 +1,201 @@
+"""What a repository holds, and which of it a checkpoint needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from models.errors import CheckpointError, HubError
+from models.hub.names import is_commit
+from models.hub.transport import Head, Transport
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SMALL_FILES = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What is taken besides weights, where a repository has it."""
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", re.ASCII)
+_SHA1 = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """A file of a repository at one commit."""
+
+    name: str
+    size: int
+    """In bytes."""
+    digest: str
+    """sha256 of the content in 64 hexadecimal digits (LFS), or git's sha1 of it in 40: the name of its blob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What a repository holds at one commit."""
+
+    name: str
+    commit: str
+    """40 hexadecimal digits."""
+    files: dict[str, RemoteFile]
+    """By name; only those at the top of the repository that could be asked for."""
+    others: tuple[str, ...]
+    """Names of weights in other formats: for messages."""
+
+    def small_files(self) -> list[RemoteFile]:
+        """Configuration, tokenizer and chat template.
+
+        Raises:
+            CheckpointError: there is no config.json.
+        """
+        if CONFIG not in self.files:
+            raise CheckpointError(
+                f"{self.name} has no {CONFIG}, so it is no Hugging Face checkpoint: choose another repository."
+            )
+        return [self.files[name] for name in SMALL_FILES if name in self.files]
+
+    def index(self) -> RemoteFile | None:
+        """The list of shards, if there is one; it goes before a single file.
+
+        Raises:
+            CheckpointError: there are no weights that can be read.
+        """
+        if INDEX in self.files or SINGLE in self.files:
+            return self.files.get(INDEX)
+        if stray := sorted(name for name in self.files if _SHARD.fullmatch(name)):
+            raise CheckpointError(
+                f"{self.name} has neither {SINGLE} nor {INDEX} (found: {', '.join(stray[:3])}): choose the repository "
+                "of the model itself."
+            )
+        found = f" (found: {', '.join(self.others[:3])})" if self.others else ""
+        raise CheckpointError(
+            f"{self.name} has no weights in safetensors{found}: choose a repository that has, or convert it with "
+            "transformers' save_pretrained."
+        )
+
+    def weights(self, index: Path | None) -> list[RemoteFile]:
+        """The safetensors files of the model.
+
+        Args:
+            index: The downloaded list of shards; None where there is none.
+
+        Raises:
+            CheckpointError: the list is damaged, or names what the repository does not have.
+        """
+        if index is None:
+            return [self.files[SINGLE]]
+        try:
+            shards = shards_of(index)
+        except ValueError as error:
+            raise CheckpointError(f"{self.name}: {INDEX} is damaged ({error}): choose another revision.") from error
+        if missing := [name for name in shards if name not in self.files]:
+            raise CheckpointError(
+                f"{self.name}: {INDEX} names {missing[0]}, which the repository does not have: choose another revision."
+            )
+        return [self.files[name] for name in shards]
+
+
+def shards_of(index: Path) -> list[str]:
+    """Names of the files that hold the weights, in order.
+
+    Raises:
+        OSError: the list cannot be read.
+        ValueError: it is damaged, or names something that is not a safetensors file beside it.
+    """
+    table = json.loads(index.read_bytes())
+    weight_map = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError("it has no weight_map")
+    shards = sorted({str(shard) for shard in weight_map.values()})
+    for shard in shards:
+        if _SHARD.fullmatch(shard) is None:
+            raise ValueError(f"it names {shard!r}, which is not a safetensors file beside it")
+    return shards
+
+
+def read_listing(name: str, revision: str, transport: Transport, note: Callable[[str], None]) -> Listing:
+    """Ask the hub what a repository holds.
+
+    Raises:
+        HubUnreachableError: the hub does not answer.
+        HubError: there is no such repository or revision, or it may not be read.
+        CancelledError: the work was asked to stop.
+    """
+
+    def refuse(head: Head, body: bytes) -> None:
+        raise refused(head, body, name, revision, None, transport.endpoint)
+
+    path = f"/api/models/{quote(name)}/revision/{quote(revision, safe='')}?blobs=true"
+    return _parsed(name, transport.read_json(path, f"asking for {name}", refuse, note))
+
+
+def refused(head: Head, body: bytes, name: str, revision: str, file: str | None, endpoint: str) -> HubError:
+    """What the hub means by an answer that is neither a success nor worth another try."""
+    code = head.headers.get("x-error-code", "")
+    page = f"{endpoint}/{name}"
+    if code == "GatedRepo" or (head.status == 403 and code != "RepoNotFound"):
+        return HubError(
+            f"{name} is gated (the hub answers {head.status}): accept its terms at {page}, then log in with "
+            "`hf auth login` or set HF_TOKEN to a token that may read it."
+        )
+    if code == "RevisionNotFound":
+        return HubError(f"{name} has no revision {revision!r}: see {page}/tree/main for its branches and tags.")
+    if code == "EntryNotFound" or (file is not None and head.status == 404):
+        return HubError(f"{name} has no file {file!r} at {revision}, though it lists one: try again later.")
+    if head.status == 401:
+        return HubError(
+            f"{name} does not exist, or is private or gated (the hub answers 401): check the name, and log in with "
+            "`hf auth login` or set HF_TOKEN to a token that may read it."
+        )
+    if head.status == 404:
+        return HubError(
+            f"the hub knows no model {name} (404): check the spelling at {endpoint}; for a private one set HF_TOKEN."
+        )
+    said = body[:200].decode("utf-8", "replace").strip().splitlines()
+    detail = f": {said[0]}" if said else ""
+    return HubError(f"{name}: the hub answers {head.status}{detail}; is HF_ENDPOINT ({endpoint}) right?")
+
+
+def _parsed(name: str, answer: dict[str, Any]) -> Listing:
+    commit, siblings = answer.get("sha"), answer.get("siblings")
+    if not isinstance(commit, str) or not is_commit(commit) or not isinstance(siblings, list):
+        raise HubError(f"{name}: the answer names no commit and no files; is HF_ENDPOINT a hub?")
+    files, others = {}, []
+    for sibling in siblings:
+        path = sibling.get("rfilename") if isinstance(sibling, dict) else None
+        if not isinstance(path, str):
+            raise HubError(f"{name}: the answer has a file without a name; is HF_ENDPOINT a hub?")
+        if path in SMALL_FILES or path == INDEX or _SHARD.fullmatch(path):
+            files[path] = _file(name, path, sibling)
+        elif path.endswith((".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")):
+            others.append(path)
+    return Listing(name=name, commit=commit, files=files, others=tuple(others))
+
+
+def _file(name: str, path: str, sibling: dict[str, Any]) -> RemoteFile:
+    lfs = sibling.get("lfs")
+    if isinstance(lfs, dict):
+        size, digest, form = lfs.get("size"), lfs.get("sha256"), _SHA256
+    else:
+        size, digest, form = sibling.get("size"), sibling.get("blobId"), _SHA1
+    if not isinstance(size, int) or size < 0 or not isinstance(digest, str) or form.fullmatch(digest) is None:
+        raise HubError(f"{name}: the hub gives no size or checksum for {path}; is HF_ENDPOINT a hub?")
+    return RemoteFile(name=path, size=size, digest=digest)

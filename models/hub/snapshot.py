@@ -1,0 +1,151 @@
+"""Pulling a checkpoint: which files, in which order, and what makes the result visible.
+
+Configuration and the list of shards come first: a repository that is gated or has no safetensors says so before
+gigabytes move. Names and the revision's reference are written when every file is there and checked, so that nobody
+finds half a checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.errors import HubError, HubUnreachableError
+from models.hub.blob import BlobDownload
+from models.hub.cache import RepositoryCache, cache_root
+from models.hub.listing import CONFIG, Listing, RemoteFile, read_listing
+from models.hub.meter import Meter
+from models.hub.names import check_name, check_revision
+from models.hub.transport import Policy, Transport
+from models.progress import Cancelled, Progress, ProgressCallback, ignore_progress, never_cancelled
+
+_CHECK = "check"
+
+
+def pull(
+    name: str,
+    revision: str | None = None,
+    *,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Cancelled = never_cancelled,
+    endpoint: str | None = None,
+    cache_dir: Path | str | None = None,
+    token: str | None = None,
+    policy: Policy | None = None,
+) -> Path:
+    """Download what a checkpoint needs into the Hugging Face cache, or find it there.
+
+    Taken are configuration, tokenizer, chat template and safetensors (of several sets that of
+    model.safetensors.index.json); never formats that can execute code. What an earlier run left is continued, even
+    inside a file. Where the hub does not answer, a complete copy in the cache will do.
+
+    Args:
+        name: `owner/name`.
+        revision: Branch, tag or commit; the default branch if None.
+        progress: Receives reports in bytes.
+        cancelled: Asked several times a second.
+        endpoint: Address of the hub; HF_ENDPOINT or huggingface.co if None.
+        cache_dir: The cache; HF_HUB_CACHE or HF_HOME/hub if None.
+        token: For gated and private models; HF_TOKEN or the saved login if None.
+        policy: How long to wait and how often to try.
+
+    Returns:
+        The folder of the snapshot: `<cache>/models--owner--name/snapshots/<commit>`.
+
+    Raises:
+        HubError: name or revision is not acceptable, the hub refuses, or what it sent is not what it listed.
+        HubUnreachableError: the hub does not answer, or must not be asked (HF_HUB_OFFLINE).
+        CheckpointError: the repository has no checkpoint in safetensors.
+        StoreError: the disk is full, or the cache cannot be written.
+        CancelledError: `cancelled` said so; the same call continues.
+    """
+    from huggingface_hub import constants
+
+    check_name(name)
+    revision = "main" if revision is None else revision
+    check_revision(revision)
+    cache = RepositoryCache(cache_root(cache_dir), name)
+    if constants.is_offline_mode():
+        return _offline(cache, name, revision)
+    address = constants.ENDPOINT if endpoint is None else endpoint
+
+    def note(message: str) -> None:
+        progress(Progress(phase=_CHECK, done=0.0, total=None, unit="bytes", message=message))
+
+    note(f"asking {address} for {name}")
+    with Transport(address, _token(token), policy or Policy(), cancelled) as transport:
+        try:
+            listing = read_listing(name, revision, transport, note)
+        except HubUnreachableError as error:
+            if (folder := cache.complete(revision)) is None:
+                raise
+            note(f"the hub does not answer; taking the copy of {folder.name[:12]} from the cache ({error})")
+            return folder
+        return _Pull(cache, listing, revision, transport, progress).run()
+
+
+class _Pull:
+    """One run on a repository whose content is known."""
+
+    def __init__(
+        self,
+        cache: RepositoryCache,
+        listing: Listing,
+        revision: str,
+        transport: Transport,
+        progress: ProgressCallback,
+    ) -> None:
+        self._cache = cache
+        self._listing = listing
+        self._revision = revision
+        self._transport = transport
+        self._progress = progress
+        self._fresh: set[str] = set()
+
+    def run(self) -> Path:
+        cache, listing = self._cache, self._listing
+        small, index = listing.small_files(), listing.index()
+        first = [listing.files[CONFIG], *([index] if index is not None else [])]
+        cache.prepare()
+        cache.check_space(listing.commit, first)
+        self._fetch(first, Meter(self._progress, sum(file.size for file in first), phase=_CHECK))
+        files = [*first, *(file for file in small if file not in first), *listing.weights(self._index_path(index))]
+        cache.check_space(listing.commit, files)
+        meter = Meter(self._progress, sum(file.size for file in files))
+        self._fetch(files, meter)
+        meter.finish()
+        key = listing.commit
+        with cache.lock(key, self._transport.cancelled, lambda: meter.note("another run is finishing; waiting")):
+            return cache.publish(listing, files, self._revision, self._fresh)
+
+    def _fetch(self, files: list[RemoteFile], meter: Meter) -> None:
+        for file in files:
+            if BlobDownload(self._cache, self._listing, file, self._transport, meter).run():
+                self._fresh.add(file.digest)
+
+    def _index_path(self, index: RemoteFile | None) -> Path | None:
+        if index is None:
+            return None
+        blob = self._cache.blob(index)
+        return blob if blob.is_file() else self._cache.pointer(self._listing.commit, index)
+
+
+def _offline(cache: RepositoryCache, name: str, revision: str) -> Path:
+    folder = cache.complete(revision)
+    if folder is None:
+        raise HubUnreachableError(
+            f"{name} ({revision}) is not in the cache {cache.root}, and HF_HUB_OFFLINE forbids asking the hub: "
+            "unset it to download the model."
+        )
+    return folder
+
+
+def _token(token: str | None) -> str | None:
+    """The token to send: the one given, or that of HF_TOKEN or of the saved login."""
+    from huggingface_hub import constants, get_token
+
+    if token is not None or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+        return token
+    try:
+        return get_token()
+    except OSError as error:
+        raise HubError(f"the saved login of huggingface_hub cannot be used ({error}): run `hf auth login`.") from error
