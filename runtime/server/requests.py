@@ -186,10 +186,12 @@ class ChatRequest(Sampling):
                 raise refused(field, "tools are not supported", code="unsupported_parameter")
         if self.response_format is not None and self.response_format.type != "text":
             raise refused(
-                "response_format", "only the response format 'text' is supported", code="unsupported_parameter"
+                "response_format",
+                f"response_format {self.response_format.type!r} is not supported: only 'text' is",
+                code="unsupported_parameter",
             )
         if self.modalities not in (None, ["text"]):
-            raise refused("modalities", "only the modality 'text' is supported", code="unsupported_parameter")
+            raise refused("modalities", "modalities other than 'text' are not supported", code="unsupported_parameter")
         if self.top_logprobs is not None and not self.logprobs:
             raise refused("top_logprobs", "top_logprobs needs logprobs to be true")
         both = {self.max_tokens, self.max_completion_tokens} - {None}

@@ -67,14 +67,19 @@ async def _lines(
     try:
         event = await first
         while event is not None:
-            yield ServerSentEvent(encode(event))
+            yield _event(encode(event))
             event = await _next(events)
         if done:
-            yield ServerSentEvent(DONE)
+            yield _event(DONE)
     except Exception as error:  # noqa: BLE001 -- the status is sent already, so the error goes into the stream
-        yield ServerSentEvent(encode(error_body(api_error(error))))
+        yield _event(encode(error_body(api_error(error))))
     finally:
         await _abandon(first, events)
+
+
+def _event(data: str) -> ServerSentEvent:
+    """One event: `data: ...` and an empty line."""
+    return ServerSentEvent(data, sep="\n")
 
 
 async def _next(events: Events) -> dict[str, Any] | None:

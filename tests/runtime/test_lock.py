@@ -30,7 +30,7 @@ def test_what_is_written_is_read_back_and_only_the_owner_can(tmp_path: Path) -> 
     assert path == tmp_path / "runtime.json"
     assert read_lock(path) == RECORD
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert os.listdir(tmp_path) == ["runtime.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["runtime.json"]
     assert set(json.loads(path.read_text())) == {"pid", "create_time", "host", "port", "token", "version"}
 
 
@@ -40,7 +40,7 @@ def test_writing_again_replaces_at_once(tmp_path: Path) -> None:
     other = replace(RECORD, port=1)
     write_lock(path, other)
     assert read_lock(path) == other
-    assert os.listdir(tmp_path) == ["runtime.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["runtime.json"]
 
 
 def test_a_folder_that_is_missing_is_an_error(tmp_path: Path) -> None:

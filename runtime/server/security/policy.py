@@ -56,19 +56,20 @@ class Security:
         Raises:
             RequestError: the address is not loopback and there is no token, or a token is not acceptable.
         """
-        if is_loopback(host):
-            hosts = {*_LOOPBACK_NAMES, plain_host(host)}
-            return cls(token=token, management_token=management_token, hosts=frozenset(hosts | _lower(extra_hosts)))
-        if token is None:
+        local = is_loopback(host)
+        if not local and token is None:
             raise RequestError(
                 f"listening on {host or 'all addresses'} lets other machines in, so it needs a token: "
                 "give one with --token, or listen on 127.0.0.1"
             )
+        bound = plain_host(host)
+        address = _address(bound)
+        named = set() if not bound or (address is not None and address.is_unspecified) else {bound}
         return cls(
             token=token,
             management_token=management_token,
-            hosts=frozenset({*_LOOPBACK_NAMES, plain_host(host)} | _lower(extra_hosts)),
-            any_address=True,
+            hosts=_LOOPBACK_NAMES | named | {plain_host(extra) for extra in extra_hosts},
+            any_address=not local,
         )
 
     def accepts_host(self, authority: str) -> bool:
@@ -123,7 +124,3 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
         return ip_address(host)
     except ValueError:
         return None
-
-
-def _lower(hosts: Iterable[str]) -> set[str]:
-    return {plain_host(host) for host in hosts}

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fake_engine import FakeHouse, make_service  # noqa: E402
+from fake_engine import FakeHouse, make_service
 
 from runtime.server.app import create_app
 from runtime.server.listening import bind, listen
@@ -71,8 +71,12 @@ class Listening:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(listen(service, security, self._listener, self._stop, self._started.set))
 
-    def close(self) -> None:
+    def close_soon(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self.close_soon()
         self._thread.join(20)
         assert not self._thread.is_alive()
 

@@ -19,8 +19,7 @@ if __name__ == "__main__":
     parser.add_argument("--fail", action="store_true")
     arguments = parser.parse_args()
     if arguments.fail:
-        print("warming up", file=sys.stderr)
-        print("ImportError: no such kernel", file=sys.stderr)
+        sys.stderr.write("warming up\nImportError: no such kernel\n")
         sys.exit(3)
     prepare(arguments.home)
     service, _house = make_service()

@@ -20,9 +20,13 @@ async def test_items_arrive_in_order_and_the_error_comes_last() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     seen = []
-    with pytest.raises(ValueError, match="at the end"):
+
+    async def read() -> None:
         async for item in stream.read():
-            seen.append(item)
+            seen.append(item)  # noqa: PERF401 -- a comprehension would lose them all with the error
+
+    with pytest.raises(ValueError, match="at the end"):
+        await read()
     thread.join()
     assert seen == list(range(100))
 

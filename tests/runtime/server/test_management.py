@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeHouse
+
+from runtime.server.records import LoadRequest
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200
+    return [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n") if line.startswith("data: ")]
+
+
+async def test_status(manager: httpx.AsyncClient) -> None:
+    status = (await manager.get("/runtime/status")).json()
+    wanted = "state model backend reason bits kv k_chunk context memory_bytes weight_bytes kv_bytes pid version error"
+    assert set(wanted.split()) <= set(status)
+    assert (status["state"], status["model"], status["error"]) == ("empty", None, None)
+
+
+async def test_load_tells_its_progress_and_its_end(manager: httpx.AsyncClient, house: FakeHouse) -> None:
+    asked = {"model": "small", "kv": "int8", "k_chunk": {"qkv": 8, "down": 16}, "context": 128, "backend": "cpu"}
+    *reports, last = events(await manager.post("/runtime/load", json=asked))
+    assert [report["message"] for report in reports] == ["loading small", "block 0", "block 1", "block 2"]
+    assert all(set(report) == {"phase", "done", "total", "unit", "message"} for report in reports)
+    assert last["phase"] == "done"
+    assert last["status"]["state"] == "ready"
+    assert last["status"]["k_chunk"] == {"qkv": 8, "down": 16}
+    assert house.loads == [
+        LoadRequest(model="small", kv="int8", k_chunk={"qkv": 8, "down": 16}, context=128, backend="cpu")
+    ]
+    models = (await manager.get("/runtime/models")).json()["models"]
+    assert [model["name"] for model in models if model["loaded"]] == ["small"]
+    assert [model["name"] for model in models if model["bundled"]] == ["demo"]
+
+
+async def test_a_load_that_fails_says_so_at_its_end(manager: httpx.AsyncClient) -> None:
+    *_, last = events(await manager.post("/runtime/load", json={"model": "broken"}))
+    assert set(last["error"]) == {"message", "type", "param", "code"}
+    status = (await manager.get("/runtime/status")).json()
+    assert status["state"] == "failed"
+    assert status["error"] == last["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("load", {"model": "nowhere"}, 404, "model"),
+        ("load", {}, 400, "model"),
+        ("load", {"model": "small", "kv": "int3"}, 400, "kv"),
+        ("load", {"model": "small", "k_chunk": 1025}, 400, "k_chunk"),
+        ("load", {"model": "small", "k_chunk": {"qkv": -1}}, 400, None),
+        ("load", {"model": "small", "k_chunk": {"nose": 1}}, 400, None),
+        ("load", {"model": "small", "context": 0}, 400, "context"),
+        ("load", {"model": "small", "unknown": 0}, 400, "unknown"),
+        ("quantize", {"source": "x", "bits": 3.5}, 400, "bits"),
+        ("quantize", {"source": "x", "bits": "3"}, 400, "bits"),
+        ("quantize", {}, 400, "source"),
+        ("quantize", {"source": "x", "bits": 5}, 400, None),
+        ("pull", {}, 400, "name"),
+        ("remove", {"name": 3}, 400, "name"),
+        ("remove", {"name": "demo"}, 400, None),
+    ],
+)
+async def test_what_is_refused(
+    manager: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    response = await manager.post(f"/runtime/{path}", json=body)
+    assert response.status_code == status
+    if param is not None:
+        assert response.json()["error"]["param"] == param
+
+
+async def test_quantize(manager: httpx.AsyncClient) -> None:
+    *reports, last = events(await manager.post("/runtime/quantize", json={"source": "x", "bits": 3.0, "name": "new"}))
+    assert [report["phase"] for report in reports] == ["quantize"] * 3
+    assert last["phase"] == "done"
+    assert (last["model"]["name"], last["model"]["warning"]) == ("new", "a warning")
+    assert "new" in [model["id"] for model in (await manager.get("/v1/models")).json()["data"]]
+
+
+async def test_pull(manager: httpx.AsyncClient) -> None:
+    *reports, last = events(await manager.post("/runtime/pull", json={"name": "a/b", "revision": "r"}))
+    assert [report["phase"] for report in reports] == ["download"] * 3
+    assert last == {"phase": "done", "name": "a/b", "path": "/cache/a/b/r"}
+
+
+async def test_remove_unloads_first(manager: httpx.AsyncClient, house: FakeHouse) -> None:
+    await manager.post("/runtime/load", json={"model": "small"})
+    assert (await manager.post("/runtime/remove", json={"name": "small"})).json() == {"removed": "small"}
+    assert house.engine.closed
+    assert house.removed == ["small"]
+    assert (await manager.get("/runtime/status")).json()["state"] == "empty"
+
+
+async def test_unload(manager: httpx.AsyncClient, house: FakeHouse) -> None:
+    await manager.post("/runtime/load", json={"model": "small"})
+    assert (await manager.post("/runtime/unload")).json()["status"]["state"] == "empty"
+    assert house.engine.closed

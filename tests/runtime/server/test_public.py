@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import CONTEXT, FakeHouse, entry
+
+from runtime.server.app import create_app
+from runtime.server.security import Security
+from runtime.server.service import Service
+
+TIMINGS = {
+    "ttft_s",
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+}
+
+
+def chat(text: str = "echo a b c", **more: Any) -> dict[str, Any]:
+    return {"model": "small", "messages": [{"role": "user", "content": text}], **more}
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """Data of a stream, each block checked to be one event."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks.pop().strip() == ""
+    found = []
+    for block in blocks:
+        lines = block.strip("\n").split("\n")
+        assert len(lines) == 1
+        if lines[0].startswith(":"):
+            continue
+        assert lines[0].startswith("data: ")
+        data = lines[0].removeprefix("data: ")
+        found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    body = (await client.get("/v1/models")).json()
+    assert body["object"] == "list"
+    assert {"id": "small", "object": "model", "created": 1700000000, "owned_by": "lowbit-chat"} in body["data"]
+
+
+@pytest.mark.parametrize("name", ["small", "org/other"])
+async def test_one_model(client: httpx.AsyncClient, name: str) -> None:
+    response = await client.get(f"/v1/models/{name}")
+    assert (response.status_code, response.json()["id"]) == (200, name)
+
+
+async def test_one_model_that_is_not_there(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v1/models/nowhere")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+async def test_chat_as_a_whole(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    response = await client.post("/v1/chat/completions", json=chat())
+    body = response.json()
+    assert response.status_code == 200
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    assert body["model"] == "small"
+    assert isinstance(body["created"], int)
+    [choice] = body["choices"]
+    assert choice == {
+        "index": 0,
+        "message": {"role": "assistant", "content": "a b c", "refusal": None},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    assert body["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 3,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert set(body["timings"]) == TIMINGS
+    assert body["timings"]["prefill_tokens_per_s"] == 16
+    options = house.engine.options[-1]
+    assert (options.temperature, options.top_p, options.top_k, options.max_tokens) == (1.0, 1.0, 0, None)
+    assert house.engine.trims == [True]
+
+
+async def test_chat_as_a_stream(client: httpx.AsyncClient) -> None:
+    *chunks, done = events(await client.post("/v1/chat/completions", json=chat(stream=True)))
+    assert done == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:]] == ["a", " b", " c", None]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["stop"]
+    assert ["timings" in chunk for chunk in chunks] == [False] * 4 + [True]
+    assert set(chunks[-1]["timings"]) == TIMINGS
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_usage_in_a_stream(client: httpx.AsyncClient) -> None:
+    asked = chat(stream=True, stream_options={"include_usage": True})
+    *chunks, last, done = events(await client.post("/v1/chat/completions", json=asked))
+    assert done == "[DONE]"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 7
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+async def test_a_stream_is_plain_ascii_on_one_line_each(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/chat/completions", json=chat("umlauts", stream=True))
+    assert response.content.isascii()
+    chunks = events(response)[:-1]
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == "äöü \u2028 😀 \x85 \n"
+
+
+async def test_log_probabilities_of_chat(client: httpx.AsyncClient) -> None:
+    asked = chat("echo ä b", logprobs=True, top_logprobs=2)
+    body = (await client.post("/v1/chat/completions", json=asked)).json()
+    first, second = body["choices"][0]["logprobs"]["content"]
+    assert (first["token"], first["logprob"], first["bytes"]) == ("ä", -0.5, [0xC3, 0xA4])
+    assert [top["token"] for top in second["top_logprobs"]] == ["t0", "t1"]
+    chunks = events(await client.post("/v1/chat/completions", json={**asked, "stream": True}))[:-1]
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry and entry["content"][0]["token"] for entry in told] == [None, "ä", " b", None]
+
+
+async def test_log_probabilities_without_alternatives(client: httpx.AsyncClient) -> None:
+    body = (await client.post("/v1/chat/completions", json=chat(logprobs=True))).json()
+    assert [token["top_logprobs"] for token in body["choices"][0]["logprobs"]["content"]] == [[]] * 3
+
+
+async def test_completions(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    asked = {"model": "small", "prompt": "echo x y", "logprobs": 1}
+    body = (await client.post("/v1/completions", json=asked)).json()
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    [choice] = body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("x y", "stop")
+    assert choice["logprobs"] == {
+        "tokens": ["x", " y"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"t0": -1.0}, {"t0": -1.0}],
+        "text_offset": [0, 1],
+    }
+    assert set(body["timings"]) == TIMINGS
+    assert house.engine.options[-1].max_tokens == 16
+    assert house.engine.options[-1].stop == ()
+    assert house.engine.trims == [False]
+
+
+async def test_completions_as_a_stream(client: httpx.AsyncClient) -> None:
+    asked = {"model": "small", "prompt": ["count 20"], "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last, done = events(await client.post("/v1/completions", json=asked))
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == " ".join(str(i) for i in range(16))
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["timings"]["completion_tokens"] == 16
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 16)
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
+async def test_completions_of_tokens(client: httpx.AsyncClient, prompt: list[Any]) -> None:
+    response = await client.post("/v1/completions", json={"model": "small", "prompt": prompt})
+    assert response.json()["usage"]["prompt_tokens"] == 3
+
+
+async def test_options_reach_the_engine(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    asked = chat(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        seed=-5,
+        stop=["X", "Y"],
+        max_completion_tokens=2,
+    )
+    body = (await client.post("/v1/chat/completions", json=asked)).json()
+    assert body["choices"][0]["finish_reason"] == "length"
+    options = house.engine.options[-1]
+    assert (options.temperature, options.top_p, options.top_k, options.min_p) == (0.5, 0.9, 7, 0.05)
+    assert (options.repetition_penalty, options.seed, options.max_tokens) == (1.1, -5, 2)
+    assert options.stop == ("X", "Y", "<turn>")
+
+
+async def test_top_p_zero_takes_the_most_likely_token(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    assert (await client.post("/v1/chat/completions", json=chat(top_p=0))).status_code == 200
+    assert house.engine.options[-1].top_k == 1
+
+
+@pytest.mark.parametrize("stop", ["c", ["z", " c"]])
+async def test_stop_strings_end_the_answer(client: httpx.AsyncClient, stop: object) -> None:
+    body = (await client.post("/v1/chat/completions", json=chat(stop=stop))).json()
+    assert body["choices"][0]["message"]["content"].strip() == "a b"
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_content_may_be_parts_of_text(client: httpx.AsyncClient) -> None:
+    parts = [{"type": "text", "text": "echo pa"}, {"type": "text", "text": "rts"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    body = (await client.post("/v1/chat/completions", json={"model": "small", "messages": messages})).json()
+    assert body["choices"][0]["message"]["content"] == "parts"
+
+
+async def test_the_last_message_can_be_continued(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "echo more"}]
+    asked = {"model": "small", "messages": messages, "continue_final_message": True}
+    assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
+    assert house.engine.trims == [False]
+    response = await client.post("/v1/chat/completions", json=chat(continue_final_message=True))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("change", "status", "code", "param"),
+    [
+        ({"model": "nowhere"}, 404, "model_not_found", "model"),
+        ({"model": "../../etc/passwd"}, 404, "model_not_found", "model"),
+        (chat("echo " + "x " * CONTEXT), 400, "context_length_exceeded", "messages"),
+        ({"model": "broken"}, 503, "model_unavailable", None),
+        ({"n": 2}, 400, None, "n"),
+    ],
+    ids=["unknown", "path", "overflow", "damaged", "n"],
+)
+async def test_errors_before_the_answer_have_a_status(
+    client: httpx.AsyncClient, stream: bool, change: dict[str, Any], status: int, code: str | None, param: str | None
+) -> None:
+    response = await client.post("/v1/chat/completions", json={**chat(), **change, "stream": stream})
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code, param)
+    assert error["message"]
+
+
+async def test_overflow_of_a_completion_names_the_prompt(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"model": "small", "prompt": "x " * (CONTEXT + 1)})
+    assert response.json()["error"]["param"] == "prompt"
+
+
+async def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(client: httpx.AsyncClient) -> None:
+    chunks = events(await client.post("/v1/chat/completions", json=chat("echo a BREAK", stream=True)))
+    assert chunks[1]["choices"][0]["delta"] == {"content": "a"}
+    assert chunks[-1]["error"]["code"] == "model_broken"
+    assert "[DONE]" not in chunks
+
+
+async def test_a_failure_in_the_middle_of_a_whole_answer_is_its_status(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/chat/completions", json=chat("echo a BREAK"))
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+
+
+async def test_pings_keep_a_silent_stream_alive(service: Service, house: FakeHouse) -> None:
+    app = create_app(service, Security(), ping_s=0.02)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        await client.post("/v1/chat/completions", json=chat())
+        house.engine.prefill_gate.clear()
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=chat(stream=True)))
+        await asyncio.sleep(0.2)
+        house.engine.prefill_gate.set()
+        response = await asking
+    assert ": ping\n\n" in response.text
+    assert events(response)[-1] == "[DONE]"
+
+
+async def test_a_late_error_comes_in_the_stream(
+    service: Service, house: FakeHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that waits for its model begins before it is known whether the prompt fits."""
+    monkeypatch.setattr("runtime.server.streaming.sse.__kwdefaults__", {"patience_s": 0.02})
+    app = create_app(service, Security())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        asked = {**chat("echo " + "x " * CONTEXT, stream=True), "model": "slow-to-load"}
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=asked))
+        await asyncio.sleep(0.1)
+        house.gate.set()
+        response = await asking
+    assert response.status_code == 200
+    [event] = events(response)
+    assert event["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models/small", 405),
+        ("OPTIONS", "/v1/chat/completions", 405),
+    ],
+)
+async def test_paths_that_are_not_there(client: httpx.AsyncClient, method: str, path: str, status: int) -> None:
+    response = await client.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_the_entry_of_a_model_is_complete() -> None:
+    body = entry("m", warning="w").to_json(loaded=True)
+    assert {"name", "bits", "disk_bytes", "perplexity_after", "warning", "loaded", "bundled"} <= set(body)
