@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from models.spec import ModelSpec
+from runtime.cpu.emit import LANES
 from runtime.cpu.layout import aligned_zeros, padded
-from runtime.cpu.vector import LANES
 from runtime.decoder import DecoderOptions
 from runtime.kernels.attention.cpu import SPAN
 

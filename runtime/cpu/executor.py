@@ -9,34 +9,28 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-import numpy as np
 from llvmlite import ir
 from numba import types
 
 from runtime.cpu import instructions as op
+from runtime.cpu.emit import I64, Builder, define, load, offset
 from runtime.cpu.sync import FAILED, TICKET, add_word, barrier, wait_for_ticket, write_word
 from runtime.cpu.vector import (
-    I64,
-    Builder,
     add,
     as_float,
-    define,
     get_float,
     get_half,
     get_int,
     get_word,
-    load,
     load_floats,
     load_halves,
-    offset,
-    set_byte,
     set_float,
-    set_half,
     set_int,
     store_floats,
 )
 from runtime.kernels.activation.cpu import quantize_group
 from runtime.kernels.attention.cpu import SPAN, attend_split, merge_splits
+from runtime.kernels.cache.cpu import store_key, store_value
 from runtime.kernels.compensate.cpu import compensate
 from runtime.kernels.gate.cpu import gate
 from runtime.kernels.gemm.cpu import (
@@ -313,49 +307,6 @@ def _linear(i: int, control: int, thread: int, threads: int, scratch: int) -> No
 
 
 @numba.njit(nogil=True)
-def _store_key(key: int, dim: int, keys: int, scales: int, position: int) -> None:
-    """Write one key into its tile of 16 tokens, in half precision or as INT8 with a scale of its own."""
-    tile, lane = position // 16, position % 16
-    if scales == 0:
-        for d in range(dim):
-            set_half(keys + 2 * (16 * (tile * dim + d) + lane), get_float(key + 4 * d))
-        return
-    inverse = _int8_scale(key, dim, scales + 2 * position)
-    for d in range(dim):
-        set_byte(keys + 16 * (tile * dim + d) + lane, _int8_code(get_float(key + 4 * d), inverse))
-
-
-@numba.njit(nogil=True)
-def _store_value(value: int, dim: int, values: int, scales: int, position: int) -> None:
-    """Write one value vector, token by token."""
-    padded = (dim + 15) // 16 * 16
-    if scales == 0:
-        for d in range(dim):
-            set_half(values + 2 * (position * padded + d), get_float(value + 4 * d))
-        return
-    inverse = _int8_scale(value, dim, scales + 2 * position)
-    for d in range(dim):
-        set_byte(values + position * padded + d, _int8_code(get_float(value + 4 * d), inverse))
-
-
-@numba.njit(nogil=True)
-def _int8_scale(vector: int, dim: int, scale: int) -> float:
-    """Store max |x| / 127 in half precision; returns the stored scale."""
-    top = numba.float32(0.0)
-    for d in range(dim):
-        top = max(top, abs(get_float(vector + 4 * d)))
-    set_half(scale, numba.float32(top / numba.float32(127.0)))
-    return get_half(scale)
-
-
-@numba.njit(nogil=True)
-def _int8_code(value: float, scale: float) -> int:
-    if scale == numba.float32(0.0):
-        return numba.int8(0)
-    return numba.int8(max(-127.0, min(127.0, np.rint(value / scale))))
-
-
-@numba.njit(nogil=True)
 def _heads(i: int, control: int, thread: int, threads: int) -> None:
     qkv, stride, heads, kv_heads, dim, half, cos, sin, q_norm, k_norm, eps, scale = _heads_operands(i)[:12]
     keys, values, key_scales, value_scales, context = _heads_operands(i)[12:]
@@ -380,10 +331,10 @@ def _heads(i: int, control: int, thread: int, threads: int) -> None:
         is_key = head < heads + kv_heads
         kv = (numba.int64(get_int(slots + 4 * row)) * kv_heads + (head - heads) % kv_heads) * context
         if is_key:
-            _store_key(x, dim, keys + kv * dim * item, 0 if key_scales == 0 else key_scales + 2 * kv, position)
+            store_key(x, dim, keys + kv * dim * item, 0 if key_scales == 0 else key_scales + 2 * kv, position)
         else:
             to = 0 if value_scales == 0 else value_scales + 2 * kv
-            _store_value(x, dim, values + kv * padded * item, to, position)
+            store_value(x, dim, values + kv * padded * item, to, position)
 
 
 @numba.njit(nogil=True)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.packed import PackedLinear
-from runtime.cpu.vector import LANES
+from runtime.cpu.emit import LANES
 from runtime.kernels.gemv.cpu import BLOCK, BLOCK_BYTES
 
 

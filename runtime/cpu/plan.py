@@ -19,8 +19,8 @@ from models.rope import tables
 from models.spec import ModelSpec
 from runtime.cpu import instructions as op
 from runtime.cpu.cache import CpuCache
+from runtime.cpu.emit import LANES
 from runtime.cpu.layout import TiledLinear, aligned_zeros, padded, tile_linear
-from runtime.cpu.vector import LANES
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
 from runtime.kernels.gemv.cpu import BLOCK

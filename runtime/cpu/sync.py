@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from runtime.cpu.vector import I32, I64, Builder, call, define, pointer
+from runtime.cpu.emit import I32, I64, Builder, call, define, pointer
 
 # Word offsets into the control block; each hot word has a cache line (8 words) of its own.
 ARRIVED = 0

@@ -14,19 +14,13 @@ import numba
 from llvmlite import ir
 from numba import types
 
+from runtime.cpu.emit import FLOATS, I32, WORDS, Builder, define, floats16, load
 from runtime.cpu.vector import (
-    FLOATS,
-    I32,
-    WORDS,
-    Builder,
     add,
-    define,
     fill,
-    floats16,
     fma,
     get_float,
     get_int,
-    load,
     load_floats,
     load_halves,
     load_unsigned,

@@ -12,7 +12,7 @@ import numba
 from llvmlite import ir
 from numba import types
 
-from runtime.cpu.vector import (
+from runtime.cpu.emit import (
     BYTES,
     FLOAT,
     FLOATS,
@@ -25,16 +25,12 @@ from runtime.cpu.vector import (
     emit_fma,
     floats16,
     load,
-    load_halves,
-    load_unsigned,
-    mul,
     offset,
     pointer,
     splat,
-    store_floats,
     words16,
-    zero_floats,
 )
+from runtime.cpu.vector import load_halves, load_unsigned, mul, store_floats, zero_floats
 from runtime.kernels.gemv.cpu import BLOCK, BLOCK_BYTES, emit_unpack
 
 ROW_BLOCKS = (1, 4, 8, 16)

@@ -13,25 +13,17 @@ import numba
 from llvmlite import ir
 from numba import types
 
+from runtime.cpu.emit import BYTES, Builder, bytes64, constant, define, load, offset, shift_left, shift_right
 from runtime.cpu.vector import (
-    BYTES,
-    Builder,
     add_words,
     broadcast,
     broadcast_word,
-    bytes64,
-    constant,
-    define,
     dot4,
     fma,
-    load,
     load_halves,
     load_unsigned,
     mul,
-    offset,
     prefetch,
-    shift_left,
-    shift_right,
     to_floats,
     zero_floats,
     zero_words,
