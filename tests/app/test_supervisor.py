@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from app.client import ChatOptions
+from app.errors import ConnectionLostError, StartError
+from app.supervisor import Supervisor, own_command
+from runtime.lock import is_alive, lock_path, read_lock, write_lock
+
+COMMAND = [sys.executable, str(Path(__file__).parents[1] / "runtime" / "server" / "fake_runtime.py")]
+UI = """
+import asyncio, sys
+from pathlib import Path
+from app.supervisor import Supervisor
+
+async def main():
+    supervisor = Supervisor(Path(sys.argv[1]), command=sys.argv[2:])
+    client = await supervisor.ensure()
+    print((await client.status()).pid, supervisor.attached, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await supervisor.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+async def supervise(home: Path) -> AsyncIterator[Callable[..., Supervisor]]:
+    """Makes supervisors of one home; all are closed at the end."""
+    made: list[Supervisor] = []
+
+    def make(command: list[str] | None = None, **options: object) -> Supervisor:
+        made.append(Supervisor(home, command=command or COMMAND, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for supervisor in made:
+        await supervisor.close()
+
+
+def damage(path: Path, content: str) -> None:
+    path.parent.mkdir()
+    path.write_text(content)
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def wait_until(predicate: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not predicate():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def test_start_and_close_leave_nothing_running(supervise: Callable[..., Supervisor], home: Path) -> None:
+    supervisor = supervise()
+    client = await supervisor.ensure()
+    status = await client.status()
+    assert status.state == "empty"
+    assert not supervisor.attached
+    assert await supervisor.ensure() is client
+    assert [mode(home), mode(supervisor.log_file)] == [0o700, 0o600]
+    await supervisor.close()
+    await supervisor.close()
+    assert ended(status.pid)
+    assert not lock_path(home).exists()
+
+
+async def test_a_second_one_attaches_and_does_not_end_it(supervise: Callable[..., Supervisor]) -> None:
+    first, second = supervise(), supervise(["nothing-that-could-be-started"])
+    one, two = await first.ensure(), await second.ensure()
+    assert second.attached
+    assert (await one.status()).pid == (await two.status()).pid
+    await second.close()
+    assert (await one.status()).state == "empty"
+
+
+async def test_two_at_once_start_one(supervise: Callable[..., Supervisor]) -> None:
+    supervisors = [supervise() for _ in range(3)]
+    clients = await asyncio.gather(*(supervisor.ensure() for supervisor in supervisors))
+    assert len({(await client.status()).pid for client in clients}) == 1
+    assert sorted(supervisor.attached for supervisor in supervisors) == [False, True, True]
+
+
+def test_two_uis_at_once_start_one(home: Path) -> None:
+    uis = [
+        subprocess.Popen(
+            [sys.executable, "-c", UI, str(home), *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        told = [ui.stdout.readline().split() for ui in uis if ui.stdout is not None]
+        assert len({pid for pid, _ in told}) == 1
+        assert sorted(attached for _, attached in told) == ["False", "True"]
+    finally:
+        for ui in uis:
+            ui.communicate(timeout=60)
+    wait_until(lambda: ended(int(told[0][0])))
+    assert not lock_path(home).exists()
+
+
+async def test_a_crash_is_explained_and_the_next_one_starts(supervise: Callable[..., Supervisor], home: Path) -> None:
+    supervisor = supervise()
+    client = await supervisor.ensure()
+    before = (await client.status()).pid
+    assert supervisor.crash_report() is None
+    os.kill(before, signal.SIGKILL)
+    await asyncio.to_thread(wait_until, supervisor.crash_report)
+    assert "SIGKILL" in (supervisor.crash_report() or "")
+    assert read_lock(lock_path(home)) is not None  # the killed process could not remove it
+    with pytest.raises(ConnectionLostError):
+        await client.status()
+    again = await supervisor.ensure()
+    assert (await again.status()).pid != before
+    assert not supervisor.attached
+
+
+async def test_a_crash_in_the_middle_of_an_answer(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise()
+    client = await supervisor.ensure()
+    with pytest.raises(ConnectionLostError):
+        async for _ in client.chat([{"role": "user", "content": "die now"}], ChatOptions(model="small")):
+            pass
+    client = await supervisor.restart()
+    answer = [
+        delta.text
+        async for delta in client.chat([{"role": "user", "content": "echo back"}], ChatOptions(model="small"))
+    ]
+    assert "".join(answer) == "back"
+
+
+async def test_one_that_was_attached_to_a_dead_runtime_starts_its_own(supervise: Callable[..., Supervisor]) -> None:
+    first, second = supervise(), supervise()
+    pid = (await (await first.ensure()).status()).pid
+    await second.ensure()
+    await first.close()
+    client = await second.ensure()
+    assert (await client.status()).pid != pid
+    assert not second.attached
+
+
+async def test_restart_makes_a_new_process(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise()
+    before = (await (await supervisor.ensure()).status()).pid
+    after = (await (await supervisor.restart()).status()).pid
+    assert before != after
+    assert ended(before)
+
+
+async def test_a_model_is_loaded_at_the_start(supervise: Callable[..., Supervisor]) -> None:
+    client = await supervise(model="small").ensure()
+    async with asyncio.timeout(20):
+        while (await client.status()).state != "ready":  # noqa: ASYNC110 -- another process makes it true
+            await asyncio.sleep(0.01)
+    assert (await client.status()).model == "small"
+
+
+async def test_a_runtime_that_cannot_start_says_why(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise([*COMMAND, "--fail"])
+    with pytest.raises(StartError, match="exit code 3") as failure:
+        await supervisor.ensure()
+    assert "ImportError: no such kernel" in str(failure.value)
+    assert "warming up" in str(failure.value)
+
+
+async def test_a_program_that_is_not_there(supervise: Callable[..., Supervisor]) -> None:
+    with pytest.raises(StartError, match="No such file"):
+        await supervise(["nothing-that-could-be-started"]).ensure()
+
+
+async def test_a_runtime_that_never_answers_is_ended(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    script = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+    supervisor = supervise([sys.executable, "-c", script, str(tmp_path / "pid")], start_timeout_s=1.0)
+    with pytest.raises(StartError, match="did not answer within 1 s"):
+        await supervisor.ensure()
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("change", ["version", "create_time", "token", "port"])
+async def test_a_lock_file_that_does_not_fit_is_not_believed(
+    supervise: Callable[..., Supervisor], home: Path, change: str
+) -> None:
+    first = supervise()
+    await first.ensure()
+    record = read_lock(lock_path(home))
+    assert record is not None
+    wrong = {"version": "0.0", "create_time": record.create_time - 50, "token": "another", "port": 9}[change]
+    write_lock(lock_path(home), replace(record, **{change: wrong}))
+    second = supervise()
+    client = await second.ensure()
+    assert not second.attached
+    assert (await client.status()).pid != record.pid
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+async def test_a_damaged_lock_file_is_replaced(supervise: Callable[..., Supervisor], home: Path, content: str) -> None:
+    damage(lock_path(home), content)
+    assert (await (await supervise().ensure()).status()).state == "empty"
+
+
+def test_killing_the_ui_ends_the_runtime(home: Path) -> None:
+    ui = subprocess.Popen(
+        [sys.executable, "-c", UI, str(home), *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert ui.stdout is not None
+    pid = int(ui.stdout.readline().split()[0])
+    record = read_lock(lock_path(home))
+    assert record is not None
+    assert is_alive(record)
+    ui.kill()
+    wait_until(lambda: ended(pid))
+    assert not lock_path(home).exists()
+    ui.communicate()
+
+
+def test_the_own_command_names_files_that_are_there() -> None:
+    command = own_command()
+    assert command[1:3] == ["-m", "runtime.process"]
+    for flag in ("--calibration", "--evaluation"):
+        assert Path(command[command.index(flag) + 1]).is_file()
