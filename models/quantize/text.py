@@ -34,6 +34,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 """Files of a checkpoint that can belong to its tokenizer."""
+_DESCRIBING_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 LAST_TOKENIZER_FILE = "tokenizer_config.json"
 """Saved after the others, so that it tells whether all are there."""
 
@@ -50,8 +51,6 @@ def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes
         CheckpointError: the checkpoint has no tokenizer, or one that cannot be read without running its code.
         StoreError: the disk refuses.
     """
-    from transformers import AutoTokenizer
-
     if not any((checkpoint / name).is_file() for name in TOKENIZER_FILES if name != "tokenizer_config.json"):
         raise CheckpointError(
             f"{checkpoint} has no tokenizer (tokenizer.json or tokenizer.model); take the tokenizer files from where "
@@ -61,8 +60,7 @@ def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes
     remove_folder(scratch)
     private_folder(scratch)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
-        tokenizer.save_pretrained(scratch)
+        _load_tokenizer(checkpoint).save_pretrained(scratch)
     except Exception as error:  # transformers lets through whatever its parsers raise
         shutil.rmtree(scratch, ignore_errors=True)
         raise CheckpointError(f"cannot read the tokenizer of {checkpoint}: {error}") from error
@@ -76,6 +74,17 @@ def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes
     for name in sorted(written, key=lambda name: name == LAST_TOKENIZER_FILE):
         save(name, (scratch / name).read_bytes())
     remove_folder(scratch)
+
+
+def _load_tokenizer(checkpoint: Path) -> Any:
+    from transformers import AutoTokenizer, LlamaTokenizer
+
+    bare = all((checkpoint / name).exists() == (name == "tokenizer.model") for name in _DESCRIBING_FILES)
+    if bare:
+        # A sentencepiece model alone, as the first Llama and Mistral checkpoints had, does not say that texts begin
+        # with <s>; AutoTokenizer would drop that and the leading space.
+        return LlamaTokenizer.from_pretrained(checkpoint, local_files_only=True, add_bos_token=True)
+    return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
 
 
 def token_windows(folder: Path, spec: ModelSpec, text: str, limit: int, purpose: str) -> list[torch.Tensor]:

@@ -2,6 +2,8 @@
 
 For every group the range [min(w, 0), max(w, 0)] is shrunk by each ratio of a grid; the ratio with the smallest squared
 error wins. Errors are measured with the scale as it will be stored, rounded to fp16, and with an integer zero-point.
+The squared error of a weight counts 4 m + w² times, m being the mean of w² in its group: without that, clipping large
+weights costs small models more than the rounding it saves (at 4 bits the loss was above that of plain rounding).
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from models.quantizers.rows import each_chunk
 
 RATIOS = tuple(1.0 - 0.025 * step for step in range(24))
 """Shrink ratios tried, 1 down to 0.425."""
+BASE_IMPORTANCE = np.float32(4)
+"""What an error at a weight of zero counts, in units of the group's mean square."""
 
 
 def quantize(weight: FloatArray, bits: int, group_size: int) -> GroupCodes:
@@ -72,6 +76,8 @@ def search(groups: FloatArray, bits: int) -> tuple[FloatArray, FloatArray]:
     best_scale, best_zero = np.empty_like(low), np.empty_like(low)
     best_error = np.full_like(low, np.inf)
     trial = np.empty_like(groups)
+    importance = groups * groups
+    importance += BASE_IMPORTANCE * importance.mean(0)
     for ratio in RATIOS:
         scale = to_fp16_scale((high - low) * np.float32(ratio / top))
         zero = np.clip(np.rint(low * np.float32(-ratio) / scale), 0, top)
@@ -79,6 +85,7 @@ def search(groups: FloatArray, bits: int) -> tuple[FloatArray, FloatArray]:
         trial *= scale
         trial -= groups
         trial *= trial
+        trial *= importance
         error = trial.sum(0)
         better = error < best_error
         best_error[better] = error[better]

@@ -1,0 +1,66 @@
+"""Peak memory of quantizing: bounded by one block, whatever the model's size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from models.checkpoint import Checkpoint
+from models.spec import LAYER_TYPES
+
+MEASURE = """
+import json, resource, sys
+from pathlib import Path
+import torch, transformers, tokenizers
+from models.quantize import quantize
+from models.quantizers import residual, rtn
+from models.recipe import Recipe
+from models.store import Store
+
+torch.set_num_threads(1)
+rtn.RATIOS, residual.GRID = (1.0,), 1  # the searches take time, not memory
+text = Path(sys.argv[3]).read_text()
+store = Store(Path(sys.argv[2]))
+peaks = []
+for source in sys.argv[4:] + [sys.argv[1]]:
+    quantize(Path(source), store, Recipe(bits=4), calibration=text, evaluation=text)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(json.dumps(peaks))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
+def test_peak_is_one_block_and_one_shard(
+    tmp_path: Path, checkpoint_maker: Callable[..., Path], short_text: str
+) -> None:
+    """Against the peak of a tiny model in the same process, so that libraries and texts are not counted.
+
+    The full-precision weights are 20 blocks of 15.7 MB (float32) in 10 shards: keeping them all would cost 320 MB.
+    """
+    shape = {"hidden": 512, "intermediate": 2048, "layers": 20, "shards": 10, "tied": False, "vocabulary": 4096}
+    folder = checkpoint_maker(tmp_path / "large", **shape)
+    tiny = checkpoint_maker(tmp_path / "tiny")
+    (tmp_path / "text").write_text(short_text)
+    arguments = [str(folder), str(tmp_path / "store"), str(tmp_path / "text"), str(tiny)]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    tiny_peak, large_peak = json.loads(done.stdout)
+    checkpoint = Checkpoint.open(folder)
+    weights = {name: checkpoint.linear(name)[0].numel() for name in checkpoint.spec.linear_names()}
+    block = 4 * sum(weights[f"layers.0.{kind}"] for kind in LAYER_TYPES)
+    shard = max(path.stat().st_size for path in checkpoint.shards)
+    whole = 4 * sum(weights.values())
+    allowance = 128 * 2**20  # activations of four windows and the pieces in work; far under the 1.5 GiB promised
+    assert large_peak - tiny_peak <= block + shard + allowance
+    assert block + shard + allowance < 0.6 * whole, "the limit would not notice a model kept whole"
