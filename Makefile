@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: chat demo test check format bench bench-gpu clean
+.PHONY: chat demo test check format bench clean
 
 chat: $(READY)
 	$(BIN)/lowbit-chat

@@ -10,7 +10,7 @@ percentage is the bytes read for a token times tokens per second, over this mach
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import importlib.metadata
 import json
 import platform
@@ -114,7 +114,7 @@ def main() -> None:
         )
     report = {
         "command": "python -m tests.peers.compare",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "cpu": detect_cpu().name,
         "cores": detect_cpu().physical_cores,
         "read_bandwidth_gb_s": round(limit, 1),

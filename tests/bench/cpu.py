@@ -1,0 +1,162 @@
+"""How near the CPU's matrix products are to the physical limit, for the shapes of a 1.1 B and an 8 B Llama.
+
+    make bench                                   or: python -m tests.bench.cpu --out FILE.json
+
+One row a shape: the product of a low-bit matrix with one row of activations, in GB/s of weights and percent of the
+read bandwidth measured in the same run; and with 128 rows, in 10⁹ operations a second. p20, p50 and p80 of the times.
+The matrices of a run are rotated so that the last-level cache does not hold them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import importlib.metadata
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.cpu import instructions as op
+from runtime.cpu import sync
+from runtime.cpu.isa import VARIANT
+from runtime.cpu.layout import aligned_zeros
+from runtime.cpu.pool import Pool, default_threads
+from runtime.kernels.gemv.cpu import BLOCK, BLOCK_BYTES
+from tuner.bandwidth import read_bandwidth
+from tuner.detect import detect_cpu
+
+SHAPES = {
+    "1.1B qkv": (2560, 2048),
+    "1.1B gate_up": (11264, 2048),
+    "1.1B down": (2048, 5632),
+    "8B qkv": (6144, 4096),
+    "8B o": (4096, 4096),
+    "8B gate_up": (28672, 4096),
+    "8B down": (4096, 14336),
+}
+GROUP_BLOCKS = 4
+ROTATED_BYTES = 256 << 20
+
+
+class Product:
+    """One matrix shape, in enough copies to outgrow the caches, as a program of LINEAR instructions.
+
+    Args:
+        N: Output channels, a multiple of 16.
+        K: Input channels, a multiple of 128.
+        bits: 3 or 4.
+        rows: Rows of activations.
+    """
+
+    def __init__(self, N: int, K: int, bits: int, rows: int) -> None:
+        blocks, groups = K // BLOCK, K // BLOCK // GROUP_BLOCKS
+        one = (N // 16) * blocks * BLOCK_BYTES[bits]
+        copies = max(1, ROTATED_BYTES // one) if rows == 1 else 1
+        rng = np.random.default_rng(0)
+        self._codes = aligned_zeros((copies, one), np.uint8)
+        self._codes[:] = np.frombuffer(rng.bytes(one), np.uint8)
+        self._scales = aligned_zeros((N // 16, groups, 16), np.float16)
+        self._zeros = aligned_zeros((N // 16, groups, 16), np.uint8)
+        self._x = aligned_zeros((rows + 16, K), np.int8)
+        self._x_scales = aligned_zeros((2, rows + 16, groups), np.float32)
+        self._out = aligned_zeros((rows + 16, N), np.float32)
+        self._scratch = aligned_zeros((default_threads(), 1 << 12), np.uint8)
+        self.bytes = one + self._scales.nbytes + self._zeros.nbytes
+        self.operations = 2 * N * K * rows
+        self.copies = copies
+        self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        self._control[op.M_ROWS] = rows
+        self._control[op.SCRATCH], self._control[op.SCRATCH_STRIDE] = _address(self._scratch), self._scratch.strides[0]
+        program = aligned_zeros((copies, op.WIDTH), np.int64)
+        operands: dict[str, int] = {
+            "scales": _address(self._scales),
+            "zeros": _address(self._zeros),
+            "x_codes": _address(self._x),
+            "x_scales": _address(self._x_scales[0]),
+            "x_shifts": _address(self._x_scales[1]),
+            "blocks": blocks,
+            "group_blocks": GROUP_BLOCKS,
+            "groups": groups,
+            "tiles": N // 16,
+            "bits": bits,
+            "out": _address(self._out),
+            "out_stride": self._out.strides[0],
+        }
+        for copy in range(copies):
+            program[copy, 0] = op.LINEAR
+            for name, value in {**operands, "codes": _address(self._codes[copy])}.items():
+                program[copy, 1 + op.OPERANDS[op.LINEAR].index(name)] = value
+        self._program = program
+        self.pool = Pool(program, self._control, default_threads())
+
+    def seconds(self, repetitions: int) -> list[float]:
+        """Seconds of one product, once for each repetition."""
+        times = []
+        with self.pool.session():
+            self.pool.step()
+            for _ in range(repetitions):
+                begin = time.perf_counter()
+                self.pool.step()
+                times.append((time.perf_counter() - begin) / self.copies)
+        return times
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return int(array.ctypes.data)
+
+
+def main() -> None:
+    """Measure, print the table, and write it down where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=25)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    titles = ("bits", "rows", "p20 µs", "p50 µs", "p80 µs", "GB/s", "% limit", "GOP/s")
+    print(f"{'shape':14}" + "".join(f"{title:>9}" for title in titles))
+    for name, (N, K) in SHAPES.items():
+        for bits in (3, 4):
+            for count in (1, 128):
+                product = Product(N, K, bits, count)
+                times = product.seconds(arguments.repetitions if count == 1 else 5)
+                fifths = statistics.quantiles(times, n=5)
+                p20, p50, p80 = 1e6 * fifths[0], 1e6 * statistics.median(times), 1e6 * fifths[3]
+                limit = read_bandwidth(None, fresh=True).gb_s if count == 1 else 0.0
+                speed = product.bytes / p50 / 1e3
+                row = {
+                    "shape": name,
+                    "N": N,
+                    "K": K,
+                    "bits": bits,
+                    "rows": count,
+                    "p20_us": round(p20, 1),
+                    "p50_us": round(p50, 1),
+                    "p80_us": round(p80, 1),
+                    "gb_s": round(speed, 2),
+                    "percent_of_read_bandwidth": round(100 * speed / limit, 1) if limit else None,
+                    "gop_s": round(product.operations / p50 / 1e3, 1),
+                }
+                rows.append(row)
+                numbers = [p20, p50, p80, speed, 100 * speed / limit if limit else 0.0, row["gop_s"]]
+                print(f"{name:14}{bits:9}{count:9}" + "".join(f"{number:9.1f}" for number in numbers))
+    report = {
+        "command": "python -m tests.bench.cpu",
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "cpu": detect_cpu().name,
+        "threads": default_threads(),
+        "variant": VARIANT,
+        "versions": {name: importlib.metadata.version(name) for name in ("numba", "llvmlite", "numpy")},
+        "rows": rows,
+    }
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
