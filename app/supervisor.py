@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import subprocess
@@ -105,6 +106,7 @@ class Supervisor:
 
     async def _connect(self) -> RuntimeClient:
         try:
+            await asyncio.to_thread(importlib.import_module, "httpx")  # slow enough to make a UI stutter
             private_folder(self.home)
             async with self._starting():
                 found = await asyncio.to_thread(self._running)
@@ -160,7 +162,7 @@ class Supervisor:
 
     async def _start(self, unusable: LockRecord | None) -> LockRecord:
         """Start a process and wait until it answers."""
-        self._spawn()
+        await asyncio.to_thread(self._spawn)
         deadline = time.monotonic() + self._start_timeout_s
         try:
             while time.monotonic() < deadline:

@@ -51,10 +51,12 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         RequestError: the address is not one of this machine, or the port is taken.
     """
+    if not 0 <= port <= 65535:  # the system would take it modulo 65536
+        raise RequestError(f"cannot listen on port {port}: choose one from 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise RequestError(f"cannot listen on {host}: {error}") from error
     try:
         if sys.platform != "win32":  # there, the option would let two programs share a port

@@ -1,0 +1,165 @@
+"""The real loader, catalogue and workshop, on the bundled model."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import aclosing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation_file
+from models.errors import CheckpointError, QuantizationError, StoreError
+from models.progress import Progress, ignore_progress, never_cancelled
+from models.store import Store
+from runtime.errors import BackendError, Cancelled, RequestError
+from runtime.server.app import create_app
+from runtime.server.errors import ApiError
+from runtime.server.loading import Bundle, StoreCatalogue, StoreLoader, open_service
+from runtime.server.making import StoreWorkshop
+from runtime.server.records import LoadRequest, QuantizeRequest
+from runtime.server.security import Security
+
+BUNDLE = Bundle(models={"demo": demo_path()}, calibration=calibration_file(), evaluation=evaluation_file())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A store with one model, `org/copy`."""
+    store = Store(tmp_path / "models")
+    shutil.copytree(demo_path(), store.path("org/copy"))
+    return store
+
+
+@pytest.fixture
+def catalogue(store: Store) -> StoreCatalogue:
+    return StoreCatalogue(store, BUNDLE.models)
+
+
+def test_the_catalogue_has_bundled_and_stored_models(catalogue: StoreCatalogue) -> None:
+    assert [(entry.name, entry.bundled) for entry in catalogue.entries()] == [("demo", True), ("org/copy", False)]
+    found = catalogue.find("org/copy")
+    assert found is not None
+    assert found.bits == 4
+    assert found.created > 0
+
+
+@pytest.mark.parametrize("name", ["nowhere", "", "..", "../models", "/etc", "a/b/c", "org--copy", "org/copy/", "a\0b"])
+def test_names_that_are_no_models(catalogue: StoreCatalogue, name: str) -> None:
+    assert catalogue.find(name) is None
+    with pytest.raises(StoreError):
+        catalogue.open(name)
+    with pytest.raises(StoreError):
+        catalogue.remove(name)
+
+
+def test_a_bundled_model_stays(catalogue: StoreCatalogue) -> None:
+    with pytest.raises(RequestError, match="part of the program"):
+        catalogue.remove("demo")
+    catalogue.remove("org/copy")
+    assert [entry.name for entry in catalogue.entries()] == ["demo"]
+
+
+def test_a_bundled_model_that_is_missing_is_not_listed(store: Store, tmp_path: Path) -> None:
+    catalogue = StoreCatalogue(store, {"demo": tmp_path / "nothing"})
+    assert [entry.name for entry in catalogue.entries()] == ["org/copy"]
+
+
+def test_what_is_loaded_is_what_was_asked_for(catalogue: StoreCatalogue) -> None:
+    reports: list[Progress] = []
+    request = LoadRequest(model="org/copy", kv="int8", k_chunk={"qkv": 8}, context=128, backend="reference")
+    loaded = StoreLoader(catalogue)(request, reports.append, never_cancelled)
+    try:
+        assert (loaded.name, loaded.backend, loaded.kv, loaded.context) == ("org/copy", "reference", "int8", 128)
+        assert loaded.k_chunk == {"qkv": 8, "o": 0, "gate_up": 0, "down": 0, "head": 0}
+        assert loaded.engine.context == 128
+        assert loaded.kv_bytes > 0
+        assert loaded.weight_bytes > 0
+        assert [report.phase for report in reports] == ["open", "load"]
+        assert "cache" in reports[-1].message
+    finally:
+        loaded.engine.close()
+
+
+def test_a_context_longer_than_the_models_is_cut(catalogue: StoreCatalogue) -> None:
+    longest = catalogue.entries()[0].context
+    request = LoadRequest(model="demo", context=10 * longest, backend="reference")
+    loaded = StoreLoader(catalogue)(request, ignore_progress, never_cancelled)
+    loaded.engine.close()
+    assert loaded.context == longest
+
+
+def test_a_backend_that_is_not_there(catalogue: StoreCatalogue) -> None:
+    with pytest.raises(BackendError, match="warp"):
+        StoreLoader(catalogue)(LoadRequest(model="demo", backend="warp"), ignore_progress, never_cancelled)
+
+
+@pytest.mark.parametrize("asks", [0, 1, 2])
+def test_a_load_can_be_stopped_at_every_step(catalogue: StoreCatalogue, asks: int) -> None:
+    asked = iter(range(100))
+    with pytest.raises(Cancelled):
+        StoreLoader(catalogue)(
+            LoadRequest(model="demo", backend="reference"), ignore_progress, lambda: next(asked) >= asks
+        )
+
+
+async def test_the_bundled_model_answers_over_http(tmp_path: Path) -> None:
+    service = open_service(tmp_path, BUNDLE)
+    try:
+        async with aclosing(service.load(LoadRequest(model="demo", backend="reference", context=256))) as reports:
+            async for _ in reports:
+                pass
+        transport = httpx.ASGITransport(create_app(service, Security()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            asked = {
+                "model": "demo",
+                "messages": [{"role": "user", "content": "hello"}],
+                "temperature": 0,
+                "max_tokens": 8,
+                "logprobs": True,
+                "top_logprobs": 2,
+            }
+            answers = [(await client.post("/v1/chat/completions", json=asked)).json() for _ in range(2)]
+        texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+        assert texts[0] == texts[1] != ""
+        assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        tokens = answers[0]["choices"][0]["logprobs"]["content"]
+        assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in tokens)  # greedy
+    finally:
+        assert service.close()
+
+
+async def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
+    service = open_service(tmp_path, BUNDLE)
+    try:
+        folder = Store(tmp_path / "models").path("cut")
+        shutil.copytree(demo_path(), folder)
+        (folder / "outer.safetensors").write_bytes(b"")
+        with pytest.raises(ApiError) as failure:
+            await anext(service.load(LoadRequest(model="cut")))
+        assert failure.value.status in (404, 503)
+    finally:
+        assert service.close()
+
+
+def test_a_model_is_made_of_a_folder(store: Store) -> None:
+    reports: list[Progress] = []
+    request = QuantizeRequest(source=str(demo_checkpoint_path()), bits=3, name="three")
+    made = StoreWorkshop(store, BUNDLE).quantize(request, reports.append, never_cancelled)
+    assert (made.name, made.bits) == ("three", 3)
+    assert made.perplexity_after is not None
+    assert reports
+    assert "three" in [info.name for info in store.list()]
+
+
+@pytest.mark.parametrize("source", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c"])
+def test_a_source_that_is_nothing(store: Store, source: str) -> None:
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        StoreWorkshop(store, BUNDLE).quantize(QuantizeRequest(source=source), ignore_progress, never_cancelled)
+
+
+def test_without_a_calibration_text_residuals_are_refused(store: Store) -> None:
+    request = QuantizeRequest(source=str(demo_checkpoint_path()))
+    with pytest.raises(QuantizationError):
+        StoreWorkshop(store, Bundle()).quantize(request, ignore_progress, never_cancelled)
