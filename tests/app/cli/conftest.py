@@ -168,7 +168,9 @@ def services(checkpoint: Path, packed: Path, tmp_path: Path) -> TinyServices:
 @pytest.fixture
 def stored(services: TinyServices, packed: Path) -> str:
     """The name of a model in the store."""
-    shutil.copytree(packed, services.store().root / "small")
+    root = services.store().root
+    root.mkdir(mode=0o700)
+    shutil.copytree(packed, root / "small")
     return "small"
 
 

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cli import checks
+from runtime.lock import LockRecord
+from tuner.detect import CpuInfo, GpuInfo, Machine, MemoryInfo, PcieLink
+
+Answer = Callable[..., dict[str, Any]]
+GIB = 1 << 30
+MACHINE = Machine(
+    cpu=CpuInfo(
+        name="Some Processor",
+        architecture="x86_64",
+        physical_cores=8,
+        logical_cores=16,
+        usable_cores=4,
+        features=("avx2",),
+        caches=(),
+    ),
+    memory=MemoryInfo(total_bytes=16 * GIB, available_bytes=9 * GIB, limit_bytes=None),
+    gpus=(),
+)
+GPU = GpuInfo(
+    name="Some Card",
+    vendor="nvidia",
+    memory_total_bytes=6 * GIB,
+    memory_free_bytes=5 * GIB,
+    compute_capability="8.6",
+    driver="1.2",
+    pcie=PcieLink(generation=4, lanes=8, gb_s=15.8),
+)
+
+
+@pytest.fixture
+def machine(services: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
+    """Replace the machine that the program sees."""
+
+    def replace_machine(machine: Machine) -> None:
+        services.machine = lambda: machine
+
+    replace_machine(MACHINE)
+    monkeypatch.setattr(checks, "_LEAST_DISK", 0)
+    return replace_machine
+
+
+def whats(found: dict[str, Any]) -> str:
+    assert found["ok"] == (not found["problems"])
+    assert all(problem.keys() == {"what", "fix"} and all(problem.values()) for problem in found["problems"])
+    return "\n".join(problem["what"] for problem in found["problems"])
+
+
+def test_a_healthy_machine(answer: Answer, machine: Any, stored: str) -> None:
+    found = answer("doctor")
+    assert found.keys() == {"ok", "gpu", "cpu", "memory", "pcie", "backend", "reason", "problems"}
+    assert found["problems"] == []
+    assert found["ok"] is True
+    assert (found["gpu"], found["pcie"]) == (None, None)
+    assert found["cpu"]["usable_cores"] == 4
+    assert found["cpu"]["kernels"] in ("avx512", "avxvnni", "avx2", "generic")
+    assert (found["memory"]["available_bytes"], found["memory"]["read_gb_s"]) == (9 * GIB, 10.0)
+    assert found["backend"] == "cpu"
+    assert found["cpu"]["kernels"] in found["reason"]
+
+
+def test_for_a_person(run: Callable[..., Any], machine: Any) -> None:
+    machine(replace(MACHINE, gpus=(GPU,)))
+    text = run("doctor").stdout
+    assert "Some Processor, 4 of 8 cores" in text
+    assert "Some Card, 6.0 GiB, PCIe 4 x8, 15.8 GB/s" in text
+    assert "torch 2" in text
+
+
+def test_a_card_that_torch_cannot_use(answer: Answer, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(replace(MACHINE, gpus=(GPU,)))
+    monkeypatch.setattr(checks, "torch_cuda", lambda: None)
+    found = answer("doctor")
+    assert "built without CUDA" in whats(found)
+    assert (found["gpu"]["name"], found["pcie"]["lanes"]) == ("Some Card", 8)
+    monkeypatch.setattr(checks, "torch_cuda", lambda: "13.0")
+    assert answer("doctor")["ok"]
+
+
+def test_little_memory(answer: Answer, machine: Any) -> None:
+    machine(replace(MACHINE, memory=MemoryInfo(total_bytes=GIB, available_bytes=GIB // 2, limit_bytes=None)))
+    assert "512.0 MiB of 1.0 GiB" in whats(answer("doctor"))
+
+
+def test_little_disk(answer: Answer, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_LEAST_DISK", 1 << 80)
+    assert "of disk is free" in whats(answer("doctor"))
+
+
+def test_damaged_models(answer: Answer, machine: Any, stored: str, services: Any) -> None:
+    folder = services.store().root / stored
+    block = folder / "block-00000.safetensors"
+    block.chmod(0o600)
+    content = bytearray(block.read_bytes())
+    content[8] ^= 0xFF  # inside the header, which a quick look reads
+    block.write_bytes(content)
+    assert "small is damaged" in whats(answer("doctor"))
+    (folder / "recipe.json").unlink()
+    assert "small is damaged" in whats(answer("doctor"))
+
+
+def test_a_bad_setting(answer: Answer, machine: Any, isolated_home: Path) -> None:
+    (isolated_home / "settings.toml").write_text("temperature = 'warm'\n")
+    assert "temperature" in whats(answer("doctor"))
+
+
+def test_a_bad_kernel_choice(services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "runtime.cpu.isa", None)
+    choice, problems = checks.choose()
+    assert (choice.backend, choice.variant) == ("reference", None)
+    assert len(problems) == 1
+
+
+def test_an_open_folder(answer: Answer, machine: Any, isolated_home: Path) -> None:
+    isolated_home.chmod(0o755)
+    assert "other users" in whats(answer("doctor"))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.os, "access", lambda *_: False)  # root may write everywhere
+    problems = list(checks.check_folders({"cache": tmp_path / "a" / "b"}))
+    assert [f"change the permissions of {tmp_path}" in problem.fix for problem in problems] == [True]
+
+
+@pytest.mark.parametrize("content", ["{", None], ids=["damaged", "dead"])
+def test_a_lock_file_that_was_left(answer: Answer, machine: Any, isolated_home: Path, content: str | None) -> None:
+    record = {"pid": 2**22 - 1, "create_time": 1.0, "host": "127.0.0.1", "port": 1, "token": "t", "version": "0"}
+    (isolated_home / "runtime.json").write_text(content or json.dumps(record))
+    assert "runtime.json" in whats(answer("doctor"))
+
+
+def test_the_lock_file_of_a_living_runtime(isolated_home: Path, services: Any) -> None:
+    import os
+
+    from runtime.lock import lock_path, process_create_time, write_lock
+
+    created = process_create_time(os.getpid())
+    assert created is not None
+    record = LockRecord(pid=os.getpid(), create_time=created, host="127.0.0.1", port=1, token="t", version="0")
+    write_lock(lock_path(isolated_home), record)
+    assert list(checks.check_remains(services.store(), isolated_home)) == []
+
+
+def test_unfinished_work(services: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = services.store().root / ".work" / "some--thing"
+    work.mkdir(parents=True)
+    (work / "block").write_bytes(bytes(1000))
+    assert list(checks.check_remains(services.store(), tmp_path)) == []
+    monkeypatch.setattr(checks, "_LARGE_REMAINS", 1000)
+    assert [problem.what for problem in checks.check_remains(services.store(), tmp_path)] == [
+        "an unfinished some/thing takes 1 KiB"
+    ]
+
+
+def test_missing_packages() -> None:
+    found = checks.versions()
+    assert all(found.values())
+    assert [problem.what for problem in checks.check_packages({**found, "numba": None})] == [
+        "the package numba is not installed"
+    ]
+
+
+def test_torch_is_asked_without_importing_it() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys; from app.cli.checks import torch_cuda, versions; torch_cuda(); versions(); print(*sys.modules)"
+    root = Path(__file__).parents[3]
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True).stdout
+    assert "torch" not in loaded.split()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}, "127.0.0.1:9 does not answer"),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
+    ],
+)
+def test_the_hub_is_asked_only_if_asked_to(
+    answer: Answer, machine: Any, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert answer("doctor")["ok"]
+    assert said in whats(answer("doctor", "--hub"))

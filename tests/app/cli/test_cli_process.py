@@ -1,0 +1,226 @@
+"""The program as a process of its own: imports, pipes, Ctrl-C, terminals, the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = (sys.executable, "-c", "from app.cli.main import main; main()")
+SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_program.py")))
+VERBS = ("run", "pull", "quantize", "list", "ls", "show", "rm", "serve", "eval", "bench", "doctor", "config")
+HEAVY = ("torch", "transformers", "pydantic", "rich", "numpy", "numba", "huggingface_hub", "textual", "httpx", "psutil")
+
+
+def start(*command: str, **options: Any) -> subprocess.Popen[str]:
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen(command, text=True, cwd=ROOT, **options)
+
+
+def finish(process: subprocess.Popen[str], **options: Any) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120, **options)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def small(packed: Path, isolated_home: Path) -> str:
+    """A model in the store of the program's own home."""
+    shutil.copytree(packed, isolated_home / "models" / "small")
+    return "small"
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS, "config get"])
+def test_help_imports_nothing_heavy(verb: str) -> None:
+    code = (
+        "import sys\nfrom app.cli.main import app\n"
+        f"try:\n    app({[*verb.split(), '--help']!r}, prog_name='lowbit-chat')\n"
+        f"finally:\n    print(*(name for name in {HEAVY!r} if name in sys.modules), file=sys.stderr)"
+    )
+    code_, out, err = finish(start(sys.executable, "-c", code))
+    assert code_ == 0
+    assert out.startswith(f"Usage: lowbit-chat {verb}".rstrip())
+    assert err.strip() == ""
+
+
+def test_version() -> None:
+    code, out, _ = finish(start(*PROGRAM, "--version"))
+    assert code == 0
+    assert out.startswith("lowbit-chat ")
+
+
+def test_the_terminal_ui_needs_a_terminal() -> None:
+    code, out, err = finish(start(*PROGRAM))
+    assert (code, out) == (1, "")
+    assert "needs a terminal" in err
+
+
+def test_completion_offers_stored_models(small: str, isolated_home: Path) -> None:
+    environment = {
+        **os.environ,
+        "_LOWBIT_CHAT_COMPLETE": "complete_bash",
+        "COMP_WORDS": "lowbit-chat run s",
+        "COMP_CWORD": "2",
+    }
+    code, out, _ = finish(start(*PROGRAM, env=environment))
+    assert code == 0
+    assert out.split() == ["small"]
+
+
+def test_a_pipe_in_and_a_pipe_out(small: str) -> None:
+    process = start(*PROGRAM, "run", small, "--raw", "--max-tokens", "3", "--json", stdin=subprocess.PIPE)
+    code, out, err = finish(process, input="hello\n")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["prompt_tokens"] == 5
+    assert out.count("\n") == 1
+
+
+def test_errors_are_one_line_on_standard_error(small: str) -> None:
+    code, out, err = finish(start(*PROGRAM, "show", "nothing"))
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert err.startswith("lowbit-chat: ")
+
+
+def test_nobody_reads_the_answer(small: str) -> None:
+    process = start(*SCRIPTED, "run", small, "hi")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 1
+    assert process.stderr is not None
+    assert process.stderr.read().splitlines() == ["engine closed"]
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("arguments", [["run", "small", "hi"], ["pull", "some/tiny"]], ids=["run", "pull"])
+def test_ctrl_c_is_130(small: str, arguments: list[str]) -> None:
+    process = start(*SCRIPTED, *arguments)
+    stream = process.stdout if arguments[0] == "run" else process.stderr
+    assert stream is not None
+    assert stream.read(1)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert code == 130
+    assert "Traceback" not in err
+    assert out.endswith("\n") == (arguments[0] == "run")
+
+
+def test_ctrl_c_writes_no_json(small: str) -> None:
+    process = start(*SCRIPTED, "pull", "some/tiny", "--json")
+    assert process.stderr is not None
+    process.stderr.read(1)
+    process.send_signal(signal.SIGINT)
+    code, out, _ = finish(process)
+    assert (code, out) == (130, "")
+
+
+class Terminal:
+    """A process on a terminal of its own."""
+
+    def __init__(self, *command: str, **environment: str) -> None:
+        import pty
+
+        self._side, other = pty.openpty()
+        variables = {**os.environ, "TERM": "xterm", **environment}
+        self.process = start(*command, stdin=other, stdout=other, stderr=other, env=variables, start_new_session=True)
+        os.close(other)
+        self.seen = ""
+        self._at = 0
+
+    def type(self, text: str) -> None:
+        os.write(self._side, text.encode())
+
+    def until(self, text: str) -> None:
+        """Read until a text was shown after what was waited for before."""
+        end = time.monotonic() + 60
+        while text not in self.seen[self._at :]:
+            ready, _, _ = select.select([self._side], [], [], max(0, end - time.monotonic()))
+            assert ready, f"{text!r} was not shown: {self.seen!r}"
+            self.seen += os.read(self._side, 4096).decode(errors="replace")  # raises once the other side is closed
+        self._at = self.seen.index(text, self._at) + len(text)
+
+    def close(self) -> int:
+        code = self.process.wait(timeout=60)
+        os.close(self._side)
+        return code
+
+
+@pytest.fixture
+def terminal(small: str) -> Iterator[Terminal]:
+    terminal = Terminal(*SCRIPTED, "run", small)
+    yield terminal
+    if terminal.process.poll() is None:
+        terminal.process.kill()
+        terminal.close()
+
+
+def test_ctrl_c_in_a_conversation_stops_the_answer(terminal: Terminal) -> None:
+    for _ in range(2):
+        terminal.until(">>> ")
+        terminal.type("count\r")
+        terminal.until("3 4 5")
+        os.kill(terminal.process.pid, signal.SIGINT)
+        terminal.until("stopped")
+    terminal.until(">>> ")
+    terminal.type("/bye\r")
+    terminal.until("engine closed")
+    assert terminal.close() == 0
+
+
+def test_ctrl_d_leaves_a_conversation(terminal: Terminal) -> None:
+    terminal.until(">>> ")
+    terminal.type("\x04")
+    terminal.until("engine closed")
+    assert terminal.close() == 0
+
+
+def test_no_color_is_honoured(isolated_home: Path) -> None:
+    terminal = Terminal(*SCRIPTED, "pull", "some/tiny", NO_COLOR="1")
+    terminal.until("downloading")
+    terminal.until("of 953.7 MiB")
+    os.kill(terminal.process.pid, signal.SIGINT)
+    assert terminal.process.wait(timeout=60) == 130
+    assert "\x1b[3" not in terminal.seen.replace("\x1b[?", "")
+
+
+def test_serve_answers_and_ends(small: str) -> None:
+    import httpx
+
+    process = start(*PROGRAM, "serve", "--port", "0", "--token", "a-long-enough-token", "--model", small)
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "serving http" in line:
+            break
+    url = lines[-1].split("serving ")[1].split(";")[0]
+    assert httpx.get(f"{url}/models").status_code == 401
+    headers = {"Authorization": "Bearer a-long-enough-token"}
+    names = [entry["id"] for entry in httpx.get(f"{url}/models", headers=headers).json()["data"]]
+    assert small in names
+    body = {"model": small, "prompt": "hello", "max_tokens": 3}
+    answer = httpx.post(f"{url}/completions", headers=headers, json=body, timeout=60)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["prompt_tokens"] == 5
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert (code, out) == (130, "")
+    assert "Traceback" not in err
+
+
+def test_serve_beyond_loopback_needs_a_token() -> None:
+    code, out, err = finish(start(*PROGRAM, "serve", "--host", "0.0.0.0", "--port", "0"))
+    assert (code, out) == (1, "")
+    assert "token" in err
+    assert err.count("\n") == 1
