@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +31,8 @@ from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.recipe import Recipe
 from models.store import Store, StoredModel, StoredModelInfo
 from models.store import durable as durable_module
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class StoredWeights:
@@ -67,15 +69,6 @@ def perplexity(weights: StoredWeights | Checkpoint, folder: Path, text: str) -> 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small only lose by being shared out."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.recipe import Recipe
 from models.store import Store, StoredModel
 
-pytestmark = pytest.mark.data
+pytestmark = [pytest.mark.data, pytest.mark.usefixtures("one_thread")]
 
 PLAIN = {"babyllama105": {4: (0.031, 0.060), 3: (0.210, None)}, "stories260k": {4: (0.091, 0.116), 3: (0.667, None)}}
 """Loss increase in nats of plain round-to-nearest with groups of 32 and 128 (README of the data)."""
@@ -52,14 +51,6 @@ class Weights:
 
     def embedding(self) -> torch.Tensor:
         return torch.from_numpy(self.model.embedding().astype(np.float32))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def windows(tokenizer: Path, texts: list[str], window: int) -> list[torch.Tensor]:
