@@ -64,7 +64,7 @@ class Policy:
         return min(self.longest_delay_s, max(backoff, asked or 0.0))
 
 
-class Interrupted(Exception):  # noqa: N818 — it is no error yet: another try may succeed
+class Interrupted(Exception):
     """A try failed in a way that the next may not."""
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:

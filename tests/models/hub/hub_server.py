@@ -46,8 +46,8 @@ class Faults:
     """Changes the storage's ETags."""
     token: str | None = None
     """The only token that opens a file."""
-    hang: threading.Event | None = None
-    """Bodies wait for it after their first piece."""
+    hang: tuple[str, threading.Event] | None = None
+    """The bodies of a file wait for the event after their first piece."""
     location: str | None = None
     """Where large files are redirected to instead of the storage."""
 
@@ -104,7 +104,7 @@ class HubServer:
 
     def close(self) -> None:
         if self.faults.hang is not None:
-            self.faults.hang.set()
+            self.faults.hang[1].set()
         for server in self._servers:
             server.shutdown()
             server.server_close()
@@ -275,8 +275,8 @@ class _Handler(BaseHTTPRequestHandler):
         begun = time.monotonic()
         for at in range(0, min(end, len(body)), PIECE):
             self.wfile.write(body[at : min(at + PIECE, end)])
-            if faults.hang is not None:
-                faults.hang.wait()
+            if faults.hang is not None and faults.hang[0] == file:
+                faults.hang[1].wait()
             if faults.bytes_per_s is not None:
                 time.sleep(max(0.0, begun + (at + PIECE) / faults.bytes_per_s - time.monotonic()))
         if end < len(body):
