@@ -87,7 +87,7 @@ class StoreLoader:
             RuntimeFailure: memory does not suffice, or the backend cannot run it.
         """
         from runtime.decoder import DecoderOptions
-        from runtime.kernels.select.budget import LAYER_KINDS, k_chunk_of
+        from runtime.kernels.select.budget import LAYER_KINDS, default_k_chunk, k_chunk_of
         from runtime.memory import ModelSizes, describe, plan
         from runtime.open import open_engine
 
@@ -99,7 +99,7 @@ class StoreLoader:
         report("open", f"opening {request.model}")
         model = self._catalogue.open(request.model)
         summary = model.info.summary
-        k_chunk = request.k_chunk if request.k_chunk is not None else 0
+        k_chunk = default_k_chunk(model.recipe.residual_bits) if request.k_chunk is None else request.k_chunk
         by_type = {kind: k_chunk_of(k_chunk, kind) for kind in LAYER_KINDS}
         planned = plan(
             model.spec,

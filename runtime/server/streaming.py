@@ -23,7 +23,7 @@ PATIENCE_S = 2.0
 """A stream's status is held back so long for an error to come; then it is 200, and errors come in the stream."""
 
 
-class Disconnected(Exception):  # noqa: N818 -- not an error: nobody is there to be told one
+class Disconnected(Exception):
     """The client hung up before the answer was ready."""
 
 

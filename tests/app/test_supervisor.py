@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -203,7 +204,7 @@ async def test_a_runtime_that_never_answers_is_ended(supervise: Callable[..., Su
     assert ended(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.parametrize("change", ["version", "create_time", "token", "port"])
+@pytest.mark.parametrize("change", ["version", "create_time", "token", "port", "pid"])
 async def test_a_lock_file_that_does_not_fit_is_not_believed(
     supervise: Callable[..., Supervisor], home: Path, change: str
 ) -> None:
@@ -211,8 +212,15 @@ async def test_a_lock_file_that_does_not_fit_is_not_believed(
     await first.ensure()
     record = read_lock(lock_path(home))
     assert record is not None
-    wrong = {"version": "0.0", "create_time": record.create_time - 50, "token": "another", "port": 9}[change]
-    write_lock(lock_path(home), replace(record, **{change: wrong}))
+    own = psutil.Process()  # alive, but not the runtime
+    wrong: dict[str, dict[str, Any]] = {
+        "version": {"version": "0.0"},
+        "create_time": {"create_time": record.create_time - 50},
+        "token": {"token": "another"},
+        "port": {"port": 9},
+        "pid": {"pid": own.pid, "create_time": own.create_time()},
+    }
+    write_lock(lock_path(home), replace(record, **wrong[change]))
     second = supervise()
     client = await second.ensure()
     assert not second.attached

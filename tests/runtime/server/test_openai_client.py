@@ -189,7 +189,7 @@ def test_hanging_up_in_a_prefill_cancels(client: openai.OpenAI, service: Service
 
 
 async def test_hanging_up_on_a_whole_answer_cancels(
-    serve: Callable[..., object], service: Service, house: FakeHouse
+    serve: Callable[..., object], house: FakeHouse, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve()
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:  # type: ignore[attr-defined]
@@ -200,6 +200,8 @@ async def test_hanging_up_on_a_whole_answer_cancels(
         asking.cancel()
         await asyncio.wait([asking])
         await asyncio.to_thread(wait_until, lambda: house.engine.cancellations == 1)
+    server.close()  # type: ignore[attr-defined]
+    assert caplog.text == ""
     assert house.engine.steps < 190
 
 
