@@ -50,10 +50,11 @@ def load_options(
     """
     from app.settings import load
     from runtime.decoder import DecoderOptions
+    from runtime.kernels.select.budget import default_k_chunk
     from runtime.memory import DEFAULT_CONTEXT, ModelSizes, plan
 
     settings = load({"kv": choices.kv, "k_chunk": choices.k_chunk, "backend": choices.backend})
-    k_chunk = settings.k_chunk or 0
+    k_chunk = default_k_chunk(model.recipe.residual_bits) if settings.k_chunk is None else settings.k_chunk
     kv = cast("KVKind", settings.kv)
     summary = model.info.summary
     planned = plan(

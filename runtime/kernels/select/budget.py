@@ -21,6 +21,8 @@ BUCKETS = 32
 """Buckets of the approximate top-k, one for each thread of a warp."""
 HALF = BUCKETS // 2
 """Buckets under b15, and as many from b15 up."""
+DEFAULT_K_CHUNK = 16
+"""Salient channels per 1024 where nobody asked for a number and nothing was tuned."""
 LAYER_KINDS = ("qkv", "o", "gate_up", "down", "head")
 """The keys of a budget by layer type."""
 
@@ -48,6 +50,11 @@ def k_chunk_of(k_chunk: Mapping[str, int] | int, name: str) -> int:
     if not 0 <= k_chunk <= CHUNK:
         raise RequestError(f"k_chunk is {k_chunk}; it counts channels of {CHUNK}, so give a number from 0 to {CHUNK}")
     return k_chunk
+
+
+def default_k_chunk(residual_bits: int) -> int:
+    """The k_chunk of a model when nobody asked for one: 0 where it keeps no residuals (`residual_bits` 0)."""
+    return DEFAULT_K_CHUNK if residual_bits else 0
 
 
 def chunk_budget(width: int, k_chunk: int) -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +24,11 @@ Answer = Callable[..., dict[str, Any]]
 
 
 def test_the_json_object_has_exactly_the_documented_fields(answer: Answer) -> None:
-    found = answer("run", "demo", "hello", "--max-tokens", 5, "--seed", 1)
+    found = answer("run", "demo", "hello", "--max-tokens", 5, "--seed", 1, "--k-chunk", 0)
     assert found.keys() == FIELDS
     assert found["model"] == "demo"
     assert found["backend"] == "cpu"
-    assert (found["bits"], found["kv"], found["speculation"]) == (4, "fp16", None)
+    assert found["k_chunk"] == {"qkv": 16, "o": 16, "gate_up": 16, "down": 16, "head": 16}
     assert found["k_chunk"] == {"qkv": 0, "o": 0, "gate_up": 0, "down": 0, "head": 0}
     assert found["completion_tokens"] <= 5
     assert found["finish_reason"] in ("stop", "length")
@@ -38,6 +39,32 @@ def test_choices_are_reported(answer: Answer) -> None:
     found = answer("run", "demo", "hi", "--max-tokens", 2, "--kv", "int8", "--k-chunk", 16, "--backend", "reference")
     assert (found["kv"], found["backend"]) == ("int8", "reference")
     assert set(found["k_chunk"].values()) == {16}
+
+
+def test_compensation_is_on_where_there_are_residuals(answer: Answer, checkpoint: Path) -> None:
+    answer("quantize", checkpoint, "--residual-bits", 0, "--name", "bare")
+    assert all(answer("run", "demo", "hi", "--max-tokens", 1)["k_chunk"].values())
+    assert not any(answer("run", "bare", "hi", "--max-tokens", 1)["k_chunk"].values())
+
+
+def test_a_chat_ends_where_its_template_says(run: Callable[..., Any], services: Any) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def open_engine(*arguments: Any) -> Any:
+        engine = type(services).open_engine(services, *arguments)
+        generate = engine.generate
+
+        def spy(prompt: Any, options: Any, cancelled: Any) -> Any:
+            asked.append(options.stop)
+            return generate(prompt, options, cancelled)
+
+        engine.generate = spy
+        return engine
+
+    services.open_engine = open_engine
+    run("run", "demo", "hi", "--max-tokens", 1, "--stop", "END")
+    run("run", "demo", "hi", "--max-tokens", 1, "--stop", "END", "--raw")
+    assert asked == [("END", "\nUser:"), ("END",)]
 
 
 def test_the_text_is_what_is_printed(run: Callable[..., Any], answer: Answer) -> None:
