@@ -79,7 +79,7 @@ def test_what_is_in_the_cache_is_not_asked_for_again(answer: Answer, services: A
 
 
 def test_eval(answer: Answer, text: Path) -> None:
-    found = answer("eval", "demo", "--text", text, "--window", 64, "--stride", 32)
+    found = answer("eval", "demo", "--text", text, "--window", 64, "--stride", 32, "--k-chunk", 0)
     assert found.keys() == EVAL_FIELDS
     assert found["tokens"] == len(SENTENCE) * 6 - 1
     assert math.isclose(found["perplexity"], math.exp(found["nll_sum"] / found["tokens"]))
@@ -91,7 +91,7 @@ def test_eval_cuts_the_text(answer: Answer, text: Path) -> None:
 
 
 def test_eval_with_compensation(answer: Answer, text: Path) -> None:
-    plain = answer("eval", "demo", "--text", text)
+    plain = answer("eval", "demo", "--text", text, "--k-chunk", 0)
     some = answer("eval", "demo", "--text", text, "--k-chunk", 512, "--kv", "int8")
     every = answer("eval", "demo", "--text", text, "--k-chunk", 1024, "--select", "exact")
     full = answer("eval", "demo", "--text", text, "--full-precision")
