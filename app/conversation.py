@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -122,3 +122,22 @@ class Conversation:
         """Begin anew."""
         self._messages.clear()
         self.head = None
+
+
+def prompt_of(path: Sequence[Message], system_prompt: str = "") -> list[Mapping[str, str]]:
+    """The messages as a model is given them.
+
+    Answers that failed before their first word are left out; prompts that then follow each other become one, because
+    chat templates insist on turns.
+    """
+    prompt: list[Mapping[str, str]] = []
+    if system_prompt.strip():
+        prompt.append({"role": "system", "content": system_prompt})
+    for message in path:
+        if message.role == "assistant" and not message.text:
+            continue
+        content = message.text
+        if prompt and prompt[-1]["role"] == message.role:
+            content = f"{prompt.pop()['content']}\n\n{content}"
+        prompt.append({"role": message.role, "content": content})
+    return prompt

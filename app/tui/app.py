@@ -15,6 +15,7 @@ from textual import on
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
+from textual.worker import Worker, WorkerState
 
 from app import paths
 from app import settings as stored
@@ -98,6 +99,12 @@ class ChatApp(App[None]):
         if not (self.session.working or self.session.generating):
             await self.session.refresh()
 
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """Tell a failure that nobody expected."""
+        if event.state is WorkerState.ERROR:
+            self.log.error(event.worker.error)
+            self.notify(f"{type(event.worker.error).__name__}: {event.worker.error}", severity="error", markup=False)
+
     async def on_unmount(self) -> None:
         """Leave nothing behind."""
         await self.session.close()
@@ -114,7 +121,9 @@ class ChatApp(App[None]):
     @on(StatusChanged)
     @on(JobChanged)
     def show_session(self) -> None:
-        """Bring every screen up to date."""
+        """Bring every screen up to date; at the end of the program there is none left."""
+        if not self.screen_stack:
+            return
         for screen in self.screen_stack:
             show = getattr(screen, "show_session", None)
             if show is not None:
@@ -124,7 +133,8 @@ class ChatApp(App[None]):
     @on(RuntimeLost)
     def recover(self, event: RuntimeLost) -> None:
         """Start the runtime again; the conversation is untouched."""
-        self.notify(f"{event.reason}; starting it again.", severity="warning", markup=False)
+        if not self.chat.busy:  # else the answer says so
+            self.notify(f"{event.reason}; starting it again.", severity="warning", markup=False)
         self.run_worker(self.session.recover(), group="runtime", exit_on_error=False)
 
     # What the screens ask for
@@ -148,7 +158,12 @@ class ChatApp(App[None]):
     @on(QuantizeAsked)
     async def quantize(self, event: QuantizeAsked) -> None:
         """Make a low-bit model in the background."""
-        self.run_worker(self.session.quantize(event.source, event.bits), group="work", exit_on_error=False)
+        self.run_worker(self._quantize(event), group="work", exit_on_error=False)
+
+    async def _quantize(self, event: QuantizeAsked) -> None:
+        if await self.session.quantize(event.source, event.bits) and self.session.job is not None:
+            self.notify(f"{self.session.job.message or 'The model'} is made; F2 loads it.", markup=False)
+            self.show_session()
 
     @on(RemoveAsked)
     async def remove_model(self, event: RemoveAsked) -> None:
@@ -178,7 +193,7 @@ class ChatApp(App[None]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:  # noqa: ARG002
         """Offer only what can be done here and now."""
         if action in ("new_chat", "regenerate", "continue", "copy_answer", "stop"):
-            if not isinstance(self.screen, ChatScreen):
+            if not self.screen_stack or not isinstance(self.screen, ChatScreen):
                 return False
             path = self.session.conversation.path()
             if action == "stop":

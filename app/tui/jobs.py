@@ -45,6 +45,8 @@ class Job:
             return f"{self.title} failed: {self.error}"
         if self.outcome == "stopped":
             return f"{self.title} stopped"
+        if self.message.lower().startswith(self.title.lower()):
+            return self.message[:1].upper() + self.message[1:]
         parts = [self.title, self.phase if self.phase not in self.title.lower() else "", self.message]
         return " · ".join(part for part in parts if part)
 

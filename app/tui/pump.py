@@ -1,9 +1,9 @@
 """Brings streamed text to a Markdown widget at a pace it can keep.
 
 Rendering what arrived may cost more than the time until the next token, above all inside one long list, table or code
-fence, where the whole block is built anew. So text is buffered, each append is followed by a rest in proportion to its
-cost, and a block that grew large is shown as plain text until it closes. The end is always one full update, because a
-tree that grew piecewise differs from the real one for split lists, reference links and table cells.
+fence, where the whole block is built anew. So text is buffered, each append is followed by a rest in proportion to what
+it cost, layout included, and a block that grew large is shown as plain text until it closes. The end is always one full
+update, because a tree that grew piecewise differs from the real one for split lists, reference links and table cells.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ class Sink(Protocol):
     async def show_tail(self, text: str) -> None:
         """Show this plain text after the Markdown, instead of the tail before."""
 
+    async def settle(self) -> None:
+        """Wait until what was given is laid out and painted."""
+
     async def update(self, text: str) -> None:
         """Show exactly this Markdown, and no tail."""
 
@@ -45,7 +48,7 @@ class Pump:
         sink: Sink,
         *,
         written: str = "",
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.thread_time,
         rest: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
         """Make a pump.
@@ -53,7 +56,8 @@ class Pump:
         Args:
             sink: what shows the text.
             written: text that the sink shows already, when an answer is continued.
-            clock: seconds, for the cost of an append.
+            clock: seconds, for the cost of an append with its layout; by default those that this thread computed, so
+                that waiting costs nothing.
             rest: pauses for that many seconds; by default until `close` at the latest.
         """
         self._sink = sink
@@ -91,6 +95,7 @@ class Pump:
                 break
             started = self._clock()
             await self._step()
+            await self._sink.settle()
             await self._rest(max(SHORTEST_REST_S, REST_PER_COST * (self._clock() - started)))
         await self._sink.update(self._text)
 

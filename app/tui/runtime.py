@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -154,13 +154,13 @@ class ClientLike(Protocol):
     async def models(self) -> Sequence[ModelEntryLike]:
         """The stored models."""
 
-    def load(self, model: str, **options: Any) -> AsyncIterator[ProgressLike]:
+    def load(self, model: str, **options: Any) -> AsyncGenerator[ProgressLike, None]:
         """Load a model, with `kv`, `k_chunk`, `context`, `backend`."""
 
-    def quantize(self, source: str, **options: Any) -> AsyncIterator[ProgressLike]:
+    def quantize(self, source: str, **options: Any) -> AsyncGenerator[ProgressLike, None]:
         """Make a low-bit model of a checkpoint folder, with `bits`."""
 
-    def chat(self, messages: Sequence[Mapping[str, str]], options: Any) -> AsyncIterator[ChatDeltaLike]:
+    def chat(self, messages: Sequence[Mapping[str, str]], options: Any) -> AsyncGenerator[ChatDeltaLike, None]:
         """Answer a conversation; `options` is an `app.client.ChatOptions`."""
 
     async def remove(self, name: str) -> None:
@@ -178,3 +178,6 @@ class SupervisorLike(Protocol):
 
     async def close(self) -> None:
         """End what was started."""
+
+    def crash_report(self) -> str | None:
+        """How the process that was started ended; None while it runs."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from textual.message import Message as Event
 
-from app.conversation import Conversation, Message, Statistics
+from app.conversation import Conversation, Message, State, Statistics, prompt_of
 from app.errors import ClientError
 from app.settings import Settings
 from app.tui.jobs import Job, Meter
@@ -25,36 +24,12 @@ from app.tui.runtime import (
     SupervisorLike,
     TimingsLike,
 )
+from app.tui.tally import Tally
 
 CHECK_TIMEOUT_S = 5.0
 """A runtime that does not tell its status in this time, after a failure, counts as gone."""
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 RELOAD_KEYS = ("kv", "k_chunk", "context", "backend")
-
-
-@dataclass(slots=True)
-class Tally:
-    """What the UI itself sees of an answer: pieces of text, which are tokens but for held-back ones."""
-
-    started: float
-    pieces: int = 0
-    first: float = 0.0
-    last: float = 0.0
-
-    def count(self, now: float) -> None:
-        """Count one piece."""
-        self.first = now if self.pieces == 0 else self.first
-        self.last = now
-        self.pieces += 1
-
-    @property
-    def first_after_s(self) -> float | None:
-        """Seconds until the first piece."""
-        return self.first - self.started if self.pieces else None
-
-    @property
-    def per_s(self) -> float | None:
-        """Pieces a second after the first one."""
-        return (self.pieces - 1) / (self.last - self.first) if self.pieces > 1 and self.last > self.first else None
 
 
 class Session:
@@ -81,6 +56,7 @@ class Session:
         self.settings = settings
         self.conversation = Conversation() if conversation is None else conversation
         self.status: StatusLike | None = None
+        self._last_status: StatusLike | None = None
         self.problem: str | None = None
         """Why there is no runtime or no model, when that is a failure."""
         self.wanted: str | None = settings.model
@@ -145,10 +121,18 @@ class Session:
             return
         self._show(status)
         running = status.model if status.state in ("ready", "generating") else None
-        self.wanted = self.wanted or running
+        self.wanted = self.wanted or running or await self._only_model()
         if self.wanted and self.wanted != running:
             await self._load(self.wanted)
         self._settled.set()
+
+    async def _only_model(self) -> str | None:
+        """The model to begin with where nothing was picked yet and there is no choice."""
+        try:
+            names = [model.name for model in await self.models()]
+        except (ClientError, OSError):
+            return None
+        return names[0] if len(names) == 1 else None
 
     async def close(self) -> None:
         """Stop what runs and end what was started. Safe to call twice."""
@@ -169,7 +153,7 @@ class Session:
         if (status := await self._alive()) is not None:
             self._show(status)
         elif not self.generating:
-            self._lose("the runtime stopped unexpectedly")
+            self._lose(self._how_it_ended())
 
     async def _alive(self) -> StatusLike | None:
         client = self._client
@@ -181,8 +165,14 @@ class Session:
         except (ClientError, OSError, TimeoutError):
             return None
 
+    def _how_it_ended(self) -> str:
+        """What became of a runtime that does not answer, in one line."""
+        report = self._supervisor.crash_report() if self._supervisor is not None else None
+        return (report or "").partition("\n")[0].rstrip(":") or "the runtime stopped unexpectedly"
+
     def _show(self, status: StatusLike | None) -> None:
         self.status = status
+        self._last_status = status or self._last_status
         self._post(StatusChanged())
 
     def _lose(self, reason: str) -> None:
@@ -224,6 +214,10 @@ class Session:
             Whether it is loaded.
         """
         await self.stop()
+        if self._client is None:
+            self.wanted = name
+            await self.recover()
+            return self.ready
         self._settled.clear()
         try:
             return await self._load(name)
@@ -264,12 +258,12 @@ class Session:
             work.cancel()
             await asyncio.wait([work])
 
-    async def _run(self, title: str, reports: AsyncIterator[ProgressLike]) -> bool:
+    async def _run(self, title: str, reports: AsyncGenerator[ProgressLike, None]) -> bool:
         await self.stop_work()
         meter = Meter(title, self._clock)
 
         async def follow() -> None:
-            async with contextlib.aclosing(reports) as stream:  # type: ignore[type-var]
+            async with contextlib.aclosing(reports) as stream:
                 async for progress in stream:
                     self._report(meter.take(progress))
 
@@ -286,11 +280,11 @@ class Session:
             self._report(meter.end("done"))
             return True
         elif isinstance(error, (ClientError, OSError)):
-            self._report(meter.end("failed", str(error)))
             if await self._alive() is None:
-                self.problem = "the runtime stopped unexpectedly while it was working"
+                self.problem = self._how_it_ended()
                 self._client = None
                 self._show(None)
+            self._report(meter.end("failed", str(error) if self._client else self.problem))
         else:
             raise error
         return False
@@ -316,20 +310,19 @@ class Session:
         self._tally = Tally(started=self._clock())
         self.conversation.revise(answer_id, state="streaming", error=None, statistics=None)
         reader = self._reader = asyncio.create_task(self._read(answer_id, on_text, resume=resume))
-        error: str | None = None
-        state = "done"
+        state: State = "failed"
+        error: str | None = "something unexpected went wrong"
         try:
             error = await reader
+            state = "done" if error is None else "failed"
         except asyncio.CancelledError:
+            state, error = "stopped", None
             if not self._stopping:
                 reader.cancel()
                 raise
-            state = "stopped"
         finally:
             self._reader = None
-        if error is not None:
-            state = "failed"
-        message = self.conversation.revise(answer_id, state=state, error=error)
+            message = self.conversation.revise(answer_id, state=state, error=error)
         if message.statistics is None and self._tally.pieces:
             message = self.conversation.revise(answer_id, statistics=self._tallied())
         if self._client is not None:
@@ -346,41 +339,27 @@ class Session:
     async def _read(self, answer_id: str, on_text: Callable[[str], None], *, resume: bool) -> str | None:
         """Read the stream to its end; returns why it failed, or None."""
         await self._settled.wait()
+        if self._client is None:
+            await self.recover()
         if self._client is None or not self.ready:
             return self.problem or "no model is loaded; pick one with F2"
         from app.client import ChatOptions
 
-        options = ChatOptions(**self._chat_options(), continue_final=resume)
-        stream = self._client.chat(self._prompt(answer_id, resume=resume), options)
+        sampling: dict[str, Any] = {key: self.settings.get(key) for key in SAMPLING_KEYS}
+        path = self.conversation.path(answer_id)
+        prompt = prompt_of(path if resume else path[:-1], self.settings.system_prompt)
+        stream = self._client.chat(prompt, ChatOptions(**sampling, continue_final=resume))
         try:
-            async with contextlib.aclosing(stream) as deltas:  # type: ignore[type-var]
+            async with contextlib.aclosing(stream) as deltas:
                 async for delta in deltas:
                     self._take(answer_id, delta, on_text)
         except (ClientError, OSError) as failure:
             if await self._alive() is not None:
                 return str(failure)
-            self._lose("the runtime stopped unexpectedly")
-            return f"the runtime stopped unexpectedly ({failure}); it is started again, and this chat is kept"
+            reason = self._how_it_ended()
+            self._lose(reason)
+            return f"{reason}; it is started again, and this chat is kept"
         return None
-
-    def _chat_options(self) -> dict[str, Any]:
-        keys = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-        return {key: self.settings.get(key) for key in keys}
-
-    def _prompt(self, answer_id: str, *, resume: bool) -> list[Mapping[str, str]]:
-        path = self.conversation.path(answer_id)
-        messages: list[Mapping[str, str]] = []
-        if self.settings.system_prompt.strip():
-            messages.append({"role": "system", "content": self.settings.system_prompt})
-        for message in path if resume else path[:-1]:
-            last = messages[-1] if messages else None
-            if message.role == "assistant" and not message.text:
-                continue  # it failed before the first word
-            if last is not None and last["role"] == message.role:
-                messages[-1] = {"role": message.role, "content": f"{last['content']}\n\n{message.text}"}
-            else:
-                messages.append({"role": message.role, "content": message.text})
-        return messages
 
     def _take(self, answer_id: str, delta: ChatDeltaLike, on_text: Callable[[str], None]) -> None:
         message = self.conversation[answer_id]
@@ -409,7 +388,7 @@ class Session:
         )
 
     def _with_status(self, **known: Any) -> Statistics:
-        status = self.status
+        status = self._last_status
         return Statistics(
             **known,
             context=status.context if status else None,

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from app.conversation import Conversation
+from app.conversation import Conversation, prompt_of
 
 
 def test_path_follows_the_parents_from_the_head() -> None:
@@ -49,3 +49,14 @@ def test_clear_begins_anew() -> None:
     conversation.clear()
     assert conversation.head is None
     assert len(conversation) == 0
+
+
+def test_the_prompt_has_turns() -> None:
+    conversation = Conversation()
+    for role, text in (("user", "a"), ("assistant", ""), ("user", "b"), ("assistant", "c"), ("user", "d")):
+        conversation.add(role, text, parent=conversation.head)
+    path = conversation.path()
+    turns = [("user", "a\n\nb"), ("assistant", "c"), ("user", "d")]
+    assert [(item["role"], item["content"]) for item in prompt_of(path)] == turns
+    assert prompt_of(path, " be kind ")[0] == {"role": "system", "content": " be kind "}
+    assert prompt_of([], "  ") == []

@@ -153,17 +153,26 @@ class ChatScreen(Screen[None]):
             self._ticker.resume()
         try:
             view.show(self._session.conversation[answer.id])
-            message = await self._session.answer(answer.id, pump.write, resume=resume)
+            await self._session.answer(answer.id, pump.write, resume=resume)
+        finally:
+            await self._finish(pump, pumping)
+            view.show(self._session.conversation[answer.id])
+        self.show_session()
+
+    async def _finish(self, pump: Pump, pumping: asyncio.Task[None]) -> None:
+        """Flush what came, however the answer ended; only the end of the program does not wait for it."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            pumping.cancel()
+            return
+        try:
             pump.close()
             await pumping
-            view.show(message)
         finally:
-            pumping.cancel()
             self._writing = None
             if self._ticker is not None:
                 self._ticker.pause()
             self.app.refresh_bindings()
-        self.show_session()
 
     def _tick(self) -> None:
         """Say how the answer is coming along."""

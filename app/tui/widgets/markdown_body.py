@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 from markdown_it import MarkdownIt
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -9,6 +12,8 @@ from textual.widgets import Markdown, Static
 
 from app.tui.printable import printable
 
+SETTLE_S = 0.5
+"""Longest wait for a layout."""
 TAIL_PIECE_LINES = 50
 """Lines of one piece of the tail; only the last piece is laid out again when text comes."""
 
@@ -82,6 +87,14 @@ class MarkdownBody(Vertical):
         if text or self._has_tail:
             self._has_tail = bool(text)
             await self._tail.show(printable(text))
+
+    async def settle(self) -> None:
+        """Wait until what was given is laid out; a widget that is gone is never laid out."""
+        painted = asyncio.Event()
+        self.call_after_refresh(painted.set)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await painted.wait()
 
     async def update(self, text: str) -> None:
         """Show exactly this Markdown."""

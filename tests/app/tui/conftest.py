@@ -88,6 +88,8 @@ class Runtime:
     load_steps: int = 3
     load_delay_s: float = 0.0
     load_error: str | None = None
+    dies_while_loading: bool = False
+    """The process is gone at the next step of a load, once."""
     start_error: str | None = None
     timings: Timings = field(default_factory=Timings)
     entries: list[Entry] = field(
@@ -100,8 +102,8 @@ class Runtime:
     closed: int = 0
     calls: list[tuple[str, Any]] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
-    gate: asyncio.Event | None = None
-    """When set, an answer waits for it before every piece."""
+    hold_after: int | None = None
+    """Pieces after which the answer hangs until it is stopped, once."""
 
     def named(self, what: str) -> list[Any]:
         """The arguments of all calls of one kind."""
@@ -146,6 +148,10 @@ class Client:
                     message="weights",
                 )
                 await asyncio.sleep(runtime.load_delay_s)
+                if runtime.dies_while_loading:
+                    runtime.dies_while_loading = False
+                    runtime.die()
+                    raise GoneError("the connection was closed")
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("load")
             raise
@@ -191,8 +197,9 @@ class Client:
         pieces = re.findall(r"\s*\S+|\s+$", text)
         try:
             for at, piece in enumerate(pieces):
-                if runtime.gate is not None:
-                    await runtime.gate.wait()
+                if at == runtime.hold_after:
+                    runtime.hold_after = None
+                    await asyncio.Event().wait()
                 if at == runtime.crash_after:
                     runtime.crash_after = None
                     runtime.die()
@@ -224,6 +231,9 @@ class Supervisor:
     async def restart(self) -> Client:
         self.runtime.die()
         return await self.ensure()
+
+    def crash_report(self) -> str | None:
+        return None if self.runtime.alive else "the runtime was ended by SIGKILL:\nlast line of its log"
 
     async def close(self) -> None:
         self.runtime.closed += 1

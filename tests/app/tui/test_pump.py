@@ -14,7 +14,8 @@ from app.tui.pump import LARGE_BLOCK_LINES, REST_PER_COST, SHORTEST_REST_S, Pump
 class RecordingSink:
     """Keeps what it was given, and can be slow."""
 
-    def __init__(self, cost: float = 0.0) -> None:
+    def __init__(self, cost: float = 0.0, layout_cost: float = 0.0) -> None:
+        self._layout_cost = layout_cost
         self.markdown = ""
         self.tail = ""
         self.final: str | None = None
@@ -36,6 +37,9 @@ class RecordingSink:
         if text:
             self.tails.append(text)
         self.shown.append(self.markdown + text)
+
+    async def settle(self) -> None:
+        self.now += self._layout_cost
 
     async def update(self, text: str) -> None:
         assert self.final is None
@@ -96,13 +100,19 @@ async def test_a_large_open_block_is_plain_until_it_closes(text: str) -> None:
     assert sink.largest_append > len(text) / 2
 
 
+async def test_what_stands_before_a_large_block_is_rendered() -> None:
+    sink = await pumped(["Intro **bold**\n\n" + "- item\n" * 60])
+    assert sink.markdown == "Intro **bold**\n\n"
+    assert sink.tails == ["- item\n" * 60]
+
+
 async def test_a_small_block_is_rendered_as_it_comes() -> None:
     sink = await pumped([f"- item {n}\n" for n in range(LARGE_BLOCK_LINES - 2)])
     assert sink.tails == []
 
 
 async def test_it_rests_in_proportion_to_what_an_append_costs() -> None:
-    sink = RecordingSink(cost=0.5)
+    sink = RecordingSink(cost=0.25, layout_cost=0.25)
     rests: list[float] = []
 
     async def rest(seconds: float) -> None:
@@ -113,7 +123,7 @@ async def test_it_rests_in_proportion_to_what_an_append_costs() -> None:
     running = asyncio.create_task(pump.run())
     pump.write("slow")
     await asyncio.sleep(0.01)
-    sink._cost = 0.0
+    sink._cost = sink._layout_cost = 0.0
     pump.write(" fast")
     await asyncio.sleep(0.01)
     pump.close()

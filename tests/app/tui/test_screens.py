@@ -32,6 +32,14 @@ async def test_a_model_is_picked_loaded_and_remembered(stage: Callable[..., Any]
         await s.until(lambda: "tiny-3bit · 3-bit" in s.screen_text())
 
 
+async def test_a_single_model_is_loaded_without_asking(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.entries = runtime.entries[:1]
+    async with stage(runtime, model=None) as s:
+        await s.ready()
+        assert s.app.session.status.model == "demo"
+        assert settings.load().model is None
+
+
 async def test_perplexity_and_warning_are_shown(stage: Callable[..., Any], runtime: Any) -> None:
     entry = type(runtime.entries[0])
     runtime.entries = [

@@ -1,0 +1,123 @@
+"""The UI's own process: light, quick to the first frame, and gone without a trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SCRIPT = """
+import asyncio, importlib.util, sys
+sys.path.insert(0, {repository!r})
+spec = importlib.util.spec_from_file_location("scripted", {conftest!r})
+scripted = importlib.util.module_from_spec(spec)
+sys.modules["scripted"] = scripted
+spec.loader.exec_module(scripted)
+"""
+CHAT = """
+async def main():
+    runtime = scripted.Runtime(answers=["# Hello\\n\\n```python\\nx = 1\\n```"])
+    app = scripted.make_app(runtime)
+    async with app.run_test() as pilot:
+        stage = scripted.Stage(app, pilot, runtime)
+        await stage.ready()
+        await stage.ask("hi")
+        await stage.answered()
+        for key in ("f2", "q", "escape", "escape", "f3", "escape"):
+            await pilot.press(key)
+            await pilot.pause(0.1)
+asyncio.run(main())
+heavy = {"torch", "transformers", "numba", "numpy", "triton", "llvmlite", "huggingface_hub", "tokenizers"}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+
+def script(body: str) -> str:
+    conftest = str(Path(__file__).parent / "conftest.py")
+    return SCRIPT.format(repository=str(REPOSITORY), conftest=conftest) + body
+
+
+def run(body: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script(body)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_nothing_heavy_is_ever_imported() -> None:
+    done = run(CHAT)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_importing_the_entry_imports_almost_nothing() -> None:
+    code = "import sys, app.tui; print(sorted({'textual', 'httpx', 'torch', 'app.settings'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_runtime_is_started_after_the_first_frame() -> None:
+    body = """
+frames = []
+class Late(scripted.Supervisor):
+    async def ensure(self):
+        frames.append("Ask anything." in text_of(app))
+        return await super().ensure()
+def text_of(app):
+    return "\\n".join("".join(part.text for part in strip) for strip in app.screen._compositor.render_strips())
+runtime = scripted.Runtime()
+app = scripted.ChatApp(scripted.Settings(model="demo"), supervisor=lambda: Late(runtime))
+async def main():
+    async with app.run_test() as pilot:
+        await scripted.Stage(app, pilot, runtime).ready()
+asyncio.run(main())
+print(frames)
+"""
+    done = run(body)
+    assert done.stdout.strip() == "[True]", done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_a_killed_ui_restores_the_terminal_and_closes_the_runtime(number: signal.Signals, tmp_path: Path) -> None:
+    import pty
+    import select
+    import termios
+    import time
+
+    mark = tmp_path / "closed"
+    body = f"""
+import pathlib
+class Marking(scripted.Supervisor):
+    async def close(self):
+        await super().close()
+        pathlib.Path({str(mark)!r}).write_text("yes")
+runtime = scripted.Runtime()
+scripted.ChatApp(scripted.Settings(model="demo"), supervisor=lambda: Marking(runtime)).run()
+"""
+    leader, follower = pty.openpty()
+    before = termios.tcgetattr(follower)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script(body)], stdin=follower, stdout=follower, stderr=follower, start_new_session=True
+    )
+    try:
+        seen, deadline = b"", time.monotonic() + 60
+        while b"cpu" not in seen and time.monotonic() < deadline:
+            if select.select([leader], [], [], 0.1)[0]:
+                seen += os.read(leader, 65536)
+        process.send_signal(number)
+        while process.poll() is None and time.monotonic() < deadline:
+            if select.select([leader], [], [], 0.1)[0]:
+                seen += os.read(leader, 65536)
+        while select.select([leader], [], [], 0.2)[0]:
+            seen += os.read(leader, 65536)
+    finally:
+        process.kill()
+        process.wait()
+    assert mark.exists()
+    assert seen.rstrip().rfind(b"\x1b[?1049l") > seen.rfind(b"\x1b[?1049h")
+    assert termios.tcgetattr(follower)[3] == before[3]
+    os.close(leader)
+    os.close(follower)

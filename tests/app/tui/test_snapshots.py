@@ -1,0 +1,108 @@
+"""What the terminal shows, at three sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+SIZES = [(120, 40), (80, 24), (40, 15)]
+ANSWER = """Because a channel with a **large activation** multiplies its `weight error`:
+
+1. few channels are large
+2. they change from token to token 日本語 🙂
+
+```python
+def error(w, x):
+    return (w - quantize(w)) @ x
+```
+
+| bits | loss |
+|---|---|
+| 3 | 5.1 |
+| 4 | 4.8 |
+"""
+
+at_every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+
+
+class Play:
+    """Acts on the application before its picture is taken."""
+
+    def __init__(self, app: Any, *, keys: tuple[str, ...] = (), prompt: str | None = None) -> None:
+        self.app = app
+        self.keys = keys
+        self.prompt = prompt
+
+    async def __call__(self, pilot: Any) -> None:
+        session = self.app.session
+        self.app.chat.composer.cursor_blink = False
+        await self.until(pilot, lambda: session.ready and not session.working)
+        if self.prompt is not None:
+            self.app.chat.composer.load_text(self.prompt)
+            await pilot.press("enter")
+            await self.until(pilot, lambda: session.conversation.head is not None)
+            last = session.conversation.head
+            await self.until(pilot, lambda: session.conversation[last].state != "streaming" and not self.app.chat.busy)
+            await self.until(pilot, lambda: session.ready and not session.working)
+        self.app.clear_notifications()
+        await pilot.press(*self.keys)
+        for _ in range(5):
+            await pilot.pause(0.05)
+        for area in self.app.screen.query("Input"):
+            area.cursor_blink = False
+            area._cursor_visible = True
+
+    @staticmethod
+    async def until(pilot: Any, predicate: Callable[[], object]) -> None:
+        for _ in range(1000):
+            if predicate():
+                return
+            await pilot.pause(0.01)
+        raise AssertionError("waited in vain")
+
+
+@at_every_size
+def test_empty(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+    app = app_of(runtime)
+    assert snap_compare(app, terminal_size=size, run_before=Play(app))
+
+
+@at_every_size
+def test_answer(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+    runtime.answers = [ANSWER]
+    app = app_of(runtime)
+    play = Play(app, prompt="Why do activation outliers matter?\n(in short, please)")
+    assert snap_compare(app, terminal_size=size, run_before=play)
+
+
+@at_every_size
+def test_failed_answer(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+    runtime.fail_with = "prompt and answer do not fit the context of 8192 tokens"
+    app = app_of(runtime)
+    assert snap_compare(app, terminal_size=size, run_before=Play(app, prompt="Go"))
+
+
+@at_every_size
+def test_models(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+    app = app_of(runtime)
+    assert snap_compare(app, terminal_size=size, run_before=Play(app, keys=("f2",)))
+
+
+@at_every_size
+def test_quantize_dialog(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+    app = app_of(runtime)
+    assert snap_compare(app, terminal_size=size, run_before=Play(app, keys=("f2", "q", "x", "enter")))
+
+
+@at_every_size
+def test_settings(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+    app = app_of(runtime)
+    assert snap_compare(app, terminal_size=size, run_before=Play(app, keys=("f3",)))
+
+
+def test_light_theme(snap_compare: Any, app_of: Any, runtime: Any) -> None:
+    runtime.answers = [ANSWER]
+    app = app_of(runtime, theme="light")
+    assert snap_compare(app, terminal_size=(80, 24), run_before=Play(app, prompt="Why?"))
