@@ -11,7 +11,7 @@ import torch
 
 from models.errors import CheckpointError, QuantizationError
 from models.spec import ModelSpec
-from models.store.durable import TEMPORARY, private_folder, remove_folder
+from models.store.durable import TEMPORARY, explained, private_folder, remove_folder
 
 WINDOW = 256
 """Tokens of a sequence."""
@@ -60,10 +60,12 @@ def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes
     remove_folder(scratch)
     private_folder(scratch)
     try:
-        _load_tokenizer(checkpoint).save_pretrained(scratch)
+        tokenizer = _load_tokenizer(checkpoint)
     except Exception as error:  # transformers lets through whatever its parsers raise
         shutil.rmtree(scratch, ignore_errors=True)
         raise CheckpointError(f"cannot read the tokenizer of {checkpoint}: {error}") from error
+    with explained(f"cannot write the tokenizer into {scratch}"):
+        tokenizer.save_pretrained(scratch)
     written = sorted(path.name for path in scratch.iterdir() if path.is_file())
     if "tokenizer.json" not in written:
         remove_folder(scratch)

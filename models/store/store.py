@@ -183,7 +183,8 @@ class Store:
         good: Infos = []
         bad: Damages = []
         for replaced in (self.root / _WORK).glob(f"*{_REPLACED}"):
-            self._recover(name_of(replaced.name.removesuffix(_REPLACED)))
+            with suppress(StoreError):  # none of ours
+                self._recover(name_of(replaced.name.removesuffix(_REPLACED)))
         with explained(f"cannot list {self.root}"):
             folders = sorted(path for path in self.root.iterdir()) if self.root.exists() else []
         for folder in folders:
