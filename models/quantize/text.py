@@ -63,7 +63,8 @@ def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes
         tokenizer = _load_tokenizer(checkpoint)
     except Exception as error:  # transformers lets through whatever its parsers raise
         shutil.rmtree(scratch, ignore_errors=True)
-        raise CheckpointError(f"cannot read the tokenizer of {checkpoint}: {error}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"cannot read the tokenizer of {checkpoint}: {reason}") from error
     with explained(f"cannot write the tokenizer into {scratch}"):
         tokenizer.save_pretrained(scratch)
     written = sorted(path.name for path in scratch.iterdir() if path.is_file())
