@@ -1,7 +1,7 @@
 """The block of every supported family, written once against a small set of operations.
 
 The full-precision decoder runs it with plain torch operations, the reference backend with dequantized weights, the CPU
-backend records it into a program once. So a family's quirks (biases, q/k norm, window, rope) stand here and nowhere else.
+backend records it into a program once. So a family's quirks (biases, q/k norm, window, rope) stand here alone.
 
 Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i}.q_norm`, `layers.{i}.k_norm`,
 `layers.{i}.o`, `layers.{i}.post_norm`, `layers.{i}.gate_up`, `layers.{i}.down`, `norm`, `head`; a bias belongs to its
@@ -56,7 +56,7 @@ class Operations(Protocol[T]):
         ...
 
     def add(self, x: T, y: T) -> T:
-        """x + y, where y is the output of a linear layer that nothing else reads."""
+        """Sum of x and y, where y is the output of a linear layer that nothing else reads."""
         ...
 
     def logit_rows(self, x: T) -> T:

@@ -32,6 +32,21 @@ class Model(Weights, Protocol):
         ...
 
 
+def preparation(backend: str = "auto") -> str | None:
+    """What the first load with this backend does that later ones do not, in one sentence; None if there is nothing.
+
+    Args:
+        backend: As in `open_decoder`.
+    """
+    if backend == "reference":
+        return None
+    try:
+        from runtime.cpu.isa import is_compiled
+    except (ImportError, OSError, BackendError):
+        return None
+    return None if is_compiled() else "compiling the kernels for this processor, once; this takes some twenty seconds"
+
+
 def open_decoder(model: Weights, options: DecoderOptions, backend: str = "auto") -> tuple[Decoder, str]:
     """Load a model on a backend.
 

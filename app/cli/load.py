@@ -52,6 +52,7 @@ def load_options(
     from runtime.decoder import DecoderOptions
     from runtime.kernels.select.budget import default_k_chunk
     from runtime.memory import DEFAULT_CONTEXT, ModelSizes, plan
+    from runtime.open import preparation
 
     settings = load({"kv": choices.kv, "k_chunk": choices.k_chunk, "backend": choices.backend})
     k_chunk = default_k_chunk(model.recipe.residual_bits) if settings.k_chunk is None else settings.k_chunk
@@ -74,6 +75,8 @@ def load_options(
         k_chunk=k_chunk,
         select=choices.select,
     )
+    if first := preparation(settings.backend):
+        output.note(first)
     return options, settings.backend
 
 

@@ -111,4 +111,12 @@ def _usable(folder: Path) -> Path:
 VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
 """The variant every kernel of this process is compiled for."""
 
-numba.config.CACHE_DIR = str(_usable(_cache_folder(VARIANT)))  # type: ignore[attr-defined]  # made at run time
+KERNEL_CACHE: Final = _usable(_cache_folder(VARIANT))
+"""Folder of the machine code of this variant and these sources."""
+
+numba.config.CACHE_DIR = str(KERNEL_CACHE)  # type: ignore[attr-defined]  # made at run time
+
+
+def is_compiled() -> bool:
+    """Whether the kernels' machine code is there, so that importing them does not compile it first."""
+    return any(KERNEL_CACHE.glob("*/executor.execute*.nbc"))

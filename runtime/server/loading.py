@@ -89,7 +89,7 @@ class StoreLoader:
         from runtime.decoder import DecoderOptions
         from runtime.kernels.select.budget import LAYER_KINDS, default_k_chunk, k_chunk_of
         from runtime.memory import ModelSizes, describe, plan
-        from runtime.open import open_engine
+        from runtime.open import open_engine, preparation
 
         def report(phase: str, message: str) -> None:
             if cancelled():
@@ -109,7 +109,10 @@ class StoreLoader:
             backend="reference" if request.backend == "reference" else "cpu",
             compensated=any(by_type.values()),
         )
-        report("load", f"loading {request.model}: {describe(planned)}")
+        if first := preparation(request.backend):
+            report("compile", first)
+        else:
+            report("load", f"loading {request.model}: {describe(planned)}")
         options = DecoderOptions(kv=request.kv or "fp16", context=planned.context, k_chunk=by_type)
         engine = open_engine(model, options, request.backend)
         if cancelled():
