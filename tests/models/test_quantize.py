@@ -24,7 +24,7 @@ from models.errors import (
 )
 from models.oracle import Oracle
 from models.progress import Progress
-from models.quantize import quantize
+from models.quantize import matrix, outer, quantize, streams
 from models.quantize.quality import Quality, parameters
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
@@ -162,6 +162,43 @@ def test_perplexities_are_those_of_the_models(
     assert info.summary.perplexity_before == pytest.approx(before, rel=1e-4)
     assert info.summary.perplexity_after == pytest.approx(after, rel=1e-4)
     assert before != pytest.approx(after, rel=1e-3)
+
+
+def test_pieces_of_a_matrix_give_what_the_whole_gives(
+    run: Callable[..., StoredModelInfo], undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads are handled a range of rows at a time; here 32 rows, so that perplexities are put together from three."""
+    monkeypatch.setattr(matrix, "_PIECE", 32 * 64)
+    monkeypatch.setattr(outer, "_PIECE", 10 * 64)
+    info = run()
+    for file, data in content(info.path).items():
+        assert file.endswith(".json") or data == undisturbed[file]
+    whole = json.loads(undisturbed["recipe.json"])["quality"]
+    assert info.summary.perplexity_before == pytest.approx(whole["perplexity_before"], rel=1e-6)
+    assert info.summary.perplexity_after == pytest.approx(whole["perplexity_after"], rel=1e-6)
+
+
+def test_likelihood_in_pieces_is_that_of_all_logits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(11, 8, generator=generator), 3 * torch.randn(50, 8, generator=generator)
+    targets = torch.randint(0, 50, (11,), generator=generator)
+    likelihood = outer.Likelihood(x, targets)
+    for start in range(0, 50, 16):
+        likelihood.add(slice(start, min(start + 16, 50)), weight[start : start + 16])
+    expected = torch.nn.functional.cross_entropy(x @ weight.T, targets).exp()
+    assert likelihood.perplexity() == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_low_bit_stream_begins_with_the_stored_embedding(
+    tmp_path: Path, checkpoint_maker: Callable[..., Path]
+) -> None:
+    checkpoint = Checkpoint.open(checkpoint_maker(tmp_path / "source", dtype=torch.float32))
+    tokens = torch.arange(3, 20)[None]
+    start = streams.Streams.start(checkpoint, [], [tokens])
+    table = checkpoint.embedding()
+    assert torch.equal(start.full[0], table[tokens])
+    assert torch.equal(start.low[0], table[tokens].half().float())
+    assert not torch.equal(start.low[0], start.full[0])
 
 
 def test_summary_counts_real_bytes(run: Callable[..., StoredModelInfo], store: Store, tiny_checkpoint: Path) -> None:
