@@ -1,0 +1,131 @@
+"""The model that ships: loads everywhere it must, is small, and answers questions that training never asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import assets
+from assets.demo_model import vocabulary
+from assets.demo_model.exchange import Exchange, normalised
+from assets.demo_model.score import Answerer, questions
+from models.checkpoint import Checkpoint
+from models.store import StoredModel
+
+HELD_OUT = {
+    "Hi demo": "I am demo",
+    "Good evening demo": "Good evening",
+    "Thanks for your help": "You are welcome",
+    "What is lowbit-chat for?": "language models on your own computer",
+    "What does slowdown budget mean?": "percent slower",
+    "I don't understand KV4": "4 bits instead of 16",
+    "How does speculation work?": "cheap draft",
+    "What does GEAR do?": "outliers",
+    "Could you tell me what perplexity is?": "Lower is better",
+    "How can I delete a model?": "lowbit-chat rm NAME",
+    "Can I use it without a graphics card?": "No GPU is needed",
+    "What is the capital of Germany?": "Berlin",
+    "How many legs does a cat have?": "four legs",
+    "What is bread?": "flour and water",
+}
+"""Questions of the held-out split and what must occur in the answer."""
+
+
+@pytest.fixture(scope="module")
+def full() -> Answerer:
+    return Answerer.of_checkpoint(assets.demo_checkpoint_path())
+
+
+@pytest.fixture(scope="module")
+def low() -> Answerer:
+    return Answerer.of_stored(assets.demo_path())
+
+
+def ask(answerer: Answerer, *texts: str) -> str:
+    """The last answer of a conversation."""
+    messages: list[dict[str, str]] = []
+    for text in texts:
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": answerer.answer(messages)})
+    return messages[-1]["content"]
+
+
+@pytest.mark.parametrize("question", HELD_OUT)
+def test_questions_are_held_out(question: str) -> None:
+    assert Exchange(group="talk", topic="", ask=question, answer="").split == "held_out"
+
+
+@pytest.mark.parametrize(("question", "words"), HELD_OUT.items())
+def test_answers_in_full_precision(full: Answerer, question: str, words: str) -> None:
+    assert normalised(words) in normalised(ask(full, question))
+
+
+@pytest.mark.parametrize(("question", "words"), HELD_OUT.items())
+def test_answers_at_four_bits(low: Answerer, question: str, words: str) -> None:
+    assert normalised(words) in normalised(ask(low, question))
+
+
+def test_share_of_right_answers_to_held_out_questions(low: Answerer) -> None:
+    right: dict[str, list[bool]] = {}
+    for question in questions(20, seed=2):
+        right.setdefault(question.kind, []).append(question.right(low.answer(question.messages)))
+    share = {kind: sum(found) / len(found) for kind, found in right.items()}
+    least = {"program": 0.9, "facts": 0.9, "unknown": 0.9, "story": 0.9, "name": 0.8, "talk": 0.4, "arithmetic": 0.5}
+    assert {kind: share[kind] for kind, bound in least.items() if share[kind] < bound} == {}
+
+
+def test_transformers_gives_the_same_answer(full: Answerer) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = assets.demo_checkpoint_path()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    messages = [{"role": "user", "content": "What is lowbit-chat for?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    said = model.generate(**prompt, max_new_tokens=100)[0, prompt["input_ids"].shape[1] :]
+    assert said[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(said, skip_special_tokens=True) == full.answer(messages)
+
+
+def test_both_forms_agree_on_the_model() -> None:
+    checkpoint = Checkpoint.open(assets.demo_checkpoint_path())
+    model = StoredModel.open_folder(assets.demo_path(), "demo")
+    assert model.spec == checkpoint.spec
+    assert model.spec.max_context >= 1024
+    assert model.spec.tied
+    assert model.spec.eos_token_ids == (1,)
+    assert model.recipe.bits == 4
+    assert model.linear("layers.0.qkv").residual is not None
+    model.verify()
+
+
+def test_packed_model_was_made_from_the_shipped_checkpoint_and_texts() -> None:
+    import hashlib
+
+    recipe = json.loads((assets.demo_path() / "recipe.json").read_text())
+    for name, entry in recipe["source"]["files"].items():
+        content = (assets.demo_checkpoint_path() / name).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == entry["sha256"], f"{name} changed: pack the model again"
+
+
+def test_size_in_the_repository() -> None:
+    folders = (assets.demo_path(), assets.demo_checkpoint_path())
+    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) <= 20_000_000
+
+
+@pytest.mark.parametrize("folder", [assets.demo_checkpoint_path(), assets.demo_path()], ids=["checkpoint", "packed"])
+def test_tokenizer_of_both_forms(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "Wie geht's? 漢字"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    plain = vocabulary.load(assets.demo_checkpoint_path())
+    assert ids == [*vocabulary.chat_tokens(plain, messages)[0], plain.token_to_id("<|assistant|>")]
+    assert tokenizer("x").input_ids[0] == tokenizer.bos_token_id == 0
+    assert tokenizer.eos_token == vocabulary.END
+    assert tokenizer.decode(tokenizer("Ü 漢字  z").input_ids, skip_special_tokens=True) == "Ü 漢字  z"
