@@ -1,12 +1,12 @@
 """Errors of `runtime`.
 
-    RuntimeFailure
-     ├─ ContextOverflowError      prompt and answer do not fit the context
-     ├─ OutOfMemoryError          the memory plan does not fit what is free now
-     ├─ BackendError              the backend asked for cannot run here
-     ├─ InvalidActivationError    NaN or infinity met on the way (a damaged model)
-     ├─ RequestError              a request's arguments are not acceptable
-     └─ Cancelled                 the work was asked to stop
+RuntimeFailure
+ ├─ ContextOverflowError      prompt and answer do not fit the context
+ ├─ OutOfMemoryError          the memory plan does not fit what is free now
+ ├─ BackendError              the backend asked for cannot run here
+ ├─ InvalidActivationError    NaN or infinity met on the way (a damaged model)
+ ├─ RequestError              a request's arguments are not acceptable
+ └─ Cancelled                 the work was asked to stop
 """
 
 

@@ -99,7 +99,7 @@ def main() -> None:
         bandwidths.append(read_bandwidth(None, fresh=True).gb_s)
     for worker in workers.values():
         worker.close()
-    limit = max(bandwidths)
+    limit = statistics.median(bandwidths)
     rows = []
     for name, worker in workers.items():
         rate = 1 / statistics.median(decode[name])
