@@ -30,6 +30,7 @@ class Row:
     """What one program did."""
 
     program: str
+    version: str
     bytes_per_token: int
     decode_tokens_per_s: float
     percent_of_read_bandwidth: float
@@ -47,7 +48,8 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.bytes_per_token = int(self._answer()["bytes_per_token"])
+        about = self._answer()
+        self.bytes_per_token, self.version = int(about["bytes_per_token"]), str(about["version"])
 
     def run(self, action: str, count: int) -> list[float]:
         """Seconds of a prefill, or of each decoded token."""
@@ -106,6 +108,7 @@ def main() -> None:
         rows.append(
             Row(
                 program=name,
+                version=worker.version,
                 bytes_per_token=worker.bytes_per_token,
                 decode_tokens_per_s=round(rate, 1),
                 percent_of_read_bandwidth=round(100 * worker.bytes_per_token * rate / (limit * 1e9), 1),
@@ -113,7 +116,7 @@ def main() -> None:
             )
         )
     report = {
-        "command": "python -m tests.peers.compare",
+        "command": f"python -m tests.peers.compare FOLDER --rounds {arguments.rounds} --tokens {arguments.tokens}",
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "cpu": detect_cpu().name,
         "cores": detect_cpu().physical_cores,

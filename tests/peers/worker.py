@@ -8,6 +8,7 @@ answer is one JSON line: a list of seconds, one for the prompt or one for each t
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 import time
@@ -96,9 +97,10 @@ def llama(path: str) -> tuple[Callable[[int], list[float]], Callable[[int], list
 def main() -> None:
     """Serve one program until stdin ends."""
     kind, argument, *rest = sys.argv[1:]
-    program = ours(int(argument), int(rest[0]) if rest else 0) if kind == "ours" else llama(argument)
-    prefill, decode, read = program
-    print(json.dumps({"bytes_per_token": read}), flush=True)
+    mine = kind == "ours"
+    prefill, decode, read = ours(int(argument), int(rest[0]) if rest else 0) if mine else llama(argument)
+    version = importlib.metadata.version("lowbit-chat" if mine else "llama-cpp-python")
+    print(json.dumps({"bytes_per_token": read, "version": version}), flush=True)
     for line in sys.stdin:
         action, count = line.split()
         print(json.dumps({"prefill": prefill, "decode": decode}[action](int(count))), flush=True)
