@@ -8,13 +8,31 @@ import sys
 import tempfile
 from pathlib import Path
 
-from assets import calibration_text, demo_checkpoint_path, demo_path, evaluation_text
+from assets import demo_checkpoint_path, demo_path
+from assets.demo_model.corpus import Writer
+from assets.demo_model.exchange import Split
+from assets.demo_model.vocabulary import END, ROLES
 from models.progress import Progress
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel, StoredModelInfo
 
 NAME = "demo"
+CALIBRATION_CONVERSATIONS, EVALUATION_CONVERSATIONS = 80, 40
+
+
+def dialogues(split: Split, count: int) -> str:
+    """Conversations as the chat template writes them, one after another.
+
+    The model knows nothing but its own dialogues, so statistics and perplexity over ordinary prose would say nothing.
+
+    Args:
+        split: `train` for calibration, `held_out` for perplexity.
+        count: Number of conversations.
+    """
+    writer = Writer(split, seed=0)
+    messages = [message for index in range(count) for message in writer.conversation(index).messages()]
+    return "".join(f"{ROLES[message['role']]}{message['content']}{END}" for message in messages)
 
 
 def pack(checkpoint: Path, target: Path, *, bits: int = 4) -> StoredModelInfo:
@@ -36,8 +54,8 @@ def pack(checkpoint: Path, target: Path, *, bits: int = 4) -> StoredModelInfo:
             store,
             Recipe(bits=bits),
             name=NAME,
-            calibration=calibration_text(),
-            evaluation=evaluation_text(),
+            calibration=dialogues("train", CALIBRATION_CONVERSATIONS),
+            evaluation=dialogues("held_out", EVALUATION_CONVERSATIONS),
             progress=_Teller(),
         )
         if target.exists():
