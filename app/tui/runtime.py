@@ -22,7 +22,7 @@ class StatusLike(Protocol):
 
     @property
     def backend(self) -> str | None:
-        """`cpu`, `triton` or `reference`."""
+        """`cpu` or `reference`."""
 
     @property
     def reason(self) -> str | None:
