@@ -48,8 +48,8 @@ def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     ("line", "allowed"),
     [
         ('kv = "int5"', "fp16, int8"),
-        ('temperature = "warm"', "a number from 0 to 5"),
-        ("temperature = nan", "a number from 0 to 5"),
+        ('temperature = "warm"', "a number from 0 to 2"),
+        ("temperature = nan", "a number from 0 to 2"),
         ("top_p = 0", "a number above 0 to 1"),
         ("top_k = 1.5", "a whole number from 0"),
         ("top_k = true", "a whole number from 0"),
