@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from models.spec import RopeSpec
+from runtime.cpu import instructions as op
 from runtime.cpu.decoder import CpuDecoder
 from runtime.cpu.isa import VARIANT, choose_variant, supported_variants
 from runtime.decoder import DecoderOptions, Step
@@ -94,6 +95,29 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str,
         position += count
     assert np.concatenate(errors).mean() <= 0.015
     assert max(error.max() for error in errors) <= 0.15
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int8"])
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_long_context_is_split_and_merged(tiny_model: Any, tiny_spec: Any, kv: Any, window: int | None) -> None:
+    """One token at position 700 with one key-value head: its context is cut into four pieces with maxima of their own.
+
+    Keys are made large, so that the softmax is far from uniform and a piece that is weighed wrongly shows.
+    """
+    model = tiny_model(tiny_spec(num_kv_heads=1, max_context=1024, windows=(None, window), qkv_bias=True))
+    model.vectors["layers.0.input_norm"] *= 4
+    model.vectors["layers.1.input_norm"] *= 4
+    options = DecoderOptions(kv=kv, context=1024, max_rows=128, threads=2)
+    reference, decoder = with_int8_activations(ReferenceDecoder(model, options), 32), CpuDecoder(model, options)
+    tokens = np.random.default_rng(5).integers(0, model.spec.vocab_size, 704)
+    for start in range(0, 700, 100):
+        for one in (reference, decoder):
+            one.forward(step(tokens[start : start + 100], start, rows=[99]))
+    for position in range(700, 704):
+        one = step(tokens[position : position + 1], position)
+        expected, actual = reference.forward(one), decoder.forward(one)
+        assert decoder._control[op.SPLITS] == 4
+        assert np.abs(actual - expected).mean() <= 0.02 * expected.std()
 
 
 @pytest.mark.parametrize("select", ["approx", "exact", "random"])
