@@ -63,6 +63,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "3bit": ({"bits": 3, "residual_bits": 4}, {"num_kv_heads": 4}),
     "biases-qknorm-window": ({"bits": 4}, {"qkv_bias": True, "o_bias": True, "qk_norm": True, "windows": (5, None)}),
     "head-dim-8": ({"bits": 4, "residual_bits": 16}, {"head_dim": 8, "num_heads": 8}),
+    "heads-narrower-than-a-block": ({"bits": 4}, {"head_dim": 8, "num_heads": 5, "num_kv_heads": 1}),
     "head-dim-80": ({"bits": 3, "residual_bits": 2}, {"head_dim": 80, "num_heads": 5, "num_kv_heads": 1}),
     "partial-rope": ({"bits": 4}, {"head_dim": 32, "rope": RopeSpec(rotary_dim=12)}),
     "wide-groups": ({"bits": 3, "group_size": 128}, {"hidden_size": 256, "head_dim": 64}),
