@@ -16,7 +16,7 @@ import torch
 
 from models.packed import PackedLinear
 from runtime.cpu import instructions as op
-from runtime.cpu.layout import aligned_zeros, padded, tile_linear
+from runtime.cpu.layout import TiledLinear, aligned_zeros, padded, tile_linear
 from runtime.kernels.activation import reference as activation
 from runtime.kernels.compensate import reference as compensation
 from runtime.kernels.gate.reference import silu_gate
@@ -78,6 +78,23 @@ class Activations:
         return np.array(codes), np.array([n[0] for n in numbers]), np.array([n[1] for n in numbers])
 
 
+def product_operands(tiled: TiledLinear, inputs: Activations) -> dict[str, Any]:
+    """Operands of a LINEAR instruction that say what is multiplied."""
+    return {
+        "codes": tiled.codes,
+        "scales": tiled.scales,
+        "zeros": tiled.zeros,
+        "x_codes": inputs.codes,
+        "x_scales": inputs.scales,
+        "x_shifts": inputs.shifts,
+        "blocks": tiled.blocks,
+        "group_blocks": tiled.group_blocks,
+        "groups": tiled.groups,
+        "tiles": tiled.tiles,
+        "bits": tiled.bits,
+    }
+
+
 def assert_close(actual: npt.NDArray[Any], expected: npt.NDArray[Any], tolerance: float = 1e-5) -> None:
     """Largest error against the largest magnitude; names the worst place."""
     error = np.abs(actual.astype(np.float64) - expected)
@@ -116,17 +133,7 @@ def test_matrix_product(
         out = wide(before, rows)
         machine(rows).run(
             op.LINEAR,
-            codes=tiled.codes,
-            scales=tiled.scales,
-            zeros=tiled.zeros,
-            x_codes=inputs.codes,
-            x_scales=inputs.scales,
-            x_shifts=inputs.shifts,
-            blocks=tiled.blocks,
-            group_blocks=tiled.group_blocks,
-            groups=tiled.groups,
-            tiles=tiled.tiles,
-            bits=bits,
+            **product_operands(tiled, inputs),
             bias=wide_bias,
             out=out,
             out_stride=out.strides[0],
@@ -295,17 +302,7 @@ def test_compensation(
     source, out = wide(x), wide(np.zeros((rows, N), np.float32))
     machine(rows).run(
         op.LINEAR,
-        codes=tiled.codes,
-        scales=tiled.scales,
-        zeros=tiled.zeros,
-        x_codes=inputs.codes,
-        x_scales=inputs.scales,
-        x_shifts=inputs.shifts,
-        blocks=tiled.blocks,
-        group_blocks=tiled.group_blocks,
-        groups=tiled.groups,
-        tiles=tiles,
-        bits=3,
+        **product_operands(tiled, inputs),
         out=out,
         out_stride=out.strides[0],
         residual=codes,
