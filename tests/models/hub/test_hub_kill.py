@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,11 @@ def tree(cache: Path) -> dict[str, bytes | str]:
 
 def there(cache: Path) -> dict[str, int]:
     """Bytes of every blob that are on disk, by digest."""
-    return {path.name.removesuffix(".incomplete"): path.stat().st_size for path in cache.rglob("blobs/*")}
+    sizes = {}
+    for path in cache.rglob("blobs/*"):
+        with suppress(FileNotFoundError):  # a file may get its final name between being listed and being measured
+            sizes[path.name.removesuffix(".incomplete")] = path.stat().st_size
+    return sizes
 
 
 def wait_until(true: Callable[[], bool]) -> None:
