@@ -43,11 +43,6 @@ def settings_file() -> Path:
     return folder / "settings.toml"
 
 
-def lock_file() -> Path:
-    """The file in which a running runtime process says where it listens."""
-    return home() / "runtime.json"
-
-
 def log_file() -> Path:
     """The file to which the runtime process writes what it would print."""
     return home() / "runtime.log"

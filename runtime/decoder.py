@@ -8,6 +8,7 @@ which rows a scheduler puts into a step, not of the decoder.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -90,6 +91,10 @@ class Decoder(Protocol):
         Raises:
             InvalidActivationError: a NaN or infinity reached the logits.
         """
+        ...
+
+    def session(self) -> AbstractContextManager[None]:
+        """A context in which the backend keeps its threads ready between steps; outside it costs no processor time."""
         ...
 
     def close(self) -> None:

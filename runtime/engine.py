@@ -20,7 +20,6 @@ from models.progress import never_cancelled
 from runtime.decoder import Decoder, Float32Array, Step
 from runtime.errors import BackendError, Cancelled, ContextOverflowError, RequestError
 from runtime.sampling import Alternative, Sampler, SamplingOptions, TokenLogprob, log_probabilities
-from runtime.session import session
 from runtime.stopping import StopMatcher
 from runtime.tokenizer import Detokenizer, Tokenizer
 
@@ -178,7 +177,7 @@ class Engine:
                 yield run.last("cancelled", "")
                 return
         try:
-            with session(self.decoder):
+            with self.decoder.session():
                 yield from self._answer(run, cancelled)
         finally:
             self._turn.release()

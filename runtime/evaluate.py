@@ -14,7 +14,6 @@ import numpy.typing as npt
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from runtime.decoder import Decoder, Step
 from runtime.errors import Cancelled, RequestError
-from runtime.session import session
 
 if TYPE_CHECKING:
     from models.oracle import Weights as FullWeights
@@ -113,7 +112,7 @@ def perplexity(
     def score(part: Window) -> float:
         return sum(_score_steps(decoder, text, part, cancelled))
 
-    with session(decoder):
+    with decoder.session():
         return _evaluate(score, text, window, stride, progress, lambda: decoder.recall)
 
 

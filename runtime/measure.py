@@ -18,7 +18,6 @@ from models.progress import Progress, ProgressCallback, ignore_progress, never_c
 from models.spec import ModelSpec
 from runtime.decoder import Decoder, Int32Array, Step
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
-from runtime.session import session
 
 _WARM_STEPS = 3
 
@@ -87,7 +86,7 @@ def measure(
         )
     prompt = np.random.default_rng(seed).integers(0, decoder.spec.vocab_size, prompt_tokens).astype(np.int32)
     runner = _Runner(decoder, progress, cancelled, total)
-    with session(decoder):
+    with decoder.session():
         warm = prompt[: decoder.options.max_rows]
         runner.prefill(warm)
         runner.decode(0, len(warm), min(_WARM_STEPS, decode_tokens))

@@ -76,7 +76,6 @@ class PlanOperations:
         self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
         self._cos, self._sin = (self._own(table) for table in tables(self._spec.rope, options.context))
         self.weight_bytes = 0
-        self.residual_sources: list[npt.NDArray[Any]] = []
         self.recall_sums = self._own(np.zeros(self._rows, np.float32))
         self.selections = [0, 0]
         """Layers in which a row of the step, and a row whose logits are wanted, select channels."""
@@ -260,7 +259,6 @@ class PlanOperations:
             wide[:, : codes.shape[1]] = codes
             codes = wide
         self._own(codes)
-        self.residual_sources.append(codes)
         if residual.scales is None:
             return _address(codes), 0, residual.bits, codes.strides[0]
         scales = aligned_zeros((columns,), np.float16)

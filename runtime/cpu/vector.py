@@ -121,12 +121,6 @@ def store_floats(b: Builder, address: Any, value: Any) -> None:
     b.store(value, pointer(b, address), align=4)
 
 
-@define(types.void, types.int64, floats16)
-def store_halves(b: Builder, address: Any, value: Any) -> None:
-    """Round to half precision and store."""
-    b.store(b.fptrunc(value, HALVES), pointer(b, address), align=2)
-
-
 @define(floats16, floats16, floats16)
 def add(b: Builder, x: Any, y: Any) -> Any:
     """X + y."""
@@ -343,12 +337,6 @@ def as_float(b: Builder, word: Any) -> Any:
 def magnitude_bits(b: Builder, address: Any) -> Any:
     """Bits of |x| of the float at the address: non-negative, and ordered like the magnitudes."""
     return b.zext(b.and_(load(b, I32, address, 4), ir.Constant(I32, 0x7FFFFFFF)), I64)
-
-
-@define(types.float32, types.float32)
-def round_even(b: Builder, value: Any) -> Any:
-    """Round to the nearest integer, ties to even."""
-    return call(b, "llvm.rint.f32", FLOAT, value)
 
 
 def _stack(count: int) -> Any:

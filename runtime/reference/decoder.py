@@ -6,6 +6,8 @@ is meant for small models and for checking the other backends.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 
@@ -92,6 +94,10 @@ class ReferenceDecoder:
                 "damaged or its numbers left the range of its format: verify it, or quantize it again"
             )
         return logits.numpy()
+
+    def session(self) -> AbstractContextManager[None]:
+        """Nothing to keep ready: torch has threads of its own."""
+        return nullcontext()
 
     def close(self) -> None:
         """Release the buffers. Safe to call twice."""

@@ -180,9 +180,7 @@ def test_every_setting_says_what_it_means_and_accepts_its_default() -> None:
 
 def test_home_variable_moves_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWBIT_CHAT_HOME", str(tmp_path / "x"))
-    places = [
-        paths.home(), paths.store_root(), paths.cache_dir(), paths.settings_file(), paths.lock_file(), paths.log_file(),
-    ]  # fmt: skip
+    places = [paths.home(), paths.store_root(), paths.cache_dir(), paths.settings_file(), paths.log_file()]
     assert all(place.is_relative_to(tmp_path / "x") for place in places)
     assert len(set(places)) == len(places)
     assert not (tmp_path / "x").exists()

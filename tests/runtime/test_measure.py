@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
@@ -38,6 +39,9 @@ class ScriptedDecoder:
         self.options = DecoderOptions(context=context, max_rows=max_rows)
         self.kv_bytes = 40 * context
         self.steps: list[Step] = []
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forward(self, step: Step) -> Float32Array:
         self.steps.append(step)
