@@ -1,0 +1,109 @@
+"""Specifications of graphics cards, for simulating them.
+
+The five cards of the paper's Table 2 come first, with its figures for memory size, memory bandwidth, SMs and PCIe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tuner.errors import UnknownDeviceError
+
+_TABLE_2 = "QDEC Table 2; boost clock: "
+_DESKTOP = "NVIDIA, GeForce RTX 40 series product page"
+_LAPTOP = "NVIDIA, GeForce laptop GPU comparison"
+_LAPTOP_50 = (
+    _LAPTOP
+    + ": cores (128 an SM) and memory; 24 Gbit/s on 128 bits; PCIe 5.0 x8, where the laptop wires it so; clock: "
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """What a graphics card's data sheet says."""
+
+    id: str
+    """Name on the command line."""
+    name: str
+    """Its full name."""
+    memory_bytes: int
+    """Its memory."""
+    memory_gb_s: float
+    """Bandwidth of its memory, in 10^9 bytes per second."""
+    sm_count: int
+    """Streaming multiprocessors."""
+    pcie_gb_s: float
+    """Bandwidth of its link to main memory, one direction, in 10^9 bytes per second."""
+    clock_ghz: float
+    """Boost clock."""
+    shared_bytes_per_block: int
+    """Shared memory that a block gets without asking for more."""
+    source: str
+    """Where the figures are from."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.memory_bytes, self.memory_gb_s, self.sm_count, self.pcie_gb_s, self.clock_ghz)
+        if not all(size > 0 for size in (*sizes, self.shared_bytes_per_block)):
+            raise ValueError(f"not the specification of a device: {self}")
+
+
+def device_of(device_id: str) -> DeviceSpec:
+    """A specification by its name.
+
+    Raises:
+        UnknownDeviceError: there is none of that name.
+    """
+    if device_id not in DEVICES:
+        raise UnknownDeviceError(f"no device is called {device_id!r}; there are {', '.join(DEVICES)}")
+    return DEVICES[device_id]
+
+
+def _device(
+    id: str,  # noqa: A002 - the field's name
+    name: str,
+    *,
+    memory_gb: int,
+    memory_gb_s: float,
+    sms: int,
+    pcie_gb_s: float,
+    clock_ghz: float,
+    source: str,
+) -> DeviceSpec:
+    return DeviceSpec(
+        id=id,
+        name=f"NVIDIA GeForce {name}",
+        memory_bytes=memory_gb << 30,
+        memory_gb_s=memory_gb_s,
+        sm_count=sms,
+        pcie_gb_s=pcie_gb_s,
+        clock_ghz=clock_ghz,
+        shared_bytes_per_block=48 << 10,
+        source=source,
+    )
+
+
+DEVICES = {
+    spec.id: spec
+    for spec in (
+        _device("rtx-4090", "RTX 4090", memory_gb=24, memory_gb_s=1008, sms=128, pcie_gb_s=32, clock_ghz=2.52,
+                source=_TABLE_2 + _DESKTOP),
+        _device("rtx-4080s", "RTX 4080 SUPER", memory_gb=16, memory_gb_s=736, sms=80, pcie_gb_s=32, clock_ghz=2.55,
+                source=_TABLE_2 + _DESKTOP),
+        _device("rtx-4070s", "RTX 4070 SUPER", memory_gb=12, memory_gb_s=504, sms=56, pcie_gb_s=32, clock_ghz=2.475,
+                source=_TABLE_2 + _DESKTOP),
+        _device("rtx-4070m", "RTX 4070 Laptop GPU", memory_gb=8, memory_gb_s=256, sms=36, pcie_gb_s=16,
+                clock_ghz=2.175, source=_TABLE_2 + _LAPTOP + ", upper end of the range"),
+        _device("rtx-4050m", "RTX 4050 Laptop GPU", memory_gb=6, memory_gb_s=192, sms=20, pcie_gb_s=16,
+                clock_ghz=2.37, source=_TABLE_2 + _LAPTOP + ", upper end of the range"),
+        _device("rtx-4060m", "RTX 4060 Laptop GPU", memory_gb=8, memory_gb_s=256, sms=24, pcie_gb_s=16,
+                clock_ghz=2.37, source=_LAPTOP + ": cores (128 an SM), memory, boost clock, upper end of the range; "
+                "16 Gbit/s on 128 bits; PCIe 4.0 x8"),
+        _device("rtx-5050m", "RTX 5050 Laptop GPU", memory_gb=8, memory_gb_s=384, sms=20, pcie_gb_s=32, clock_ghz=1.5,
+                source=_LAPTOP_50 + "boost of the 50 W variant"),
+        _device("rtx-5060m", "RTX 5060 Laptop GPU", memory_gb=8, memory_gb_s=384, sms=26, pcie_gb_s=32,
+                clock_ghz=1.455, source=_LAPTOP_50 + "boost of the 45 W variant"),
+        _device("rtx-5070m", "RTX 5070 Laptop GPU", memory_gb=8, memory_gb_s=384, sms=36, pcie_gb_s=32,
+                clock_ghz=2.347, source=_LAPTOP_50 + "boost, upper end of the range"),
+    )
+}  # fmt: skip
+"""Devices that a simulation knows, by name."""

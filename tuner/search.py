@@ -1,0 +1,258 @@
+"""The two-phase search for `n_tb` and `k_chunk` within a slowdown budget.
+
+Σ count · seconds(with compensation) stays at or below (1 + budget) · Σ count · seconds(without), over all linear layers
+that a token passes. What lies between them (attention, norms) only makes the slowdown of a whole token smaller.
+
+Source: QDEC §4.4, Fig. 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tuner.candidates import CHUNK, k_chunk_limit, n_tb_candidates
+from tuner.errors import BudgetError, TimerError
+from tuner.progress import Cancel, Progress, Report, check, never, silent
+from tuner.shapes import LayerShape, check_layers
+from tuner.timer import Timer
+
+_SAMPLES, _BASE_SAMPLES = 3, 9
+"""Readings of one point by a clock; the base counts in every decision, so it is read more often."""
+_AGAIN = "the device vanished or its clock is wrong; tune again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What the search found."""
+
+    n_tb_max: int | None
+    """Bound of the thread blocks that all layers were given; None where blocks mean nothing."""
+    n_tb: Mapping[str, int]
+    """Thread blocks of the compensation, by layer type; 0 where blocks mean nothing."""
+    k_chunk: Mapping[str, int]
+    """Channels compensated of every 1024, by layer type; 0 leaves a layer as it is."""
+    predicted_slowdown_percent: float
+    """Of the linear layers together, by the times that the search saw."""
+
+
+def check_budget(budget_percent: float) -> None:
+    """Refuse a budget that means nothing.
+
+    Raises:
+        BudgetError: not above 0 and at most 100.
+    """
+    if not 0 < budget_percent <= 100:
+        raise BudgetError(f"a slowdown budget is above 0 and at most 100 percent, not {budget_percent:g}")
+
+
+def tune(
+    layers: Sequence[LayerShape],
+    timer: Timer,
+    *,
+    budget_percent: float,
+    sm_count: int | None,
+    limit: int | None = None,
+    progress: Progress = silent,
+    cancelled: Cancel = never,
+) -> Configuration:
+    """Find the largest `k_chunk` of every layer type that the budget pays for.
+
+    Args:
+        layers: Layer types that a token passes, each once.
+        timer: Times their products.
+        budget_percent: Allowed slowdown of the linear layers, above 0 and at most 100 percent.
+        sm_count: Multiprocessors of the device; None where blocks mean nothing (a CPU): `n_tb` is 0 then.
+        limit: Shared memory of a block in bytes; None does not bound `k_chunk` below 1024.
+        progress: Told before every candidate.
+        cancelled: Asked before every measurement.
+
+    Raises:
+        BudgetError: the budget is out of range.
+        ShapeError: no layers, or a type twice.
+        TimerError: a product could not be timed.
+        Cancelled: `cancelled` said so.
+
+    Source: QDEC §4.4.
+    """
+    check_budget(budget_percent)
+    check_layers(layers)
+    if sm_count is not None and sm_count < 1:
+        raise TimerError(f"a device with {sm_count} multiprocessors cannot be tuned for")
+    times = _Times(timer, cancelled)
+    base = sum(layer.count * times.alone(layer.kind) for layer in layers)
+    allowed = base * (1 + budget_percent / 100)
+    plans = _plans(layers, sm_count, limit)
+    plan, start = _phase_1(layers, plans, times, allowed, progress)
+    progress(Report(done=len(plans), total=len(plans) + 1, message="k_chunk of each layer type"))
+    k_chunk = _phase_2(layers, plan, times, allowed, start)
+    progress(Report(done=len(plans) + 1, total=len(plans) + 1, message="tuned"))
+    return Configuration(
+        n_tb_max=plan.n_tb_max,
+        n_tb=dict(plan.n_tb),
+        k_chunk=k_chunk,
+        predicted_slowdown_percent=(times.total(layers, plan, k_chunk) / base - 1) * 100,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Thread blocks of all layers under one bound, and how far each `k_chunk` can go with them."""
+
+    n_tb_max: int | None
+    n_tb: Mapping[str, int]
+    limits: Mapping[str, int]
+
+
+class _Times:
+    """Times of single products; each point is timed once, a clock's points by the median of a few readings.
+
+    A product can't become faster when more channels are compensated, so where a clock says so the readings are pooled
+    (isotonic regression over the points of one layer type and `n_tb`).
+    """
+
+    def __init__(self, timer: Timer, cancelled: Cancel) -> None:
+        self._timer = timer
+        self._cancelled = cancelled
+        self._alone: dict[str, float] = {}
+        self._curves: dict[tuple[str, int], dict[int, float]] = {}
+
+    def alone(self, kind: str) -> float:
+        """Seconds of a product without compensation."""
+        if kind not in self._alone:
+            self._alone[kind] = self._read(kind, 0, 0)
+        return self._alone[kind]
+
+    def at(self, kind: str, n_tb: int, k_chunk: int) -> float:
+        """Seconds of a product with compensation beside it."""
+        if k_chunk == 0:
+            return self.alone(kind)
+        curve = self._curves.setdefault((kind, n_tb), {})
+        if k_chunk not in curve:
+            curve[k_chunk] = self._read(kind, n_tb, k_chunk)
+        return max(self.alone(kind), pooled(curve)[k_chunk])
+
+    def total(self, layers: Iterable[LayerShape], plan: _Plan, k_chunk: Mapping[str, int]) -> float:
+        """Seconds of all linear layers of a token."""
+        return sum(layer.count * self.at(layer.kind, plan.n_tb[layer.kind], k_chunk[layer.kind]) for layer in layers)
+
+    def _read(self, kind: str, n_tb: int, k_chunk: int) -> float:
+        samples = (_SAMPLES if k_chunk else _BASE_SAMPLES) if self._timer.measured else 1
+        readings = []
+        for _ in range(samples):
+            check(self._cancelled)
+            seconds = self._timer.seconds(kind, n_tb, k_chunk)
+            if not 0 < seconds < float("inf"):
+                raise TimerError(f"the timer says that {kind} takes {seconds} s with k_chunk {k_chunk}: {_AGAIN}")
+            readings.append(seconds)
+        return sorted(readings)[samples // 2]
+
+
+def pooled(curve: Mapping[int, float]) -> dict[int, float]:
+    """The nearest curve that never falls: neighbours that do are replaced by their mean (isotonic regression)."""
+    blocks: list[tuple[float, int]] = []
+    for k_chunk in sorted(curve):
+        mean, size = curve[k_chunk], 1
+        while blocks and blocks[-1][0] > mean:
+            before, members = blocks.pop()
+            mean, size = (before * members + mean * size) / (members + size), members + size
+        blocks.append((mean, size))
+    means = [mean for mean, size in blocks for _ in range(size)]
+    return dict(zip(sorted(curve), means, strict=True))
+
+
+def _plans(layers: Sequence[LayerShape], sm_count: int | None, limit: int | None) -> list[_Plan]:
+    """What is tried in Phase 1, by ascending bound; bounds between two candidates would give the same blocks."""
+    if sm_count is None:
+        return [_Plan(None, {layer.kind: 0 for layer in layers}, {layer.kind: CHUNK for layer in layers})]
+    candidates = {layer.kind: n_tb_candidates(layer.n, layer.k) for layer in layers}
+    bounds = sorted({count for counts in candidates.values() for count in counts if count <= max(1, sm_count // 2)})
+    plans = []
+    for bound in bounds:
+        n_tb = {kind: max(count for count in counts if count <= bound) for kind, counts in candidates.items()}
+        limits = {
+            layer.kind: CHUNK if limit is None else k_chunk_limit(layer.n, layer.k, n_tb[layer.kind], limit)
+            for layer in layers
+        }
+        plans.append(_Plan(bound, n_tb, limits))
+    return plans
+
+
+def _phase_1(
+    layers: Sequence[LayerShape], plans: Sequence[_Plan], times: _Times, allowed: float, progress: Progress
+) -> tuple[_Plan, dict[str, int]]:
+    """The plan under which all layers can take the most steps together, and where they stand then.
+
+    Of plans that allow as many steps the one that takes less time wins. If none allows a step, the smallest matrix is
+    left without compensation and all are tried again.
+    """
+    compensated = list(layers)
+    while compensated:
+        best, steps, seconds = plans[0], 0, float("inf")
+        for index, plan in enumerate(plans):
+            message = "k_chunk" if plan.n_tb_max is None else f"thread blocks up to {plan.n_tb_max}"
+            progress(Report(done=index, total=len(plans) + 1, message=message))
+
+            def spent(step: int, plan: _Plan = plan) -> float:
+                return times.total(layers, plan, _uniform(layers, compensated, plan, step))
+
+            if steps and spent(steps) > allowed:
+                continue
+            found = _largest(lambda step: spent(step) <= allowed, steps, max(plan.limits.values()))
+            if found and (found, -spent(found)) > (steps, -seconds):
+                best, steps, seconds = plan, found, spent(found)
+        if steps:
+            return best, _uniform(layers, compensated, best, steps)
+        compensated.remove(min(compensated, key=lambda layer: layer.weights))
+    return plans[0], {layer.kind: 0 for layer in layers}
+
+
+def _uniform(layers: Sequence[LayerShape], compensated: Sequence[LayerShape], plan: _Plan, step: int) -> dict[str, int]:
+    """`k_chunk` after so many steps that all compensated layers took together."""
+    return {layer.kind: min(step, plan.limits[layer.kind]) if layer in compensated else 0 for layer in layers}
+
+
+def _phase_2(
+    layers: Sequence[LayerShape], plan: _Plan, times: _Times, allowed: float, start: Mapping[str, int]
+) -> dict[str, int]:
+    """Raise `k_chunk` one by one: in each step as many layers as the budget pays for, the cheapest first.
+
+    A layer that was left behind once stays where it is. As long as all that grow can take a step, the order does not
+    matter, so those steps are bisected.
+    """
+    k_chunk = dict(start)
+    growing = [layer for layer in layers if k_chunk[layer.kind]]
+
+    def grown(steps: int) -> dict[str, int]:
+        return k_chunk | {layer.kind: min(k_chunk[layer.kind] + steps, plan.limits[layer.kind]) for layer in growing}
+
+    while True:
+        room = max((plan.limits[layer.kind] - k_chunk[layer.kind] for layer in growing), default=0)
+        k_chunk = grown(_largest(lambda steps: times.total(layers, plan, grown(steps)) <= allowed, 0, room))
+        growing = [layer for layer in growing if k_chunk[layer.kind] < plan.limits[layer.kind]]
+        if not growing:
+            return k_chunk
+        spent, before, cost = times.total(layers, plan, k_chunk), k_chunk, {}
+        for layer in growing:
+            cost[layer.kind] = layer.count * (
+                times.at(layer.kind, plan.n_tb[layer.kind], before[layer.kind] + 1)
+                - times.at(layer.kind, plan.n_tb[layer.kind], before[layer.kind])
+            )
+        left, growing = sorted(growing, key=lambda layer: cost[layer.kind]), []
+        for layer in left:
+            if spent + cost[layer.kind] <= allowed:
+                spent += cost[layer.kind]
+                k_chunk = k_chunk | {layer.kind: before[layer.kind] + 1}
+                growing.append(layer)
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number up to `high` that fits, knowing that `low` does and that what is above a misfit does not."""
+    stride = 1
+    while low < high and fits(reached := min(low + stride, high)):
+        low, stride = reached, stride * 2
+    high = min(high, low + stride)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
