@@ -1,0 +1,96 @@
+"""What compilers make of the Triton kernels: writes docs/kernels.md. Needs no GPU.
+
+python -m tests.bench.kernels                or: python -m tests.bench.kernels --out FILE.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runtime.triton.ahead import TARGETS, Compiled, compile_all
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+
+INTRODUCTION = """# Kernels of the GPU backend, compiled
+
+Every Triton kernel (`runtime/kernels/<op>/triton.py`), in the specializations that real models launch, compiled ahead
+of time for the devices this program is meant for: sm_80 (A100), sm_86 (RTX 30), sm_89 (RTX 40), sm_90 (H100), sm_120
+(RTX 50). No GPU is needed for that. `make test` compiles all of them too and fails where a kernel spills, takes more
+registers than a thread can have, or more shared memory than a program can have on that device.
+
+This page is written by
+
+    python -m tests.bench.kernels
+
+with Triton {triton}, whose own ptxas {ptxas} made the machine code ({blackwell} for sm_120), on {date}.
+
+- **specialization**: a kernel with its constants, as a model launches it; **threads** of one of its programs.
+- **registers**: 32-bit registers of a thread. {registers_text}
+- **shared**: bytes of shared memory of a program.
+- **spills**: bytes of a thread's registers that went to local memory. Zero everywhere, or the kernel is wrong.
+- **instructions**: machine instructions in the kernel's code, unrolled loops and the padding at the end included. How
+  often each runs is not in that number: it tells when a kernel grew, not how fast it is.
+"""
+REGISTERS = (
+    "A multiprocessor has 65,536, so a program of 128 threads that take 128 each leaves room for three more beside it, "
+    "one of 128 threads that take 255 each for only one more."
+)
+
+
+def page(compiled: Sequence[Compiled], triton: str, ptxas: str, blackwell: str, date: str) -> str:
+    """The page as Markdown: one table for each operation, one row for each specialization and device.
+
+    Args:
+        compiled: As `compile_all` returns it.
+        triton: Triton's version.
+        ptxas: Version of its ptxas.
+        blackwell: Version of its ptxas for sm_100 and later.
+        date: ISO date.
+    """
+    parts = [INTRODUCTION.format(triton=triton, ptxas=ptxas, blackwell=blackwell, date=date, registers_text=REGISTERS)]
+    for operation in dict.fromkeys(row.operation for row in compiled):
+        parts.append(f"\n## {operation}\n\n")
+        parts.append("| specialization | threads | target | registers | shared | spills | instructions |\n")
+        parts.append("|---|--:|---|--:|--:|--:|--:|\n")
+        parts.extend(
+            f"| {row.name} | {row.threads} | {row.target} | {row.registers} | {row.shared_bytes:,} | {row.spill_bytes} "
+            f"| {row.instructions:,} |\n"
+            for row in compiled
+            if row.operation == operation
+        )
+    return "".join(parts)
+
+
+def main() -> None:
+    """Compile everything and write the page."""
+    import triton
+    from triton import knobs
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=PAGE)
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("names", nargs="*", help="specializations to compile and print, without writing the page")
+    arguments = parser.parse_args()
+    compiled, failed = compile_all(arguments.names, arguments.targets.split(","))
+    text = page(
+        compiled,
+        triton.__version__,
+        knobs.nvidia.ptxas.version,
+        knobs.nvidia.ptxas_blackwell.version,
+        dt.datetime.now(tz=dt.UTC).date().isoformat(),
+    )
+    for message in failed:
+        print(message, file=sys.stderr)
+    if arguments.names:
+        print(text[text.index("## ") :] if compiled else "")
+    elif not failed:
+        arguments.out.write_text(text, encoding="utf-8")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
