@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -36,6 +36,8 @@ class DecoderOptions:
     k_chunk: Mapping[str, int] | int = 0
     """Salient channels compensated per 1024 input channels: one number, or one by layer type (`qkv`, `o`, `gate_up`,
     `down`, `head`; absent = 0). A narrower matrix takes its share, rounded up; 1024 compensates every channel."""
+    n_tb: Mapping[str, int] = field(default_factory=dict)
+    """Thread blocks that compensation takes on a GPU, by layer type (QDEC §4.4); the CPU backends have none."""
     select: Selector = "approx"
     """How salient channels are chosen (QDEC §4.3): bucketed approximate top-k, exact top-k, static, random."""
     max_rows: int = 128
@@ -71,7 +73,7 @@ class Decoder(Protocol):
     spec: ModelSpec
     options: DecoderOptions
     backend: str
-    """`cpu` or `reference`."""
+    """`triton`, `cpu` or `reference`."""
     kv_bytes: int
     """Bytes of the KV cache's real buffers."""
     weight_bytes: int
@@ -90,6 +92,19 @@ class Decoder(Protocol):
 
         Raises:
             InvalidActivationError: a NaN or infinity reached the logits.
+        """
+        ...
+
+    def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
+        """Compensate so many channels from the next step on; weights and cache stay as they are.
+
+        Args:
+            k_chunk: As in `DecoderOptions`.
+            n_tb: Thread blocks by layer type, where the backend has them; None or an absent type: as many as it thinks
+                right.
+
+        Raises:
+            RequestError: k_chunk is malformed, or compensation is asked for and the model keeps no residuals.
         """
         ...
 

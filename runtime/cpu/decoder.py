@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from runtime.cpu import instructions as op
 from runtime.cpu import sync
 from runtime.cpu.cache import CpuCache
 from runtime.cpu.isa import VARIANT
 from runtime.cpu.layout import aligned_zeros
-from runtime.cpu.plan import PlanOperations
+from runtime.cpu.plan import PlanOperations, Program
 from runtime.cpu.pool import Pool, default_threads
 from runtime.decoder import DecoderOptions, Float32Array, Step
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kernels.attention.cpu import SPAN
+from runtime.kernels.select.budget import LAYER_KINDS, k_chunk_of
 from runtime.weights import Weights
 
+_PROGRAMS = 4
+"""Recorded programs that are kept."""
 _RUN_ROWS = 8
 """Rows of one sequence that one attention work item takes at most."""
 
@@ -45,7 +50,8 @@ class CpuDecoder:
         threads = options.threads or default_threads()
         self._cache = CpuCache(model.spec, options, threads)
         self._plan = PlanOperations(model, options, self._cache)
-        self._program, self._logits = self._plan.record()
+        self._programs: dict[tuple[int, ...], Program] = {}
+        self._program = self._recorded(options.k_chunk)
         self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
         self._inputs = aligned_zeros((4, options.max_rows), np.int32)
         self._runs = aligned_zeros((options.max_rows, 2), np.int32)
@@ -58,7 +64,7 @@ class CpuDecoder:
         self._control[op.RUN_ROWS] = self._runs.ctypes.data
         self._control[op.SCRATCH] = self._scratch.ctypes.data
         self._control[op.SCRATCH_STRIDE] = self._scratch.strides[0]
-        self._pool = Pool(self._program, self._control, threads)
+        self._pool = Pool(self._control, threads)
         self._selections = 0
         self.kv_bytes = self._cache.nbytes
         self.weight_bytes = self._plan.weight_bytes
@@ -93,20 +99,53 @@ class CpuDecoder:
         control[op.SPLITS] = self._splits(runs, int(step.positions.max()) + 1)
         control[op.COMPENSATE] = int(step.compensate)
         control[sync.FAILED] = 0
-        self._pool.step()
-        logits = self._logits[:R, : self.spec.vocab_size]
+        self._pool.step(self._program.words)
+        logits = self._program.logits[:R, : self.spec.vocab_size]
         if control[sync.FAILED] or not np.isfinite(logits).all():
             raise InvalidActivationError(
                 "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or the "
                 "checkpoint was quantized from a broken one; run `lowbit-chat show NAME --verify`"
             )
         if step.compensate and self.options.measure_recall:
-            blocks, head = self._plan.selections
+            blocks, head = self._program.selections
             self._selections += M * blocks + R * head
         return logits
 
+    def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
+        """See `runtime.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
+        self._program = self._recorded(k_chunk)
+        self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
+
+    def layer_program(self, kind: str, k_chunk: int) -> npt.NDArray[np.int64]:
+        """The products of one layer type in all blocks, and the selections before them: what a timer runs.
+
+        Args:
+            kind: Layer type.
+            k_chunk: Salient channels per 1024 of that type.
+
+        Returns:
+            int64 [instructions, WIDTH], for `run_layers`.
+        """
+        program = self._plan.record({kind: k_chunk})
+        return np.ascontiguousarray(program.words[[own == kind for own in program.kinds]])
+
+    def run_layers(self, program: npt.NDArray[np.int64]) -> None:
+        """Run what `layer_program` returned for one row of whatever activations are in the buffers."""
+        control = self._control
+        control[op.M_ROWS], control[op.R_ROWS], control[op.COMPENSATE] = 1, 1, 1
+        self._pool.step(program)
+
     def close(self) -> None:
         """See `runtime.decoder.Decoder.close`. Nothing runs between sessions, so there is nothing to stop."""
+
+    def _recorded(self, k_chunk: Mapping[str, int] | int) -> Program:
+        """The program for some k_chunk; the last few are kept, so that a timer can go back and forth."""
+        key = tuple(k_chunk_of(k_chunk, kind) for kind in LAYER_KINDS)
+        if key not in self._programs:
+            while len(self._programs) >= _PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = self._plan.record(k_chunk)
+        return self._programs[key]
 
     def _check(self, step: Step) -> None:
         M = step.tokens.size

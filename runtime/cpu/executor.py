@@ -382,7 +382,8 @@ def _attend(i: int, control: int, thread: int, threads: int, scratch: int) -> No
 
 
 @numba.njit(nogil=True)
-def _run(program: int, count: int, control: int, thread: int, threads: int) -> None:
+def _run(control: int, thread: int, threads: int) -> None:
+    program, count = _parameter(control, op.PROGRAM), _parameter(control, op.INSTRUCTIONS)
     scratch = _parameter(control, op.SCRATCH) + thread * _parameter(control, op.SCRATCH_STRIDE)
     for n in range(count):
         i = program + 8 * op.WIDTH * n
@@ -408,26 +409,24 @@ def _run(program: int, count: int, control: int, thread: int, threads: int) -> N
         barrier(control, threads)
 
 
-@numba.njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True, error_model="numpy")
-def execute(program: int, count: int, control: int, thread: int, threads: int) -> None:
+@numba.njit("void(int64, int64, int64)", nogil=True, cache=True, error_model="numpy")
+def execute(control: int, thread: int, threads: int) -> None:
     """Run a program: once for thread 0, which starts the others; for those, each time it does, until they are to stop.
 
     One compiled function serves both, for it holds every kernel.
 
     Args:
-        program: Address of the instructions.
-        count: Instructions.
-        control: Address of the control block.
+        control: Address of the control block, which says where the program is.
         thread: This thread's number.
         threads: Number of threads.
     """
     if thread == 0:
         add_word(control + 8 * TICKET, 1)
-        _run(program, count, control, thread, threads)
+        _run(control, thread, threads)
         return
     seen = numba.int64(0)
     while True:
         seen = wait_for_ticket(control, seen)
         if seen < 0:
             return
-        _run(program, count, control, thread, threads)
+        _run(control, thread, threads)

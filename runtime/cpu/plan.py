@@ -7,6 +7,7 @@ output, head norms, rotation and the cache's append, a linear layer and the addi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from runtime.cpu.layout import TiledLinear, aligned_zeros, padded, tile_linear
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
 from runtime.kernels.gemv.cpu import BLOCK
-from runtime.kernels.select.budget import buckets, k_chunk_of, static_channels, total_budget
+from runtime.kernels.select.budget import buckets, k_chunk_of, layer_kind, static_channels, total_budget
 from runtime.kernels.select.cpu import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.weights import Weights
 
@@ -55,6 +56,21 @@ class Activations:
     """Whether gate and up are still to be multiplied."""
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A recorded forward pass."""
+
+    words: npt.NDArray[np.int64]
+    """int64 [instructions, WIDTH]."""
+    kinds: tuple[str, ...]
+    """For every instruction the layer type that it is part of: `qkv`, ..., `head` for the product and what it needs of
+    its own (selecting channels), otherwise empty."""
+    logits: npt.NDArray[np.float32]
+    """float32 [rows, V padded to 16], where the logits arrive."""
+    selections: tuple[int, int]
+    """Layers in which a row of the step, and a row whose logits are wanted, select channels."""
+
+
 class PlanOperations:
     """Implements `models.architecture.Operations` by writing a program.
 
@@ -69,40 +85,50 @@ class PlanOperations:
         self._spec: ModelSpec = model.spec
         self._options = options
         self._cache = cache
+        self._k_chunk = options.k_chunk
         self._program: list[list[int]] = []
-        self._keep: list[npt.NDArray[Any]] = []
+        self._kinds: list[str] = []
+        self._constants: dict[str, npt.NDArray[Any]] = {}
+        self._tiles: dict[str, TiledLinear] = {}
         self._buffers: dict[str, npt.NDArray[Any]] = {}
         self._rows = padded(options.max_rows, ROW_PADDING)
         self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
-        self._cos, self._sin = (self._own(table) for table in tables(self._spec.rope, options.context))
-        self.weight_bytes = 0
-        self.recall_sums = self._own(np.zeros(self._rows, np.float32))
-        self.selections = [0, 0]
-        """Layers in which a row of the step, and a row whose logits are wanted, select channels."""
+        cos, sin = tables(self._spec.rope, options.context)
+        self._cos, self._sin = self._constant("cos", lambda: cos), self._constant("sin", lambda: sin)
+        self.recall_sums = self._constant("recall sums", lambda: np.zeros(self._rows, np.float32))
+        self._selections = [0, 0]
 
-    def record(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Record the forward pass.
+    def record(self, k_chunk: Mapping[str, int] | int) -> Program:
+        """Record the forward pass. Weights are repacked the first time only.
+
+        Args:
+            k_chunk: Salient channels per 1024, as in `DecoderOptions`.
 
         Returns:
-            The program, int64 [instructions, WIDTH], and the buffer that its logits arrive in, float32
-            [rows, V padded to 16]. Both live as long as this object's arrays (`buffers`).
+            The program. The arrays whose addresses it holds live as long as this object.
+
+        Raises:
+            RequestError: compensation is asked for, and the model keeps no residuals.
         """
+        self._k_chunk = k_chunk
+        self._program, self._kinds, self._selections = [], [], [0, 0]
         forward(self, self._spec)
-        program = aligned_zeros((len(self._program), op.WIDTH), np.int64)
-        for i, words in enumerate(self._program):
-            program[i, : len(words)] = words
-        return program, self._buffers["logits"]
+        words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
+        for i, instruction in enumerate(self._program):
+            words[i, : len(instruction)] = instruction
+        selections = (self._selections[0], self._selections[1])
+        return Program(words, tuple(self._kinds), self._buffers["logits"], selections)
 
     @property
-    def buffers(self) -> list[npt.NDArray[Any]]:
-        """Every array whose address the program holds."""
-        return [*self._keep, *self._buffers.values()]
+    def weight_bytes(self) -> int:
+        """Bytes of the repacked matrices."""
+        return sum(tiled.nbytes for tiled in self._tiles.values())
 
     # Operations, in the order of models.architecture.Operations
 
     def embed(self) -> Activations:
         """See `models.architecture.Operations`."""
-        table = self._own(np.asarray(self._model.embedding()))
+        table = self._constant("embed", lambda: np.asarray(self._model.embedding()))
         out = self._matrix("stream", self._spec.hidden_size)
         self._emit(op.EMBED, _address(table), self._spec.hidden_size, out.address, out.stride)
         return out
@@ -114,10 +140,10 @@ class PlanOperations:
     def linear(self, x: Activations, name: str) -> Activations:
         """See `models.architecture.Operations`."""
         packed = self._model.linear(name)
-        tiled = tile_linear(packed)
-        self._keep += [tiled.codes, tiled.scales, tiled.zeros]
-        self.weight_bytes += tiled.nbytes
-        k_chunk = k_chunk_of(self._options.k_chunk, name)
+        if name not in self._tiles:
+            self._tiles[name] = tile_linear(packed)
+        tiled = self._tiles[name]
+        k_chunk = k_chunk_of(self._k_chunk, name)
         if k_chunk and (packed.residual is None or packed.rank_maximum is None or packed.mean_square is None):
             raise RequestError(
                 f"k_chunk is {k_chunk}, but {name} was stored without residuals; use k_chunk 0, or quantize the model "
@@ -150,7 +176,7 @@ class PlanOperations:
         spec = self._spec
         assert k.address == q.address + 4 * q.width
         assert v.address == k.address + 4 * k.width
-        norms = [_address(self._vector(x.norm)) if x.norm else 0 for x in (q, k)]
+        norms = [self._vector(x.norm) if x.norm else 0 for x in (q, k)]
         stored = self._cache.addresses(layer)
         self._emit(
             op.HEADS,
@@ -208,8 +234,7 @@ class PlanOperations:
         elif x.gated:
             self._emit(op.GATE, *shared)
         else:
-            weight = self._vector(x.norm)
-            self._emit(op.NORM, *shared, _address(weight), op.float_bits(self._spec.norm_eps))
+            self._emit(op.NORM, *shared, self._vector(x.norm), op.float_bits(self._spec.norm_eps))
         return out
 
     def _select(self, values: Activations, packed: PackedLinear, k_chunk: int, total: int) -> None:
@@ -217,28 +242,28 @@ class PlanOperations:
         static = 0
         border: tuple[int, ...] = (0, 0, 0)
         options = self._options
-        if options.select == "static" and packed.mean_square is not None:
-            static = _address(self._own(static_channels(np.asarray(packed.mean_square), k_chunk)))
+        if options.select == "static" and (mean_square := packed.mean_square) is not None:
+            key = f"{packed.name}.static.{k_chunk}"
+            static = _address(self._constant(key, lambda: static_channels(np.asarray(mean_square), k_chunk)))
         if options.select == "approx" and packed.rank_maximum is not None:
             found = buckets(np.asarray(packed.rank_maximum), total)
             border = tuple(op.float_bits(v) for v in (found.b15, found.upper_scale, found.lower_scale))
-        self.selections[values.rows] += 1
+        self._selections[values.rows] += 1
         self._emit(
             op.SELECT,
             *(values.address, values.stride, packed.shape[1], k_chunk, total, _address(chosen), chosen.strides[0]),
             *(values.rows, MODES[options.select], *border, static, options.seed % 2**63, self._names[packed.name]),
             *(int(options.measure_recall), _address(self.recall_sums)),
+            kind=layer_kind(packed.name),
         )
 
     def _product(self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int) -> Activations:
-        name = "logits" if packed.name == "head" else packed.name.rsplit(".", 1)[-1]
-        out = replace(self._matrix(name, packed.shape[0]), rows=values.rows)
-        bias = 0
-        if packed.bias is not None:
-            wide = aligned_zeros((tiled.tiles * LANES,), np.float32)
-            wide[: packed.shape[0]] = packed.bias
-            bias = _address(self._own(wide))
-        residual = self._residual(packed.residual, tiled.tiles * LANES) if total and packed.residual else (0, 0, 0, 0)
+        kind, columns = layer_kind(packed.name), tiled.tiles * LANES
+        out = replace(self._matrix("logits" if kind == "head" else kind, packed.shape[0]), rows=values.rows)
+        bias = 0 if packed.bias is None else self._widened(f"{packed.name}.bias", packed.bias, columns)
+        residual = (0, 0, 0, 0)
+        if total and packed.residual is not None:
+            residual = self._residual(packed.name, packed.residual, columns)
         chosen = self._chosen() if total else np.zeros((1, 1), np.int32)
         self._emit(
             op.LINEAR,
@@ -248,32 +273,29 @@ class PlanOperations:
             *(0, values.rows, *residual, values.address, values.stride),
             *((_address(chosen), chosen.strides[0]) if total else (0, 0)),
             total,
+            kind=kind,
         )
         return replace(out, instruction=len(self._program) - 1)
 
-    def _residual(self, residual: PackedResidual, columns: int) -> tuple[int, int, int, int]:
+    def _residual(self, name: str, residual: PackedResidual, columns: int) -> tuple[int, int, int, int]:
         """Address of the codes, of the scales padded to whole tiles, bits, and bytes of a row."""
-        codes = np.asarray(residual.codes)
-        if residual.bits == 16 and codes.shape[1] < columns:
-            wide = aligned_zeros((codes.shape[0], columns), np.float16)
-            wide[:, : codes.shape[1]] = codes
-            codes = wide
-        self._own(codes)
-        if residual.scales is None:
-            return _address(codes), 0, residual.bits, codes.strides[0]
-        scales = aligned_zeros((columns,), np.float16)
-        scales[: residual.scales.size] = residual.scales
-        return _address(codes), _address(self._own(scales)), residual.bits, codes.strides[0]
+
+        def halves() -> npt.NDArray[Any]:
+            stored = np.asarray(residual.codes)
+            wide = aligned_zeros((stored.shape[0], columns), np.float16)
+            wide[:, : stored.shape[1]] = stored
+            return wide
+
+        pad = residual.bits == 16 and residual.codes.shape[1] < columns
+        codes = self._constant(f"{name}.residual", halves if pad else lambda: np.asarray(residual.codes))
+        scales = 0 if residual.scales is None else self._widened(f"{name}.residual_scales", residual.scales, columns)
+        return _address(codes), scales, residual.bits, codes.strides[0]
 
     def _widest(self) -> int:
         return max(self._spec.linear_shape(kind)[1] for kind in ("qkv", "o", "down"))
 
     def _chosen(self) -> npt.NDArray[Any]:
-        most = max(
-            total_budget(self._spec.linear_shape(name.rsplit(".", 1)[-1])[1], k_chunk_of(self._options.k_chunk, name))
-            for name in self._names
-        )
-        return self._buffer("chosen", (self._rows, padded(most, LANES)), np.int32)
+        return self._buffer("chosen", (self._rows, padded(self._widest(), LANES)), np.int32)
 
     def _matrix(self, name: str, width: int) -> Activations:
         """The named activation buffer, zero-padded to whole blocks of channels."""
@@ -286,21 +308,31 @@ class PlanOperations:
         assert self._buffers[name].shape == shape
         return self._buffers[name]
 
-    def _vector(self, name: str) -> npt.NDArray[Any]:
+    def _vector(self, name: str) -> int:
+        """Address of a norm's weight, padded to whole blocks."""
         values = np.asarray(self._model.vector(name))
-        wide = aligned_zeros((padded(values.size, BLOCK),), np.float32)
-        wide[: values.size] = values
-        return self._own(wide)
+        return self._widened(name, values, padded(values.size, BLOCK))
 
-    def _own(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Keep the array alive as long as the program; contiguous."""
-        array = np.ascontiguousarray(array)
-        self._keep.append(array)
-        return array
+    def _widened(self, key: str, values: npt.NDArray[Any], width: int) -> int:
+        """Address of a constant vector that is zero-padded to `width`."""
 
-    def _emit(self, operation: int, *operands: int) -> None:
+        def widen() -> npt.NDArray[Any]:
+            wide = aligned_zeros((width,), values.dtype)
+            wide[: values.size] = values
+            return wide
+
+        return _address(self._constant(key, widen))
+
+    def _constant(self, key: str, make: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """An array that is made once and kept, contiguous."""
+        if key not in self._constants:
+            self._constants[key] = np.ascontiguousarray(make())
+        return self._constants[key]
+
+    def _emit(self, operation: int, *operands: int, kind: str = "") -> None:
         assert len(operands) == len(op.OPERANDS[operation]), op.OPERANDS[operation]
         self._program.append([operation, *operands])
+        self._kinds.append(kind)
 
 
 def _address(array: npt.NDArray[Any]) -> int:

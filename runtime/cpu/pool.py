@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from runtime.cpu import instructions as op
 from runtime.cpu import sync
 from runtime.cpu.executor import execute
 
@@ -25,17 +26,16 @@ def default_threads() -> int:
 
 
 class Pool:
-    """Runs one program on several threads.
+    """Runs programs on several threads.
 
     Args:
-        program: int64 [instructions, WIDTH].
         control: int64 control block (see `runtime.cpu.sync` and `runtime.cpu.instructions`).
         threads: Number of threads, the caller included.
     """
 
-    def __init__(self, program: npt.NDArray[np.int64], control: npt.NDArray[np.int64], threads: int) -> None:
-        self._program, self._control, self.threads = program, control, threads
-        self._arguments = (int(program.ctypes.data), len(program), int(control.ctypes.data))
+    def __init__(self, control: npt.NDArray[np.int64], threads: int) -> None:
+        self._control, self.threads = control, threads
+        self._address = int(control.ctypes.data)
         self._depth = 0
         self._workers: list[threading.Thread] = []
 
@@ -52,17 +52,22 @@ class Pool:
             if self._depth == 0:
                 self._stop()
 
-    def step(self) -> None:
-        """Run the program once."""
+    def step(self, program: npt.NDArray[np.int64]) -> None:
+        """Run a program once.
+
+        Args:
+            program: int64 [instructions, WIDTH]; the arrays whose addresses it holds have to be alive.
+        """
+        self._control[op.PROGRAM], self._control[op.INSTRUCTIONS] = int(program.ctypes.data), len(program)
         with self.session():
-            execute(*self._arguments, 0, self.threads)
+            execute(self._address, 0, self.threads)
 
     def _start(self) -> None:
         self._control[[sync.ARRIVED, sync.PHASE, sync.TICKET, sync.STOP]] = 0
         self._workers = [
             threading.Thread(
                 target=execute,
-                args=(*self._arguments, number, self.threads),
+                args=(self._address, number, self.threads),
                 name=f"decoder-{number}",
                 daemon=True,
             )

@@ -6,7 +6,9 @@ is meant for small models and for checking the other backends.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -94,6 +96,12 @@ class ReferenceDecoder:
                 "damaged or its numbers left the range of its format: verify it, or quantize it again"
             )
         return logits.numpy()
+
+    def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
+        """See `runtime.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
+        for linear in self.linears.values():
+            linear.set_k_chunk(k_chunk)
+        self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
 
     def session(self) -> AbstractContextManager[None]:
         """Nothing to keep ready: torch has threads of its own."""

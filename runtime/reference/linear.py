@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -27,23 +29,35 @@ class ReferenceLinear:
         self._options = options
         self._weight = dequantize(packed)
         self._bias = None if packed.bias is None else torch.from_numpy(np.array(packed.bias, np.float32))
-        self._k_chunk = budget.k_chunk_of(options.k_chunk, packed.name)
+        self._packed = packed
+        self._residual: torch.Tensor | None = None
         self.recall_sum = 0.0
         """Sum of the recall of every selection so far."""
         self.selections = 0
         """Number of selections measured so far."""
+        self.set_k_chunk(options.k_chunk)
+
+    def set_k_chunk(self, k_chunk: Mapping[str, int] | int) -> None:
+        """Compensate so many channels from now on.
+
+        Raises:
+            RequestError: compensation is asked for, and the model keeps no residuals.
+        """
+        self._k_chunk = budget.k_chunk_of(k_chunk, self._packed.name)
         if self._k_chunk == 0:
             return
+        packed = self._packed
         if packed.residual is None or packed.rank_maximum is None or packed.mean_square is None:
             raise RequestError(
                 f"k_chunk is {self._k_chunk}, but {packed.name} was stored without residuals; use k_chunk 0, or "
                 "quantize the model again with residual bits"
             )
-        self._residual = dequantize_residual(packed.residual, packed.shape[0])
-        if options.select == "approx":
+        if self._residual is None:
+            self._residual = dequantize_residual(packed.residual, packed.shape[0])
+        if self._options.select == "approx":
             k = budget.total_budget(self._width, self._k_chunk)
             self._buckets = budget.buckets(packed.rank_maximum, k)
-        elif options.select == "static":
+        elif self._options.select == "static":
             self._static = torch.from_numpy(budget.static_channels(packed.mean_square, self._k_chunk)).long()
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, compensated: bool) -> torch.Tensor:
@@ -61,7 +75,7 @@ class ReferenceLinear:
             InvalidActivationError: a NaN or infinity where channels are to be selected.
         """
         base = gemv(x, self._weight, self._bias)
-        if not compensated or self._k_chunk == 0:
+        if not compensated or self._k_chunk == 0 or self._residual is None:
             return base
         channels = self._select(x, positions)
         if self._options.measure_recall:

@@ -92,16 +92,16 @@ class Product:
             for name, value in {**operands, "codes": _address(self._codes[copy])}.items():
                 program[copy, 1 + op.OPERANDS[op.LINEAR].index(name)] = value
         self._program = program
-        self.pool = Pool(program, self._control, default_threads())
+        self.pool = Pool(self._control, default_threads())
 
     def seconds(self, repetitions: int) -> list[float]:
         """Seconds of one product, once for each repetition."""
         times = []
         with self.pool.session():
-            self.pool.step()
+            self.pool.step(self._program)
             for _ in range(repetitions):
                 begin = time.perf_counter()
-                self.pool.step()
+                self.pool.step(self._program)
                 times.append((time.perf_counter() - begin) / self.copies)
         return times
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -49,6 +49,9 @@ class ScriptedDecoder:
         for i, row in enumerate(step.logit_rows):
             logits[i, (step.positions[row] + 1) % 97] = 1
         return logits
+
+    def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
+        pass
 
     def close(self) -> None:
         pass

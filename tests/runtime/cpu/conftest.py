@@ -40,7 +40,7 @@ class Machine:
             elif isinstance(value, float):
                 value = op.float_bits(value)
             program[0, 1 + op.OPERANDS[operation].index(name)] = value
-        Pool(program, self.control, self.threads).step()
+        Pool(self.control, self.threads).step(program)
 
     @property
     def failed(self) -> bool:

@@ -1,0 +1,77 @@
+"""`CpuTimer`: what one layer type costs on this processor, with and without compensation. A `tuner.timer.Timer`.
+
+A pass runs the products of one layer type of all blocks, and the selections before them, on the pool's threads: the
+machine code of a decode step without what lies between. Blocks differ in their weights, so a large model's come from
+memory, as in a step. Passes with and without compensation alternate, and the median ratio counts; the time without is
+measured once, so that all numbers of a timer share one yardstick.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.cpu.decoder import CpuDecoder
+from runtime.decoder import Step
+
+_LEAST, _MOST = 7, 151
+"""Passes of one measurement."""
+_PASS_S = 5e-4
+"""A pass is repeated until it takes about so long, so that starting it does not count."""
+
+
+class CpuTimer:
+    """Times the layer types of a loaded model; what is in slot 0 of its cache is overwritten.
+
+    Args:
+        decoder: The loaded model.
+        seconds: How long one measurement may take; at least seven passes are made.
+    """
+
+    measured = True
+
+    def __init__(self, decoder: CpuDecoder, *, seconds: float = 0.25) -> None:
+        self._decoder = decoder
+        self._seconds = seconds
+        self._base: dict[str, float] = {}
+        row = np.zeros(1, np.int32)
+        decoder.forward(Step(tokens=row, slots=row, positions=row, logit_rows=row))  # finite numbers in every buffer
+
+    def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:  # noqa: ARG002  a GPU has thread blocks
+        """Seconds of one product of a layer type.
+
+        Args:
+            kind: Layer type.
+            n_tb: Without meaning here.
+            k_chunk: Salient channels per 1024; 0 for the product alone.
+        """
+        count = 1 if kind == "head" else self._decoder.spec.num_layers
+        plain = self._decoder.layer_program(kind, 0)
+        if kind not in self._base:
+            self._base[kind] = self._median(plain, None)[0] / count
+        if k_chunk == 0:
+            return self._base[kind]
+        return self._base[kind] * self._median(plain, self._decoder.layer_program(kind, k_chunk))[1]
+
+    def _median(self, plain: npt.NDArray[np.int64], other: npt.NDArray[np.int64] | None) -> tuple[float, float]:
+        """Median seconds of a plain pass, and median ratio of another's to it."""
+        times: list[float] = []
+        ratios: list[float] = []
+        with self._decoder.session():
+            self._decoder.run_layers(plain)
+            repeats = max(1, int(_PASS_S / self._pass(plain, 3)))
+            end = time.perf_counter() + self._seconds
+            while len(times) < _LEAST or (time.perf_counter() < end and len(times) < _MOST):
+                times.append(self._pass(plain, repeats))
+                if other is not None:
+                    ratios.append(self._pass(other, repeats) / times[-1])
+        return statistics.median(times), statistics.median(ratios) if ratios else 1.0
+
+    def _pass(self, program: npt.NDArray[np.int64], repeats: int) -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            self._decoder.run_layers(program)
+        return (time.perf_counter() - began) / repeats
