@@ -12,11 +12,16 @@ from app.errors import ClientError, ConnectionLostError, ProtocolError
 from app.protocol import (
     ChatDelta,
     ChatOptions,
+    DeviceProblem,
+    DeviceReport,
+    KneeCurve,
     ModelEntry,
     Status,
     Timings,
+    Tuning,
     given,
     read_delta,
+    read_device,
     read_items,
     read_object,
     read_record,
@@ -28,7 +33,18 @@ from models.progress import Progress
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["ChatDelta", "ChatOptions", "ModelEntry", "RuntimeClient", "Status", "Timings"]
+__all__ = [
+    "ChatDelta",
+    "ChatOptions",
+    "DeviceProblem",
+    "DeviceReport",
+    "KneeCurve",
+    "ModelEntry",
+    "RuntimeClient",
+    "Status",
+    "Timings",
+    "Tuning",
+]
 
 CONNECT_S = 5.0
 """Longest wait for a connection."""
@@ -86,13 +102,32 @@ class RuntimeClient:
 
         Args:
             model: Its name.
-            options: kv, k_chunk, context, backend; None leaves one to the runtime.
+            options: kv, k_chunk, budget (percent), context, backend; None leaves one to the runtime.
         """
         body = {"model": model, **given(options)}
         async with aclosing(self._progress("/runtime/load", body)) as reports:
             async for progress in reports:
                 yield progress
         self._model = model
+
+    async def tune(
+        self, budget: float | None = None, force: bool = False, *, k_chunk: int | Mapping[str, int] | None = None
+    ) -> AsyncGenerator[Progress, None]:
+        """Tune the loaded model for a budget, and apply what was found. The iterator's end means that it is applied.
+
+        Args:
+            budget: Slowdown that compensation may cost, in percent; 0 is no compensation; None is the default.
+            force: Whether to measure again even if a profile was saved.
+            k_chunk: Compensated channels per 1024, applied as they are, without a budget and without measuring.
+        """
+        body = given({"budget": budget, "force": force or None, "k_chunk": k_chunk})
+        async with aclosing(self._progress("/runtime/tune", body)) as reports:
+            async for progress in reports:
+                yield progress
+
+    async def device(self) -> DeviceReport:
+        """The device that runs models, and how the loaded model was tuned to it."""
+        return read_device(await self._json("GET", "/runtime/device"))
 
     async def quantize(self, source: str, **options: Any) -> AsyncGenerator[Progress, None]:
         """Make a low-bit model. The last report has the phase `done`, and the new model's name as its message.

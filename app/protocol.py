@@ -39,6 +39,12 @@ class Status:
     """Precision of its KV cache."""
     k_chunk: Mapping[str, int] | None
     """Compensated channels per 1024, by layer type."""
+    budget_percent: float | None
+    """Slowdown that compensation may cost; None where k_chunk was given instead."""
+    slowdown_percent: float | None
+    """Slowdown of decoding that was measured; None where none was."""
+    n_tb: Mapping[str, int] | None
+    """Thread blocks of the compensation kernel, by layer type; None where blocks mean nothing."""
     context: int | None
     """Tokens of context."""
     memory_bytes: int | None
@@ -107,6 +113,70 @@ class Timings:
     """Of these, tokens that were in the cache still."""
     completion_tokens: int
     """Tokens of the answer."""
+    k_chunk: Mapping[str, int] | None
+    """Compensated channels per 1024, by layer type."""
+    slowdown_percent: float | None
+    """Slowdown of decoding by that compensation, where it was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KneeCurve:
+    """How the time of one layer type grows with k_chunk (QDEC Fig. 17)."""
+
+    kind: str
+    """`qkv`, `o`, `gate_up`, `down` or `head`."""
+    n_tb: int
+    """Thread blocks of the compensation; 0 where blocks mean nothing."""
+    points: Sequence[tuple[int, float]]
+    """(k_chunk, time relative to none), k_chunk ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What the tuner found for a model on a device."""
+
+    device: str
+    """What it was found on."""
+    budget_percent: float
+    """Slowdown that was allowed."""
+    n_tb_max: int | None
+    """Most thread blocks of any layer type; None where blocks mean nothing."""
+    n_tb: Mapping[str, int]
+    """Thread blocks by layer type."""
+    k_chunk: Mapping[str, int]
+    """Compensated channels per 1024, by layer type."""
+    predicted_slowdown_percent: float
+    """From the times of the layers alone."""
+    measured_slowdown_percent: float | None
+    """Of whole decoding steps."""
+    seconds: float
+    """How long tuning took."""
+    curve: Sequence[KneeCurve]
+    """What its plot shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProblem:
+    """Something that is wrong with the device."""
+
+    what: str
+    """What is wrong, in one line."""
+    fix: str
+    """What to do about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport:
+    """The device that runs models, and how the loaded model was tuned to it."""
+
+    machine: Mapping[str, Any]
+    """`cpu`, `memory`, `gpu`, `pcie`, `backend`, `reason`, as `lowbit-chat doctor --json` has them."""
+    bandwidth_gb_s: float | None
+    """Measured read bandwidth of the memory, in 10^9 bytes per second."""
+    tuning: Tuning | None
+    """None where nothing was tuned."""
+    problems: Sequence[DeviceProblem]
+    """What is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +271,28 @@ def read_record(kind: type[R], body: Mapping[str, Any]) -> R:
     if missing:
         raise ProtocolError(f"the runtime's answer lacks {', '.join(missing)}")
     return kind(**{name: body[name] for name in names})
+
+
+def read_device(body: Mapping[str, Any]) -> DeviceReport:
+    """The answer of GET /runtime/device."""
+    tuning, machine = body.get("tuning"), body.get("machine")
+    return DeviceReport(
+        machine=machine if isinstance(machine, dict) else {},
+        bandwidth_gb_s=body.get("bandwidth_gb_s"),
+        tuning=_read_tuning(tuning) if isinstance(tuning, dict) else None,
+        problems=tuple(read_record(DeviceProblem, item) for item in read_items(body.get("problems"))),
+    )
+
+
+def _read_tuning(body: Mapping[str, Any]) -> Tuning:
+    curve = []
+    for item in read_items(body.get("curve")):
+        try:
+            points = tuple((int(k_chunk), float(time)) for k_chunk, time in item.get("points", ()))
+        except (TypeError, ValueError) as error:
+            raise ProtocolError("the runtime's answer has a curve that cannot be read") from error
+        curve.append(read_record(KneeCurve, {**item, "points": points}))
+    return read_record(Tuning, {**body, "curve": tuple(curve)})
 
 
 def read_delta(choice: Mapping[str, Any], timings: object) -> ChatDelta:

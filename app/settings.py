@@ -105,8 +105,21 @@ class Settings:
     context: int | None = _setting(
         None, int, "tokens that fit a chat", low=64, high=10_000_000, optional=True, reload=True
     )
+    budget: float | None = _setting(
+        None,
+        float,
+        "slowdown that compensation may cost, in percent; 0 is off; auto: 5",
+        low=0,
+        high=100,
+        optional=True,
+    )
     k_chunk: int | None = _setting(
-        None, int, "compensated channels per 1024; 0 is none", low=0, high=1024, optional=True, reload=True
+        None,
+        int,
+        "compensated channels per 1024; 0 is none; auto: what the budget allows",
+        low=0,
+        high=1024,
+        optional=True,
     )
     backend: str = _setting("auto", str, "what runs the model", choices=("auto", "cpu", "reference"), reload=True)
     temperature: float = _setting(0.7, float, "spread of sampling; 0 is greedy", low=0, high=2)

@@ -78,7 +78,7 @@ class StoreLoader:
     def __init__(self, catalogue: StoreCatalogue) -> None:
         self._catalogue = catalogue
 
-    def __call__(self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
+    def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
         """Load a model. A context longer than the model's own is cut to it.
 
         Raises:

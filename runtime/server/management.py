@@ -16,7 +16,7 @@ from starlette.routing import Route
 from models.progress import Progress
 from runtime.server.answer import json_answer
 from runtime.server.errors import unknown_model
-from runtime.server.records import LoadRequest, ModelEntry, QuantizeRequest
+from runtime.server.records import LoadRequest, ModelEntry, QuantizeRequest, TuneRequest
 from runtime.server.requests import parse, refused
 from runtime.server.service import Service
 from runtime.server.streaming import Events, sse
@@ -24,6 +24,7 @@ from runtime.server.streaming import Events, sse
 Name = Annotated[str, Field(min_length=1, max_length=300)]
 LayerType = Annotated[str, Field(pattern=r"^(qkv|o|gate_up|down|head)$")]
 Chunk = Annotated[int, Field(ge=0, le=1024)]
+Budget = Annotated[float, Field(ge=0, le=100)]
 
 
 class _Body(BaseModel):
@@ -38,8 +39,17 @@ class LoadBody(_Body):
     model: Name
     kv: Literal["fp16", "int8"] | None = None
     k_chunk: Chunk | dict[LayerType, Chunk] | None = None
+    budget: Budget | None = None
     context: Annotated[int, Field(ge=1)] | None = None
     backend: Annotated[str, Field(max_length=40)] | None = None
+
+
+class TuneBody(_Body):
+    """Body of POST /runtime/tune."""
+
+    budget: Budget | None = None
+    force: bool = False
+    k_chunk: Chunk | dict[LayerType, Chunk] | None = None
 
 
 class QuantizeBody(_Body):
@@ -81,7 +91,9 @@ class ManagementInterface:
         return [
             Route("/runtime/status", self.status, methods=["GET"]),
             Route("/runtime/models", self.models, methods=["GET"]),
+            Route("/runtime/device", self.device, methods=["GET"]),
             Route("/runtime/load", self.load, methods=["POST"]),
+            Route("/runtime/tune", self.tune, methods=["POST"]),
             Route("/runtime/unload", self.unload, methods=["POST"]),
             Route("/runtime/quantize", self.quantize, methods=["POST"]),
             Route("/runtime/pull", self.pull, methods=["POST"]),
@@ -104,9 +116,35 @@ class ManagementInterface:
         if await asyncio.to_thread(self.service.catalogue.find, body.model) is None:
             raise unknown_model(body.model)
         wanted = LoadRequest(
-            model=body.model, kv=body.kv, k_chunk=body.k_chunk, context=body.context, backend=body.backend or "auto"
+            model=body.model,
+            kv=body.kv,
+            k_chunk=body.k_chunk,
+            budget=body.budget,
+            context=body.context,
+            backend=body.backend or "auto",
         )
-        return await self._stream(self._loading(wanted))
+        return await self._stream(self._done(self.service.load(wanted)))
+
+    async def tune(self, request: Request) -> Response:
+        """POST /runtime/tune."""
+        body = parse(await request.body(), TuneBody)
+        if body.budget is not None and body.k_chunk is not None:
+            raise refused("k_chunk", "a k_chunk and a budget exclude each other: leave out one of them")
+        wanted = TuneRequest(budget=body.budget, k_chunk=body.k_chunk, force=body.force)
+        return await self._stream(self._done(self.service.tune(wanted)))
+
+    async def device(self, _request: Request) -> Response:
+        """GET /runtime/device."""
+        facts = await asyncio.to_thread(self.service.device)
+        status, tuning = self.service.status(), self.service.tuning
+        return json_answer(
+            {
+                "machine": {**facts.machine, "backend": status.backend, "reason": status.reason},
+                "bandwidth_gb_s": facts.bandwidth_gb_s,
+                "tuning": None if tuning is None else tuning.to_json(),
+                "problems": [asdict(problem) for problem in facts.problems],
+            }
+        )
 
     async def unload(self, _request: Request) -> Response:
         """POST /runtime/unload."""
@@ -150,10 +188,10 @@ class ManagementInterface:
     async def _stream(self, events: Events) -> Response:
         return await sse(events, ping_s=self.ping_s, done=False)
 
-    async def _loading(self, wanted: LoadRequest) -> Events:
-        async with aclosing(self.service.load(wanted)) as reports:
-            async for progress in reports:
-                yield asdict(progress)
+    async def _done(self, work: AsyncGenerator[Progress, None]) -> Events:
+        async with aclosing(_reported(work)) as reports:
+            async for report in reports:
+                yield report
         yield {"phase": "done", "status": self.service.status().to_json()}
 
     async def _quantizing(self, wanted: QuantizeRequest) -> Events:

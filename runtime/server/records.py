@@ -10,6 +10,7 @@ from models.progress import Cancelled, ProgressCallback
 from runtime.decoder import KVKind
 from runtime.engine import Piece
 from runtime.sampling import SamplingOptions
+from runtime.tuning import Tuning
 
 State = Literal["empty", "loading", "ready", "generating", "failed"]
 
@@ -23,11 +24,35 @@ class LoadRequest:
     kv: KVKind | None = None
     """Precision of the KV cache."""
     k_chunk: Mapping[str, int] | int | None = None
-    """Compensated channels per 1024: one number, or one by layer type."""
+    """Compensated channels per 1024: one number, or one by layer type; None leaves it to the budget."""
+    budget: float | None = None
+    """Slowdown of decoding, in percent, that compensation may cost; 0 is none. Means nothing beside a k_chunk."""
     context: int | None = None
     """Tokens of context."""
     backend: str = "auto"
     """Which backend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneRequest:
+    """How much the loaded model is to be compensated from now on."""
+
+    budget: float | None = None
+    """Slowdown of decoding, in percent, that compensation may cost; None is the default, 0 none."""
+    k_chunk: Mapping[str, int] | int | None = None
+    """Compensated channels per 1024, instead of a budget."""
+    force: bool = False
+    """Whether to measure again even if a profile was saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that is wrong with the device, or with the model on it."""
+
+    what: str
+    """What is wrong, in one line."""
+    fix: str
+    """What to do about it."""
 
 
 class EngineLike(Protocol):
@@ -86,6 +111,10 @@ class LoadedModel:
     """Bytes of weights read for one token."""
     kv_bytes: int
     """Bytes of the KV cache."""
+    tuning: Tuning | None = None
+    """What the tuner found for the budget; None where k_chunk was given, or nothing was tuned."""
+    problems: Sequence[Problem] = ()
+    """Why the budget has no effect, where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +153,12 @@ class Status:
     """Precision of its KV cache."""
     k_chunk: Mapping[str, int] | None = None
     """Compensated channels per 1024, by layer type."""
+    budget_percent: float | None = None
+    """Slowdown that compensation may cost; None where k_chunk was given instead."""
+    slowdown_percent: float | None = None
+    """Slowdown of decoding that was measured; None where none was."""
+    n_tb: Mapping[str, int] | None = None
+    """Thread blocks of the compensation kernel, by layer type; None where blocks mean nothing."""
     context: int | None = None
     """Tokens of context."""
     memory_bytes: int | None = None
@@ -204,6 +239,18 @@ class QuantizeRequest:
     """Whether to replace a model of that name."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What is known of the device."""
+
+    machine: Mapping[str, Any]
+    """`cpu`, `memory`, `gpu`, `pcie`, as `doctor` has them."""
+    bandwidth_gb_s: float | None = None
+    """Measured read bandwidth in 10^9 bytes per second; None where it was not measured yet."""
+    problems: Sequence[Problem] = ()
+    """What is wrong."""
+
+
 class Catalogue(Protocol):
     """The models that can be loaded. Methods read files: call them from a worker thread."""
 
@@ -236,5 +283,22 @@ class Workshop(Protocol):
         ...
 
 
-Loader = Callable[[LoadRequest, ProgressCallback, Cancelled], LoadedModel]
-"""Loads a model; called in the engine's thread. Stops with `runtime.errors.Cancelled` where `cancelled` says so."""
+class Loader(Protocol):
+    """Loads models and tunes them; called in the engine's thread.
+
+    Both stop with `runtime.errors.Cancelled` where `cancelled` says so.
+    """
+
+    def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: Cancelled) -> LoadedModel:
+        """Load a model."""
+        ...
+
+    def tune(
+        self, loaded: LoadedModel, request: TuneRequest, progress: ProgressCallback, cancelled: Cancelled
+    ) -> LoadedModel:
+        """Change the compensation of a loaded model. Stopped, it leaves everything as it was."""
+        ...
+
+
+Inspector = Callable[[bool], DeviceFacts]
+"""Looks at the device; called in a worker thread. Its argument says whether the device is idle."""

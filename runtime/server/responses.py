@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from runtime.engine import Piece, Usage
@@ -24,8 +24,8 @@ def usage_body(usage: Usage) -> Body:
     }
 
 
-def timings_body(usage: Usage) -> Body:
-    """What OpenAI does not tell: time to the first token in seconds, and speeds in tokens per second."""
+def timings_body(usage: Usage, k_chunk: Mapping[str, int], slowdown_percent: float | None) -> Body:
+    """What OpenAI does not tell: seconds to the first token, tokens per second, compensation and what it costs."""
     return {
         "ttft_s": usage.ttft_s,
         "prefill_tokens_per_s": usage.prefill_tokens_per_s,
@@ -33,6 +33,8 @@ def timings_body(usage: Usage) -> Body:
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
         "completion_tokens": usage.completion_tokens,
+        "k_chunk": dict(k_chunk),
+        "slowdown_percent": slowdown_percent,
     }
 
 
@@ -61,6 +63,7 @@ class _Answer:
 
     def __init__(self, prefix: str, accepted: Accepted, *, version: str, with_usage: bool) -> None:
         self._with_usage = with_usage
+        self._accepted = accepted
         self._head: Body = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -72,7 +75,7 @@ class _Answer:
         body: Body = {"object": kind, **self._head, "choices": choices}
         if usage is not None:
             body["usage"] = usage_body(usage)
-            body["timings"] = timings_body(usage)
+            body["timings"] = self._timings(usage)
         return body
 
     def _chunk(self, kind: str, choice: Body, usage: Usage | None) -> Body:
@@ -80,8 +83,11 @@ class _Answer:
         if self._with_usage:
             body["usage"] = None
         if usage is not None:
-            body["timings"] = timings_body(usage)
+            body["timings"] = self._timings(usage)
         return body
+
+    def _timings(self, usage: Usage) -> Body:
+        return timings_body(usage, self._accepted.k_chunk, self._accepted.slowdown_percent)
 
     def _usage_chunk(self, kind: str, usage: Usage) -> Body:
         return {"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}

@@ -7,9 +7,9 @@ Nothing here knows HTTP. The coroutines may be called from any event loop.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from models.progress import Progress
@@ -18,8 +18,20 @@ from runtime.errors import Cancelled, ContextOverflowError, RequestError
 from runtime.sampling import SamplingOptions
 from runtime.server.bridge import Stream, Worker
 from runtime.server.errors import ApiError, api_error, unavailable
-from runtime.server.records import Catalogue, EngineLike, Loader, LoadRequest, Status, Workshop
+from runtime.server.records import (
+    Catalogue,
+    DeviceFacts,
+    EngineLike,
+    Inspector,
+    Loader,
+    LoadRequest,
+    Problem,
+    Status,
+    TuneRequest,
+    Workshop,
+)
 from runtime.server.slot import ModelSlot
+from runtime.tuning import Tuning
 
 MAX_WAITING = 64
 """Requests that may wait for their turn; more are refused with 503."""
@@ -55,6 +67,10 @@ class Accepted:
     """What runs it."""
     prompt_tokens: int
     """Tokens of the prompt."""
+    k_chunk: Mapping[str, int] = field(default_factory=dict)
+    """Compensated channels per 1024, by layer type."""
+    slowdown_percent: float | None = None
+    """Slowdown of decoding by that, where it was measured."""
 
 
 class Service:
@@ -66,20 +82,23 @@ class Service:
         catalogue: Catalogue,
         workshop: Workshop,
         *,
+        inspector: Inspector = lambda _idle: DeviceFacts(machine={}),
         idle_unload_s: float | None = None,
         max_waiting: int = MAX_WAITING,
     ) -> None:
         """Start the thread; nothing is loaded.
 
         Args:
-            loader: Loads models.
+            loader: Loads and tunes models.
             catalogue: The models that can be loaded.
             workshop: Makes models.
+            inspector: Looks at the device.
             idle_unload_s: Unload after so many seconds without a request, to be loaded again by the next; None: never.
             max_waiting: Requests that may wait for their turn.
         """
         self.catalogue = catalogue
         self.workshop = workshop
+        self._inspector = inspector
         self._max_waiting = max_waiting
         self._slot = ModelSlot(loader, catalogue)
         self._lock = threading.Lock()
@@ -92,6 +111,20 @@ class Service:
     def status(self) -> Status:
         """What the runtime is doing and with what."""
         return self._slot.status(self._worker.waiting)
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """How the loaded model was tuned to this device; None where it was not."""
+        loaded = self._slot.loaded
+        return None if loaded is None else loaded.tuning
+
+    def device(self) -> DeviceFacts:
+        """What is known of the device; reads files and may measure, so call it from a worker thread."""
+        busy = self._slot.tuning or self.status().state in ("loading", "generating")
+        facts = self._inspector(not busy)
+        loaded = self._slot.loaded
+        own: Sequence[Problem] = () if loaded is None else loaded.problems
+        return replace(facts, problems=(*facts.problems, *own))
 
     def holds(self, name: str) -> bool:
         """Whether a model is loaded, or being loaded."""
@@ -107,6 +140,20 @@ class Service:
         """
         stream: Stream[Progress] = Stream()
         job = self._job(stream, lambda: self._slot.load(request, stream.put, stream.cancelled))
+        async with aclosing(self._queued(stream, job)) as reports:
+            async for progress in reports:
+                yield progress
+
+    async def tune(self, request: TuneRequest) -> AsyncGenerator[Progress, None]:
+        """Change the compensation of the loaded model, after the requests that already wait.
+
+        Closing the iterator stops it and leaves everything as it was.
+
+        Raises:
+            ApiError: no model is loaded, or it cannot be done.
+        """
+        stream: Stream[Progress] = Stream()
+        job = self._job(stream, lambda: self._slot.tune(request, stream.put, stream.cancelled))
         async with aclosing(self._queued(stream, job)) as reports:
             async for progress in reports:
                 yield progress
@@ -229,7 +276,15 @@ class Service:
                     options = replace(options, stop=(*options.stop, *loaded.engine.chat_stops))
                 prompt = request.prompt(loaded.engine)
                 pieces = loaded.engine.generate(prompt, options, stream.cancelled, trim=request.trim)
-                stream.put(Accepted(model=loaded.name, backend=loaded.backend, prompt_tokens=len(prompt)))
+                stream.put(
+                    Accepted(
+                        model=loaded.name,
+                        backend=loaded.backend,
+                        prompt_tokens=len(prompt),
+                        k_chunk=loaded.k_chunk,
+                        slowdown_percent=loaded.tuning.measured_slowdown_percent if loaded.tuning else None,
+                    )
+                )
                 for piece in pieces:
                     if piece.finish_reason == "cancelled":
                         raise Cancelled(STOPPED)

@@ -14,8 +14,17 @@ from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback, ignore_progress
 from runtime.errors import Cancelled
 from runtime.lock import program_version
-from runtime.server.errors import api_error, unknown_model
-from runtime.server.records import Catalogue, ErrorRecord, LoadedModel, Loader, LoadRequest, State, Status
+from runtime.server.errors import ApiError, api_error, unknown_model
+from runtime.server.records import (
+    Catalogue,
+    ErrorRecord,
+    LoadedModel,
+    Loader,
+    LoadRequest,
+    State,
+    Status,
+    TuneRequest,
+)
 
 
 class ModelSlot:
@@ -29,6 +38,8 @@ class ModelSlot:
         self._loaded: LoadedModel | None = None
         self._target: LoadRequest | None = None  # what is loaded, is being loaded, or was put aside when idle
         self._error: ErrorRecord | None = None
+        self.tuning = False
+        """Whether the device is being measured."""
 
     def status(self, waiting: int) -> Status:
         """What the runtime is doing and with what, given how many requests wait."""
@@ -55,10 +66,19 @@ class ModelSlot:
             bits=loaded.bits,
             kv=loaded.kv,
             k_chunk=dict(loaded.k_chunk),
+            budget_percent=loaded.tuning.budget_percent if loaded.tuning else None,
+            slowdown_percent=loaded.tuning.measured_slowdown_percent if loaded.tuning else None,
+            n_tb=dict(loaded.tuning.n_tb) if loaded.tuning and loaded.tuning.n_tb else None,
             context=loaded.context,
             weight_bytes=loaded.weight_bytes,
             kv_bytes=loaded.kv_bytes,
         )
+
+    @property
+    def loaded(self) -> LoadedModel | None:
+        """The model that is loaded; may be asked from any thread."""
+        with self._lock:
+            return self._loaded
 
     def holds(self, name: str) -> bool:
         """Whether a model is loaded, or being loaded."""
@@ -82,7 +102,7 @@ class ModelSlot:
             progress(
                 Progress(phase="load", done=0, total=None, unit="", message=f"loading {request.model}"),
             )
-            loaded = self._loader(request, progress, cancelled)
+            loaded = self._loader.load(request, progress, cancelled)
         except (Cancelled, CancelledError):
             self._set("empty")
             raise
@@ -95,7 +115,7 @@ class ModelSlot:
     def ensure(self, name: str, cancelled: CancelledCheck) -> LoadedModel:
         """The model of that name, loaded if it is not the one that is there.
 
-        The kind of cache, the compensation and the backend stay as they were asked for last.
+        The kind of cache, the compensation or its budget, and the backend stay as they were asked for last.
 
         Raises:
             ApiError, RuntimeFailure, ModelError: as `load`.
@@ -109,6 +129,29 @@ class ModelSlot:
         else:
             request = target if target.model == name else replace(target, model=name, context=None)
         return self.load(request, ignore_progress, cancelled)
+
+    def tune(self, request: TuneRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
+        """Change the compensation of the loaded model. A model that rested is loaded first.
+
+        Raises:
+            ApiError: no model is loaded.
+            RuntimeFailure, ModelError: it was stopped, or cannot be done; everything stays as it was.
+        """
+        with self._lock:
+            loaded, target = self._loaded, self._target
+        if target is None:
+            raise ApiError(409, "no model is loaded, so there is nothing to tune: load one first", code="no_model")
+        if loaded is None:
+            loaded = self.load(target, progress, cancelled)
+        self.tuning = True
+        try:
+            tuned = self._loader.tune(loaded, request, progress, cancelled)
+        finally:
+            self.tuning = False
+        with self._lock:
+            self._loaded = tuned
+            self._target = replace(target, k_chunk=request.k_chunk, budget=request.budget)
+        return tuned
 
     @contextmanager
     def generating(self) -> Iterator[None]:

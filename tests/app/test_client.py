@@ -142,6 +142,41 @@ async def test_closing_the_progress_stops_the_work(client: RuntimeClient, house:
     assert (await client.status()).state == "empty"
 
 
+async def test_tuning_and_the_device(client: RuntimeClient, house: FakeHouse) -> None:
+    with pytest.raises(BusyError, match="no model"):
+        await collect(client.tune(5))
+    await collect(client.load("small", budget=2.5))
+    assert house.loads[0].budget == 2.5
+    assert (await client.device()).tuning is None
+    reports = await collect(client.tune(10, force=True))
+    assert [report.phase for report in reports] == ["tune"] * 3
+    status = await client.status()
+    assert (status.budget_percent, status.slowdown_percent, status.n_tb) == (10, 9, None)
+    device = await client.device()
+    assert device.tuning is not None
+    assert device.tuning.curve[0].points == ((0, 1.0), (8, 1.25))
+    assert device.problems[0].fix == "open a window"
+    deltas = await collect(client.chat(HELLO, ChatOptions()))
+    assert deltas[-1].timings is not None
+    assert (deltas[-1].timings.k_chunk, deltas[-1].timings.slowdown_percent) == ({"qkv": 10}, 9)
+    await collect(client.tune(k_chunk=4))
+    assert (await client.status()).k_chunk == {"qkv": 4}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b'{"problems": [{}]}',
+        b'{"problems": [], "tuning": {}}',
+        b'{"problems": [], "tuning": {"curve": [{"points": [3]}]}}',
+    ],
+)
+async def test_a_device_that_makes_no_sense(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        await scripted(lambda _request: httpx.Response(200, content=body)).device()
+
+
 async def test_quantize_and_pull_end_with_what_was_made(client: RuntimeClient, tmp_path: Path) -> None:
     reports = await collect(client.quantize("~nobody/x", bits=3, name="new"))
     assert reports[-1] == Progress(phase="done", done=1, total=1, unit="", message="new")

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.errors import StoreError
@@ -15,11 +15,22 @@ from models.progress import Progress
 from runtime.engine import Piece, Usage
 from runtime.errors import BackendError, Cancelled, ContextOverflowError, InvalidActivationError, RequestError
 from runtime.sampling import Alternative, SamplingOptions, TokenLogprob
-from runtime.server.records import LoadedModel, LoadRequest, ModelEntry, QuantizeRequest
+from runtime.server.records import (
+    DeviceFacts,
+    LoadedModel,
+    LoadRequest,
+    ModelEntry,
+    Problem,
+    QuantizeRequest,
+    TuneRequest,
+)
 from runtime.server.service import Service
 from runtime.stopping import StopMatcher
+from runtime.tuning import KneeCurve, Tuning
 
 CONTEXT = 200
+SLOW_BUDGET = 77.0
+"""A budget whose tuning waits for the gate."""
 ASKED: dict[str, Callable[[list[str]], list[str]]] = {
     "echo": lambda words: words,
     "count": lambda words: [str(i) for i in range(int(words[0]))],
@@ -138,12 +149,28 @@ def entry(name: str, **changes: Any) -> ModelEntry:
     return ModelEntry(**values | changes)
 
 
+def tuning(budget: float) -> Tuning:
+    return Tuning(
+        device="Some Processor",
+        budget_percent=budget,
+        n_tb_max=None,
+        n_tb={},
+        k_chunk={"qkv": round(budget)},
+        predicted_slowdown_percent=budget - 0.5,
+        measured_slowdown_percent=budget - 1,
+        seconds=1.5,
+        cached=False,
+        curve=(KneeCurve(kind="qkv", n_tb=0, points=((0, 1.0), (8, 1.25))),),
+    )
+
+
 @dataclass
 class FakeHouse:
     """Loader, catalogue and workshop of a service, and what they were asked for."""
 
     names: list[str] = field(default_factory=lambda: ["small", "org/other", "broken", "slow-to-load", "demo"])
     loads: list[LoadRequest] = field(default_factory=list)
+    tunes: list[TuneRequest] = field(default_factory=list)
     engines: list[FakeEngine] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
@@ -179,6 +206,31 @@ class FakeHouse:
             weight_bytes=600,
             kv_bytes=50,
         )
+
+    def tune(
+        self,
+        loaded: LoadedModel,
+        request: TuneRequest,
+        progress: Callable[[Progress], None],
+        cancelled: Callable[[], bool],
+    ) -> LoadedModel:
+        self.tunes.append(request)
+        if request.k_chunk is not None:
+            chosen = {"qkv": request.k_chunk} if isinstance(request.k_chunk, int) else request.k_chunk
+            return replace(loaded, k_chunk=chosen, tuning=None)
+        for step in range(3):
+            progress(Progress(phase="tune", done=step, total=3, unit="layers", message=f"layer {step}"))
+            while request.budget == SLOW_BUDGET and not self.gate.wait(0.005):
+                if cancelled():
+                    self.stopped.append("tune")
+                    raise Cancelled("tuning was stopped")
+        budget = 5.0 if request.budget is None else request.budget
+        return replace(loaded, k_chunk={"qkv": round(budget)}, tuning=tuning(budget), problems=())
+
+    def inspect(self, idle: bool) -> DeviceFacts:
+        machine = {"cpu": {"name": "Some Processor"}, "memory": {}, "gpu": None, "pcie": None}
+        problem = Problem(what="it is hot", fix="open a window")
+        return DeviceFacts(machine=machine, bandwidth_gb_s=10.0 if idle else None, problems=(problem,))
 
     def entries(self) -> list[ModelEntry]:
         return [entry(name, bundled=name == "demo") for name in self.names]
@@ -222,4 +274,4 @@ class FakeHouse:
 
 def make_service(house: FakeHouse | None = None, **options: Any) -> tuple[Service, FakeHouse]:
     house = house or FakeHouse()
-    return Service(house.load, house, house, **options), house
+    return Service(house, house, house, inspector=house.inspect, **options), house

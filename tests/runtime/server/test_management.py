@@ -7,7 +7,7 @@ import httpx
 import pytest
 from fake_engine import FakeHouse
 
-from runtime.server.records import LoadRequest
+from runtime.server.records import LoadRequest, TuneRequest
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -17,7 +17,10 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 async def test_status(manager: httpx.AsyncClient) -> None:
     status = (await manager.get("/runtime/status")).json()
-    wanted = "state model backend reason bits kv k_chunk context memory_bytes weight_bytes kv_bytes pid version error"
+    wanted = (
+        "state model backend reason bits kv k_chunk budget_percent slowdown_percent n_tb context memory_bytes weight_bytes "
+        "kv_bytes pid version error"
+    )
     assert set(wanted.split()) <= set(status)
     assert (status["state"], status["model"], status["error"]) == ("empty", None, None)
 
@@ -38,6 +41,48 @@ async def test_load_tells_its_progress_and_its_end(manager: httpx.AsyncClient, h
     assert [model["name"] for model in models if model["bundled"]] == ["demo"]
 
 
+async def test_tuning_tells_its_progress_and_applies(manager: httpx.AsyncClient, house: FakeHouse) -> None:
+    await manager.post("/runtime/load", json={"model": "small", "budget": 2.5})
+    assert house.loads == [LoadRequest(model="small", budget=2.5)]
+    *reports, last = events(await manager.post("/runtime/tune", json={"budget": 10, "force": True}))
+    assert house.tunes == [TuneRequest(budget=10, force=True)]
+    assert [(report["phase"], report["message"]) for report in reports] == [("tune", f"layer {i}") for i in range(3)]
+    assert last["phase"] == "done"
+    status = last["status"]
+    assert (status["budget_percent"], status["slowdown_percent"], status["k_chunk"]) == (10, 9, {"qkv": 10})
+    assert status["n_tb"] is None
+    *_, last = events(await manager.post("/runtime/tune", json={"k_chunk": 3}))
+    assert (last["status"]["budget_percent"], last["status"]["k_chunk"]) == (None, {"qkv": 3})
+    assert len(house.engines) == 1, "tuning must not load again"
+
+
+async def test_without_a_model_there_is_nothing_to_tune(manager: httpx.AsyncClient) -> None:
+    response = await manager.post("/runtime/tune", json={"budget": 5})
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "no_model")
+
+
+async def test_device(manager: httpx.AsyncClient) -> None:
+    device = (await manager.get("/runtime/device")).json()
+    assert (device["bandwidth_gb_s"], device["tuning"]) == (10.0, None)
+    assert device["problems"] == [{"what": "it is hot", "fix": "open a window"}]
+    await manager.post("/runtime/load", json={"model": "small"})
+    await manager.post("/runtime/tune", json={"budget": 5})
+    device = (await manager.get("/runtime/device")).json()
+    assert device["machine"]["cpu"] == {"name": "Some Processor"}
+    assert device["machine"]["backend"] == "reference"
+    assert set(device["tuning"]) >= {
+        "device",
+        "budget_percent",
+        "n_tb_max",
+        "n_tb",
+        "k_chunk",
+        "predicted_slowdown_percent",
+        "measured_slowdown_percent",
+        "seconds",
+    }
+    assert device["tuning"]["curve"] == [{"kind": "qkv", "n_tb": 0, "points": [[0, 1.0], [8, 1.25]]}]
+
+
 async def test_a_load_that_fails_says_so_at_its_end(manager: httpx.AsyncClient) -> None:
     *_, last = events(await manager.post("/runtime/load", json={"model": "broken"}))
     assert set(last["error"]) == {"message", "type", "param", "code"}
@@ -56,6 +101,12 @@ async def test_a_load_that_fails_says_so_at_its_end(manager: httpx.AsyncClient) 
         ("load", {"model": "small", "k_chunk": {"qkv": -1}}, 400, None),
         ("load", {"model": "small", "k_chunk": {"nose": 1}}, 400, None),
         ("load", {"model": "small", "context": 0}, 400, "context"),
+        ("load", {"model": "small", "budget": 101}, 400, "budget"),
+        ("load", {"model": "small", "budget": -1}, 400, "budget"),
+        ("tune", {"budget": 101}, 400, "budget"),
+        ("tune", {"budget": "5"}, 400, "budget"),
+        ("tune", {"budget": 5, "k_chunk": 5}, 400, "k_chunk"),
+        ("tune", {"model": "small"}, 400, "model"),
         ("load", {"model": "small", "unknown": 0}, 400, "unknown"),
         ("quantize", {"source": "x", "bits": 3.5}, 400, "bits"),
         ("quantize", {"source": "x", "bits": "3"}, 400, "bits"),

@@ -13,6 +13,8 @@ from runtime.server.security import Security
 from runtime.server.service import Service
 
 TIMINGS = {
+    "k_chunk",
+    "slowdown_percent",
     "ttft_s",
     "prefill_tokens_per_s",
     "decode_tokens_per_s",

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
-from fake_engine import CONTEXT, FakeHouse, make_service
+from fake_engine import CONTEXT, SLOW_BUDGET, FakeHouse, make_service
 
 from runtime.engine import Piece
 from runtime.errors import RequestError
 from runtime.sampling import SamplingOptions
 from runtime.server.errors import ApiError
-from runtime.server.records import LoadRequest
+from runtime.server.records import LoadRequest, TuneRequest
 from runtime.server.service import Accepted, GenerationRequest, Service
 
 
@@ -144,6 +144,50 @@ async def test_hanging_up_stops_a_load(service: Service, house: FakeHouse) -> No
     await until(lambda: house.stopped == ["load"])
     await until(lambda: service.status().state == "empty")
     assert service.status().error is None
+
+
+async def tune(service: Service, **options: object) -> list[str]:
+    return [progress.message async for progress in service.tune(TuneRequest(**options))]
+
+
+async def test_tuning_waits_for_the_running_answer(service: Service, house: FakeHouse) -> None:
+    await load(service)
+    house.engine.prefill_gate.clear()
+    answering = asyncio.create_task(answer(service, "echo a"))
+    await until(lambda: service.status().state == "generating")
+    tuning = asyncio.create_task(tune(service, budget=10.0))
+    await until(lambda: service.status().waiting == 1)
+    assert not house.tunes
+    house.engine.prefill_gate.set()
+    assert await answering == "a"
+    await tuning
+    assert (service.status().budget_percent, service.status().slowdown_percent) == (10.0, 9.0)
+
+
+async def test_hanging_up_stops_tuning_and_changes_nothing(service: Service, house: FakeHouse) -> None:
+    await load(service, k_chunk=16)
+    async with aclosing(service.tune(TuneRequest(budget=SLOW_BUDGET))) as reports:
+        await anext(reports)
+        assert service.device().bandwidth_gb_s is None, "nothing is measured beside a measurement"
+    await until(lambda: house.stopped == ["tune"])
+    assert (service.status().state, service.status().k_chunk) == ("ready", {"qkv": 16})
+    assert service.status().budget_percent is None
+    assert service.device().bandwidth_gb_s == 10.0
+
+
+async def test_a_model_loaded_again_keeps_the_budget_it_was_tuned_for(service: Service, house: FakeHouse) -> None:
+    await load(service, k_chunk=8)
+    await tune(service, budget=20.0)
+    await answer(service, "echo x", "org/other")
+    assert house.loads[-1] == LoadRequest(model="org/other", budget=20.0)
+
+
+async def test_answers_carry_the_compensation_they_had(service: Service) -> None:
+    await load(service)
+    await tune(service, budget=10.0)
+    accepted = await anext(service.generate(ask("echo a")))
+    assert isinstance(accepted, Accepted)
+    assert (accepted.k_chunk, accepted.slowdown_percent) == ({"qkv": 10}, 9.0)
 
 
 async def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_accepted(service: Service) -> None:
