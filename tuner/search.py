@@ -130,7 +130,7 @@ class _Times:
         curve = self._curves.setdefault((kind, n_tb), {})
         if k_chunk not in curve:
             curve[k_chunk] = self._read(kind, n_tb, k_chunk)
-        return max(self.alone(kind), pooled(curve)[k_chunk])
+        return max(self.alone(kind), pooled(curve)[k_chunk]) if self._timer.measured else curve[k_chunk]
 
     def total(self, layers: Iterable[LayerShape], plan: _Plan, k_chunk: Mapping[str, int]) -> float:
         """Seconds of all linear layers of a token."""

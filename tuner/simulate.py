@@ -1,0 +1,147 @@
+"""A device built from its data sheet: how long a product takes there, with and without compensation beside it.
+
+The model and where its constants come from are written down in `docs/tuner.md`. The same constants hold for every
+device, model and width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tuner.candidates import chunks
+from tuner.devices import DeviceSpec, device_of
+from tuner.errors import ShapeError, TimerError
+from tuner.search import Configuration, tune
+from tuner.shapes import LayerShape, shape_of
+
+_UNIFORM = ("rtn", "gptq", "awq", "awq-gptq", "qoq")
+_NON_UNIFORM = ("squeezellm",)
+METHODS = (*_UNIFORM, *_NON_UNIFORM)
+"""Quantizers that can be simulated."""
+_LEVELS = {3.0: 8.0, 3.5: 12.0, 4.0: 16.0}
+"""Codebook entries by bits; half of the blocks have 3 and half 4 at 3.5."""
+_GROUP_SIZE = 128
+_GROUP_BITS = 32
+_RESIDUAL_BYTES = 0.5
+_SCALE_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """The constants of the cost model. Fitted: see `docs/tuner.md` and `python -m tests.bench.fit_tuner`."""
+
+    memory_efficiency: float = 0.73
+    """Part of the memory bandwidth that a product with uniform weights reaches."""
+    codebook_efficiency: float = 0.75
+    """The same for weights that are looked up in a codebook."""
+    sm_bytes_per_cycle: float = 6.8
+    """Weight bytes that one multiprocessor works off in a cycle: the bound when too few are left to the product."""
+    pcie_efficiency: float = 0.61
+    """Part of the link's bandwidth that reads by single requests reach."""
+    block_gb_s: float = 0.97
+    """What one thread block pulls over the link, in 10^9 bytes per second, before the link is full."""
+    chunk_cycles: float = 4600.0
+    """Selection of one chunk of 1024 channels by one block."""
+    start_us: float = 8.4
+    """Launch beside the product, grid barrier and the meeting of both streams, in microseconds."""
+    interference: float = 0.011
+    """How much a second of fetching holds up the product, in seconds."""
+
+
+FITTED = Constants()
+"""The constants that simulations use."""
+
+
+class SimulatedTimer:
+    """A `Timer` that computes instead of measuring.
+
+    Args:
+        spec: The device.
+        layers: Layer types that can be asked for.
+        bits: Bits of a weight: 3, 3.5 or 4.
+        method: The quantizer, one of `METHODS`.
+        constants: Of the cost model.
+
+    Raises:
+        ShapeError: bits or a method that can't be simulated.
+    """
+
+    measured = False
+
+    def __init__(
+        self, spec: DeviceSpec, layers: Sequence[LayerShape], bits: float, method: str, constants: Constants = FITTED
+    ) -> None:
+        if bits not in _LEVELS:
+            raise ShapeError(f"{bits:g} bits can't be simulated; give 3, 3.5 or 4")
+        if method not in METHODS:
+            raise ShapeError(f"the method {method!r} can't be simulated; there are {', '.join(METHODS)}")
+        self._spec = spec
+        self._layers = {layer.kind: layer for layer in layers}
+        self._bits = float(bits)
+        self._method = method
+        self._constants = constants
+
+    def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
+        """Time of one product (see `Timer`).
+
+        Raises:
+            TimerError: a layer type that it was not given, or compensation by no block.
+        """
+        if kind not in self._layers:
+            raise TimerError(f"the simulated device has no layer {kind!r}, only {', '.join(self._layers)}")
+        layer = self._layers[kind]
+        if k_chunk == 0:
+            return self._product_us(layer, self._spec.sm_count) / 1e6
+        if n_tb < 1 or k_chunk < 0:
+            raise TimerError(f"{n_tb} thread blocks can't compensate {k_chunk} channels of every 1024")
+        fetch = self._fetch_us(layer, n_tb, k_chunk)
+        selection = -(-chunks(layer.k) // n_tb) * self._constants.chunk_cycles / (self._spec.clock_ghz * 1e3)
+        product = self._product_us(layer, self._spec.sm_count - n_tb) + self._constants.interference * fetch
+        return max(product, self._constants.start_us + selection + fetch) / 1e6
+
+    def weight_bytes(self, layer: LayerShape) -> float:
+        """Bytes that one product reads: codes, and scales and zeros of groups or a codebook of each output."""
+        if self._method in _NON_UNIFORM:
+            return layer.weights * self._bits / 8 + layer.n * _LEVELS[self._bits] * 2
+        return layer.weights * (self._bits + _GROUP_BITS / _GROUP_SIZE) / 8
+
+    def _product_us(self, layer: LayerShape, sms: int) -> float:
+        c = self._constants
+        efficiency = c.codebook_efficiency if self._method in _NON_UNIFORM else c.memory_efficiency
+        memory = self._spec.memory_gb_s * efficiency
+        multiprocessors = max(sms, 1) * self._spec.clock_ghz * c.sm_bytes_per_cycle
+        return self.weight_bytes(layer) / (min(memory, multiprocessors) * 1e3)
+
+    def _fetch_us(self, layer: LayerShape, n_tb: int, k_chunk: int) -> float:
+        c = self._constants
+        size = k_chunk * chunks(layer.k) * layer.n * _RESIDUAL_BYTES + layer.n * _SCALE_BYTES
+        return size / (min(self._spec.pcie_gb_s * c.pcie_efficiency, n_tb * c.block_gb_s) * 1e3)
+
+
+def tune_simulated(
+    device_id: str, shape_name: str, bits: float, method: str, budget_percent: float
+) -> tuple[Configuration, tuple[LayerShape, ...], SimulatedTimer]:
+    """Run the search on a device that need not be there.
+
+    Args:
+        device_id: A name in `tuner.devices.DEVICES`.
+        shape_name: A name in `tuner.shapes.SHAPES`.
+        bits: 3, 3.5 or 4.
+        method: One of `METHODS`.
+        budget_percent: Allowed slowdown, above 0 and at most 100 percent.
+
+    Returns:
+        What was found, the layers, and the timer that it was found with (for curves).
+
+    Raises:
+        UnknownDeviceError: there is no such device.
+        ShapeError: no such shape, bits or method.
+        BudgetError: the budget is out of range.
+    """
+    spec, layers = device_of(device_id), shape_of(shape_name).layers
+    timer = SimulatedTimer(spec, layers, bits, method)
+    found = tune(
+        layers, timer, budget_percent=budget_percent, sm_count=spec.sm_count, limit=spec.shared_bytes_per_block
+    )
+    return found, layers, timer
