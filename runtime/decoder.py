@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.spec import ModelSpec
+from runtime.errors import RequestError
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -65,6 +66,26 @@ class Step:
     """[R] rows whose logits are wanted, ascending."""
     compensate: bool = True
     """Whether error compensation applies (decode: yes; prefill: QDEC leaves it out)."""
+
+
+def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:
+    """Check that a decoder of these options can run a step.
+
+    Raises:
+        RequestError: too many rows or none, or a number out of range.
+    """
+    M = step.tokens.size
+    if not 1 <= M <= options.max_rows:
+        raise RequestError(f"a step has {M} rows; this decoder takes 1 to {options.max_rows}")
+    limits = (
+        ("token", step.tokens, spec.vocab_size),
+        ("slot", step.slots, options.slots),
+        ("position", step.positions, options.context),
+        ("logit row", step.logit_rows, M),
+    )
+    for name, values, limit in limits:
+        if values.size and not (values.min() >= 0 and values.max() < limit):
+            raise RequestError(f"{name} {int(values.max())} is out of range: it must be from 0 to {limit - 1}")
 
 
 class Decoder(Protocol):

@@ -29,7 +29,10 @@ _MARGIN = 256 * MIB
 _LARGE_CONTEXT = 1024
 """Advice does not mention the context below this: cutting it further would not help anybody."""
 
-Backend = Literal["cpu", "reference"]
+_DEVICE_CONTEXT = 384 * MIB
+"""What the driver takes on a GPU for this process: context, modules, graphs."""
+
+Backend = Literal["triton", "cpu", "reference"]
 _PlanAt = Callable[[int], "MemoryPlan"]
 
 
@@ -56,7 +59,8 @@ class MemoryPlan:
     weight_bytes: int
     """The weights in the backend's own layout."""
     residual_bytes: int
-    """Residuals, mapped: wanted in memory for speed, not counted in `needed_bytes`."""
+    """Residuals, in main memory. Not counted in `needed_bytes`: on the CPU they are mapped files that the system may
+    drop, and a GPU's memory is another one."""
     kv_bytes: int
     """The KV cache at `context`."""
     buffer_bytes: int
@@ -115,7 +119,7 @@ def plan(
         rows: Most rows of one step.
         backend: Which backend will hold the weights; the reference one unpacks them to fp32.
         compensated: Whether error compensation will be used (the reference backend then unpacks the residuals too).
-        memory: What is free; looked up if None.
+        memory: What is free, on the GPU for its backend; main memory, looked up, if None.
 
     Raises:
         RequestError: the context is not positive or longer than the model's.
@@ -135,7 +139,7 @@ def plan(
             residual_bytes=sizes.residual_bytes if compensated else 0,
             kv_bytes=tokens * slots * kv_bytes_per_token(spec, kv),
             buffer_bytes=buffer_bytes(spec, tokens, rows),
-            margin_bytes=_MARGIN,
+            margin_bytes=_MARGIN + (_DEVICE_CONTEXT if backend == "triton" else 0),
             available_bytes=free.available_bytes,
         )
 
@@ -151,7 +155,7 @@ def plan(
 
 def describe(planned: MemoryPlan) -> str:
     """The plan in one line, for a person."""
-    mapped = f", residuals {size(planned.residual_bytes)} mapped" if planned.residual_bytes else ""
+    mapped = f", beside it residuals {size(planned.residual_bytes)}" if planned.residual_bytes else ""
     return (
         f"{size(planned.needed_bytes)} (weights {size(planned.weight_bytes)}, cache {size(planned.kv_bytes)} for "
         f"{planned.context} tokens, buffers {size(planned.buffer_bytes)}, margin {size(planned.margin_bytes)}{mapped})"
@@ -166,7 +170,7 @@ def size(count: int) -> str:
 
 
 def _resident_weights(spec: ModelSpec, sizes: ModelSizes, backend: Backend, *, compensated: bool) -> int:
-    if backend == "cpu":
+    if backend != "reference":
         return sizes.weight_bytes
     values = sum(rows * width for rows, width in (spec.linear_shape(_kind(name)) for name in spec.linear_names()))
     return 4 * values * (2 if compensated else 1) + 2 * spec.vocab_size * spec.hidden_size

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.engine import Engine
-from runtime.errors import BackendError, RequestError
+from runtime.errors import BackendError, OutOfMemoryError, RequestError
+from runtime.gpu import look
 from runtime.tokenizer import Tokenizer
 from runtime.weights import Weights
+from tuner.detect import MemoryInfo
 
-BACKENDS = ("auto", "cpu", "reference")
+BACKENDS = ("auto", "triton", "cpu", "reference")
 """What `open_decoder` can be asked for."""
 
 logger = logging.getLogger(__name__)
@@ -38,7 +41,7 @@ def preparation(backend: str = "auto") -> str | None:
     Args:
         backend: As in `open_decoder`.
     """
-    if backend == "reference":
+    if backend in ("reference", "triton"):
         return None
     try:
         from runtime.cpu.isa import is_compiled
@@ -47,43 +50,89 @@ def preparation(backend: str = "auto") -> str | None:
     return None if is_compiled() else "compiling the kernels for this processor, once; this takes some twenty seconds"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a model is to run."""
+
+    backend: Literal["triton", "cpu", "reference"]
+    """The backend."""
+    reason: str
+    """Why this one, in one sentence."""
+    memory: MemoryInfo | None
+    """The memory that its weights and cache have to fit; None: main memory."""
+
+
+def target(backend: str = "auto") -> Target:
+    """Where a model would run: what the memory plan has to know before anything is loaded.
+
+    Args:
+        backend: As in `open_decoder`.
+
+    Raises:
+        BackendError: an unknown backend, or a GPU was asked for that can't be used.
+    """
+    if backend not in BACKENDS:
+        known = ", ".join(BACKENDS)
+        raise BackendError(f"there is no backend {backend!r} in this version; choose one of {known}")
+    if backend == "reference":
+        return Target(backend="reference", reason="the reference backend was asked for", memory=None)
+    if backend == "cpu":
+        return Target(backend="cpu", reason="the CPU backend was asked for", memory=None)
+    found = look()
+    if found.usable:
+        return Target(backend="triton", reason=f"{found.reason}, and Triton's kernels run on it", memory=found.memory)
+    if backend == "triton":
+        todo = f": {found.fix}" if found.fix else ""
+        raise BackendError(f"the GPU backend cannot run here, for {found.reason}{todo}; or use the CPU backend")
+    return Target(
+        backend="cpu",
+        reason=f"{found.reason}, so the GPU is out; the CPU backend's kernels were built for this processor",
+        memory=None,
+    )
+
+
 def open_decoder(model: Weights, options: DecoderOptions, backend: str = "auto") -> tuple[Decoder, str]:
     """Load a model on a backend.
 
     Args:
         model: The stored model.
         options: How to run it.
-        backend: `cpu`, `reference`, or `auto`: the CPU backend where its kernels can be built, else the reference.
+        backend: `triton`, `cpu`, `reference`, or `auto`: the GPU where there is one that the model fits, else the CPU
+            backend where its kernels can be built, else the reference.
 
     Returns:
         The decoder, and in one sentence why this backend.
 
     Raises:
         BackendError: an unknown backend, or one that cannot run here.
+        OutOfMemoryError: the GPU was asked for, and its memory does not suffice.
         RequestError: options that do not fit the model.
     """
-    if backend not in BACKENDS:
-        known = ", ".join(BACKENDS)
-        raise BackendError(f"there is no backend {backend!r} in this version; choose one of {known}")
+    chosen = target(backend)
     if not 1 <= options.context <= model.spec.max_context:
         raise RequestError(
             f"a context of {options.context} tokens was asked for, and the model knows positions up to "
             f"{model.spec.max_context}: choose a context from 1 to {model.spec.max_context}"
         )
-    if backend == "reference":
-        return _reference(model, options), "the reference backend was asked for"
+    reason = chosen.reason
+    if chosen.backend == "reference":
+        return _reference(model, options), reason
+    if chosen.backend == "triton":
+        try:
+            return _triton(model, options), reason
+        except (BackendError, OutOfMemoryError) as error:
+            if backend == "triton":
+                raise
+            logger.warning("the GPU backend cannot run this model, so the CPU does: %s", error)
+            reason = f"the GPU backend cannot run this model ({error}), so the CPU does"
     try:
-        decoder = _cpu(model, options)
+        return _cpu(model, options), reason
     except BackendError as error:
         if backend == "cpu":
             raise
         logger.warning("the CPU backend cannot run here, so the slow reference backend is used: %s", error)
-        return _reference(
-            model, options
-        ), f"the CPU backend cannot run here ({error}), so the reference backend is used"
-    if backend == "cpu":
-        return decoder, "the CPU backend was asked for"
-    return decoder, "no GPU backend in this version; the CPU backend's kernels were built for this processor"
+        reason = f"the CPU backend cannot run here ({error}), so the reference backend is used"
+        return _reference(model, options), reason
 
 
 def open_engine(model: Model, options: DecoderOptions, backend: str = "auto") -> Engine:
@@ -105,6 +154,15 @@ def open_engine(model: Model, options: DecoderOptions, backend: str = "auto") ->
     decoder, reason = open_decoder(model, options, backend)
     ends = {*model.spec.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
     return Engine(decoder, tokenizer, name=model.name, eos_token_ids=sorted(ends), reason=reason)
+
+
+def _triton(model: Weights, options: DecoderOptions) -> Decoder:
+    """The GPU backend. Raises BackendError where Triton or torch is missing."""
+    try:
+        from runtime.triton.decoder import TritonDecoder
+    except (ImportError, OSError) as error:
+        raise BackendError(f"the GPU backend needs torch and Triton, which cannot be imported: {error}") from error
+    return TritonDecoder(model, options)
 
 
 def _cpu(model: Weights, options: DecoderOptions) -> Decoder:

@@ -16,7 +16,7 @@ from runtime.cpu.isa import VARIANT
 from runtime.cpu.layout import aligned_zeros
 from runtime.cpu.plan import PlanOperations, Program
 from runtime.cpu.pool import Pool, default_threads
-from runtime.decoder import DecoderOptions, Float32Array, Step
+from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kernels.attention.cpu import SPAN
 from runtime.kernels.select.budget import LAYER_KINDS, k_chunk_of
@@ -90,7 +90,7 @@ class CpuDecoder:
     def forward(self, step: Step) -> Float32Array:
         """See `runtime.decoder.Decoder.forward`."""
         M, R = step.tokens.size, step.logit_rows.size
-        self._check(step)
+        check_step(step, self.spec, self.options)
         for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             array[: values.size] = values
         runs = self._write_runs(step)
@@ -146,20 +146,6 @@ class CpuDecoder:
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = self._plan.record(k_chunk)
         return self._programs[key]
-
-    def _check(self, step: Step) -> None:
-        M = step.tokens.size
-        if not 1 <= M <= self.options.max_rows:
-            raise RequestError(f"a step has {M} rows; this decoder takes 1 to {self.options.max_rows}")
-        limits = (
-            ("token", step.tokens, self.spec.vocab_size),
-            ("slot", step.slots, self.options.slots),
-            ("position", step.positions, self.options.context),
-            ("logit row", step.logit_rows, M),
-        )
-        for name, values, limit in limits:
-            if values.size and not (values.min() >= 0 and values.max() < limit):
-                raise RequestError(f"{name} {int(values.max())} is out of range: it must be from 0 to {limit - 1}")
 
     def _write_runs(self, step: Step) -> int:
         """Cut the rows into runs of one sequence at consecutive positions. Returns their number."""
