@@ -35,6 +35,24 @@ with Triton {triton}, whose own ptxas {ptxas} made the machine code ({blackwell}
 - **instructions**: machine instructions in the kernel's code, unrolled loops and the padding at the end included. How
   often each runs is not in that number: it tells when a kernel grew, not how fast it is.
 """
+CHECKS = """
+## Looking for races and bad addresses
+
+On a machine with a GPU and the CUDA toolkit, its checker runs the kernels' tests instruction by instruction. torch's
+allocator has to hand out every tensor by itself, or an address past a tensor's end is in another's memory and nobody
+notices; and the tests run in one process:
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck --error-exitcode 9 .venv/bin/python -m pytest -q -x tests/runtime/triton
+    compute-sanitizer --tool racecheck --error-exitcode 9 .venv/bin/python -m pytest -q -x tests/runtime/triton
+    compute-sanitizer --tool synccheck --error-exitcode 9 .venv/bin/python -m pytest -q -x tests/runtime/triton
+
+`memcheck` finds reads and writes outside of allocations, `racecheck` unordered access to shared memory, `synccheck`
+barriers that not all threads reach. It takes ten to a hundred times as long as the tests alone; `-k compensate` and the
+like choose among them, `-m gpu` those that run only on a GPU. None of the three watches the order of writes between
+thread blocks: that the barrier of the compensation kernel holds is shown by the tests that compare its bits with those
+of two launches, thousands of times.
+"""
 REGISTERS = (
     "A multiprocessor has 65,536, so a program of 128 threads that take 128 each leaves room for three more beside it, "
     "one of 128 threads that take 255 each for only one more."
@@ -62,7 +80,7 @@ def page(compiled: Sequence[Compiled], triton: str, ptxas: str, blackwell: str, 
             for row in compiled
             if row.operation == operation
         )
-    return "".join(parts)
+    return "".join([*parts, CHECKS])
 
 
 def main() -> None:

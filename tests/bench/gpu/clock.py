@@ -50,6 +50,7 @@ def race(
     rng = random.Random(0)
     runs = {name: _captured(launches, device) for name, launches in contestants.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    warm_rounds = warm_rounds if device.type == "cuda" else 0
     for turn in range(warm_rounds + rounds):
         order = list(runs)
         rng.shuffle(order)
@@ -116,7 +117,7 @@ def _captured(launches: Sequence[Launch], device: torch.device) -> _Captured | _
 
 def copies_past_cache(nbytes: int, rotated_bytes: int) -> int:
     """How many copies of an operand of `nbytes` to rotate so that `rotated_bytes` pass before one is met again."""
-    return min(MOST_COPIES, max(2, -(-rotated_bytes // nbytes)))
+    return min(MOST_COPIES, -(-rotated_bytes // nbytes))
 
 
 def _quantiles(values: Sequence[float]) -> Times:

@@ -13,6 +13,10 @@ class Sizes:
 
     spec: ModelSpec
     """The model whose matrices are measured, and that decodes."""
+    kinds: tuple[str, ...]
+    """Layer types whose products are measured one by one."""
+    bits: tuple[int, ...]
+    """Bits of a weight."""
     copy_bytes: int
     """Bytes of one copy within the device's memory."""
     host_bytes: int
@@ -35,11 +39,15 @@ class Sizes:
     """Positions of the KV cache while decoding."""
     tokens: int
     """Tokens decoded for one measurement."""
+    turns: int
+    """Such measurements with compensation, and as many without, in turns."""
+    readings: int
+    """Measurements of the slowdown, of which the median has to keep the budget; odd."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """(N, K) of a block's four matrices."""
-        return {kind: self.spec.linear_shape(kind) for kind in ("qkv", "o", "gate_up", "down")}
+        """(N, K) of these layer types."""
+        return {kind: self.spec.linear_shape(kind) for kind in self.kinds}
 
 
 def llama(*, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> ModelSpec:
@@ -64,6 +72,8 @@ def llama(*, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
 
 FULL = Sizes(
     spec=llama(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocab=128256),
+    kinds=("qkv", "o", "gate_up", "down"),
+    bits=(3, 4),
     copy_bytes=1 << 30,
     host_bytes=256 << 20,
     rotated_bytes=512 << 20,
@@ -75,11 +85,15 @@ FULL = Sizes(
     budgets=(0.0, 2.5, 5.0, 10.0, 20.0),
     context=2048,
     tokens=64,
+    turns=5,
+    readings=3,
 )
 """Llama-3-8B."""
 
 SMOKE = Sizes(
-    spec=llama(hidden=256, intermediate=512, layers=1, heads=4, kv_heads=2, vocab=64),
+    spec=llama(hidden=64, intermediate=96, layers=1, heads=2, kv_heads=1, vocab=64),
+    kinds=("o", "down"),
+    bits=(3,),
     copy_bytes=1 << 16,
     host_bytes=1 << 16,
     rotated_bytes=1,
@@ -91,5 +105,7 @@ SMOKE = Sizes(
     budgets=(0.0, 50.0),
     context=32,
     tokens=2,
+    turns=1,
+    readings=1,
 )
 """For the interpreter on a CPU: numbers mean nothing."""

@@ -1,0 +1,74 @@
+"""The product of a low-bit matrix with one row: microseconds, GB/s of weights, percent of the copy bandwidth.
+
+Beside it, in the same rounds, torch's 4-bit kernel, gemlite's where it is installed, and half precision. Weights are
+rotated past the second-level cache.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+
+import torch
+
+from runtime.kernels.gemv.triton import gemv
+from runtime.triton.layout import repack
+from runtime.triton.workspace import Workspace
+from tests.bench.gpu import peers
+from tests.bench.gpu.bandwidth import copy_gb_s
+from tests.bench.gpu.clock import copies_past_cache, race
+from tests.bench.gpu.matrices import activations, copies, random_linear
+from tests.bench.gpu.peers import Peer
+from tests.bench.gpu.report import Part
+from tests.bench.gpu.sizes import Sizes
+
+
+def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
+    """A row for each of a block's four matrices and each way to multiply with it."""
+    limit = copy_gb_s(sizes, device)
+    part.add({"what": "copy", "gb_s": limit})
+    for kind, shape in sizes.shapes.items():
+        if part.late():
+            part.add({"what": "left out for want of time", "kind": kind})
+            continue
+        contestants = {f"ours {bits} bits": ours(shape, bits, sizes, device) for bits in sizes.bits}
+        contestants["float16"] = peers.half_precision(shape, 1, sizes, device)
+        if device.type == "cuda":
+            contestants["torch _weight_int4pack_mm"] = peers.torch_int4(shape, 1, sizes, device)
+        _compare(part, kind, shape, contestants, sizes, device, limit)
+    if device.type != "cuda" or importlib.util.find_spec("gemlite") is None:
+        part.add({"what": "gemlite is not installed"})
+        return
+    for kind, shape in sizes.shapes.items():
+        if part.late():
+            part.add({"what": "left out for want of time: gemlite", "kind": kind})
+            continue
+        contestants = {"ours 4 bits": ours(shape, 4, sizes, device)}
+        contestants["gemlite 4 bits"] = peers.gemlite_int4(shape, 1, sizes, device)
+        _compare(part, kind, shape, contestants, sizes, device, limit)
+
+
+def ours(shape: tuple[int, int], bits: int, sizes: Sizes, device: torch.device) -> Peer:
+    """This program's kernel."""
+    N, K = shape
+    weight = repack(random_linear("gemv", shape, bits, residual=False), device)
+    x, out, workspace = activations(1, K, device)[0], torch.empty(N, device=device), Workspace(device)
+    weights = copies(weight, copies_past_cache(weight.nbytes, sizes.rotated_bytes))
+    return Peer([lambda w=w: gemv(x, w, out, workspace) for w in weights], weight.nbytes)
+
+
+def _compare(
+    part: Part,
+    kind: str,
+    shape: tuple[int, int],
+    contestants: Mapping[str, Peer],
+    sizes: Sizes,
+    device: torch.device,
+    limit: float,
+) -> None:
+    launches = {name: peer.launches for name, peer in contestants.items()}
+    for name, times in race(launches, device, rounds=sizes.rounds).items():
+        gb_s = contestants[name].nbytes / times.p50 / 1e9
+        row = {"what": name, "kind": kind, "N": shape[0], "K": shape[1], **times.microseconds()}
+        row |= {"weight_bytes": contestants[name].nbytes, "gb_s": round(gb_s, 1)}
+        part.add(row | {"percent_of_copy": round(100 * gb_s / limit, 1) if limit else None})

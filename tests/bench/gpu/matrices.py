@@ -1,0 +1,91 @@
+"""Random low-bit matrices in the stored form, and copies of them on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.packed import PackedLinear, PackedResidual
+from models.packing import packed_width
+from models.spec import ModelSpec
+from runtime.kernels.select.budget import layer_kind
+from runtime.triton.layout import GpuLinear
+
+GROUP_SIZE = 128
+RESIDUAL_BITS = 4
+_LARGEST_OF = 16
+"""Random activations whose largest make up the thresholds of the selection."""
+
+
+def random_linear(name: str, shape: tuple[int, int], bits: int, *, residual: bool = True) -> PackedLinear:
+    """A matrix of random codes whose product with activations of variance 1 has about variance 1."""
+    N, K = shape
+    rng = np.random.default_rng([N, K, bits])
+    groups = -(-K // GROUP_SIZE)
+    spread = ((1 << 2 * bits) - 1) ** 0.5 / 12**0.5
+    magnitudes = -np.sort(-np.abs(rng.standard_normal((_LARGEST_OF, K), np.float32)), axis=1)
+    return PackedLinear(
+        name=name,
+        shape=shape,
+        bits=bits,
+        group_size=GROUP_SIZE,
+        codes=_words(rng, N, packed_width(K, bits)),
+        scales=np.full((N, groups), 1 / (spread * K**0.5), np.float16),
+        zeros=np.full((N, groups), 1 << (bits - 1), np.uint8),
+        bias=None,
+        residual=PackedResidual(
+            bits=RESIDUAL_BITS,
+            codes=_words(rng, K, packed_width(N, RESIDUAL_BITS)),
+            scales=np.full(N, 0.1 / (spread * K**0.5), np.float16),
+        )
+        if residual
+        else None,
+        rank_maximum=magnitudes.max(axis=0) if residual else None,
+        mean_square=np.ones(K, np.float32) if residual else None,
+    )
+
+
+def copies(weight: GpuLinear, count: int) -> list[GpuLinear]:
+    """`weight` and count - 1 more of it elsewhere in memory."""
+    return [weight, *(replace(weight, codes=weight.codes.clone()) for _ in range(count - 1))]
+
+
+def activations(rows: int, K: int, device: torch.device) -> torch.Tensor:
+    """float16 [rows, K], normally distributed."""
+    return torch.randn(rows, K, device=device).to(torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomModel:
+    """`runtime.weights.Weights` of random matrices: one of each shape, under all the names of that shape."""
+
+    spec: ModelSpec
+    """The architecture."""
+    made: dict[str, PackedLinear]
+    """One matrix by layer type."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, bits: int) -> RandomModel:
+        """A model whose block matrices have so many bits; its head 4, and no residuals there."""
+        made = {kind: random_linear(kind, spec.linear_shape(kind), bits) for kind in ("qkv", "o", "gate_up", "down")}
+        return cls(spec, made | {"head": random_linear("head", spec.linear_shape("head"), 4, residual=False)})
+
+    def linear(self, name: str) -> PackedLinear:
+        """The matrix of this layer type."""
+        return replace(self.made[layer_kind(name)], name=name)
+
+    def vector(self, name: str) -> npt.NDArray[np.float32]:
+        """A norm's weight: ones."""
+        return np.ones(self.spec.head_dim if name.endswith(("q_norm", "k_norm")) else self.spec.hidden_size, np.float32)
+
+    def embedding(self) -> npt.NDArray[np.float16]:
+        """The embedding table: 1024 random rows, again and again."""
+        rows = np.random.default_rng(0).standard_normal((1024, self.spec.hidden_size), np.float32).astype(np.float16)
+        return np.resize(rows, (self.spec.vocab_size, self.spec.hidden_size))
+
+
+def _words(rng: np.random.Generator, rows: int, width: int) -> npt.NDArray[np.int32]:
+    return np.frombuffer(rng.bytes(4 * rows * width), np.int32).reshape(rows, width)

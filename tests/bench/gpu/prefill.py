@@ -1,0 +1,40 @@
+"""The product of a low-bit matrix with many rows, as prefill needs it, beside half precision: TFLOP/s."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels.gemm.triton import gemm
+from runtime.triton.layout import repack
+from tests.bench.gpu import peers
+from tests.bench.gpu.clock import copies_past_cache, race
+from tests.bench.gpu.matrices import activations, copies, random_linear
+from tests.bench.gpu.peers import Peer
+from tests.bench.gpu.report import Part
+from tests.bench.gpu.sizes import Sizes
+
+
+def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
+    """A row for each matrix, number of rows and way to multiply."""
+    for rows in sorted(sizes.prefill_rows, key=lambda rows: abs(rows - 128)):
+        for kind, shape in sizes.shapes.items():
+            if part.late():
+                part.add({"what": "left out for want of time", "kind": kind, "M": rows})
+                continue
+            contestants = {f"ours {bits} bits": _ours(shape, bits, rows, sizes, device) for bits in sizes.bits}
+            contestants["float16"] = peers.half_precision(shape, rows, sizes, device)
+            if device.type == "cuda":
+                contestants["torch _weight_int4pack_mm"] = peers.torch_int4(shape, rows, sizes, device)
+            launches = {name: peer.launches for name, peer in contestants.items()}
+            operations = 2 * rows * shape[0] * shape[1]
+            for name, times in race(launches, device, rounds=max(1, sizes.rounds // 4)).items():
+                row = {"what": name, "kind": kind, "M": rows, "N": shape[0], "K": shape[1], **times.microseconds()}
+                part.add(row | {"tflop_s": round(operations / times.p50 / 1e12, 2)})
+
+
+def _ours(shape: tuple[int, int], bits: int, rows: int, sizes: Sizes, device: torch.device) -> Peer:
+    N, K = shape
+    weight = repack(random_linear("gemm", shape, bits, residual=False), device)
+    x, out = activations(rows, K, device), torch.empty(rows, N, device=device)
+    weights = copies(weight, copies_past_cache(weight.nbytes, sizes.rotated_bytes))
+    return Peer([lambda w=w: gemm(x, w, out) for w in weights], weight.nbytes)

@@ -1,0 +1,67 @@
+"""The GPU benchmark runs in every part, tiny and interpreted; what fails in one part does not stop the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_benchmark(out: Path, *arguments: str, before: str = "") -> tuple[subprocess.CompletedProcess[str], dict]:
+    """The benchmark in a process of its own, and its result file. `before` is run first, with the program as `main`."""
+    code = f"import sys; import tests.bench.gpu.__main__ as main\n{before}\nmain.main()"
+    command = [sys.executable, "-c", code, "--smoke", "--out", str(out), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
+    return done, json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory) -> dict:
+    """The result file of all parts."""
+    parts = "bandwidth,gemv,knee,prefill,decode,tests"
+    done, report = run_benchmark(tmp_path_factory.mktemp("benchmark") / "result.json", "--parts", parts)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return report
+
+
+@pytest.mark.parametrize(
+    ("part", "columns"),
+    [
+        ("bandwidth", {"what", "gb_s"}),
+        ("gemv", {"what", "kind", "N", "K", "p20_us", "p50_us", "p80_us", "gb_s", "percent_of_copy"}),
+        ("knee", {"kind", "bits", "n_tb", "k_chunk", "p50_us", "normalized", "fetched_gb_s"}),
+        ("prefill", {"what", "kind", "M", "p50_us", "tflop_s"}),
+        ("decode", {"bits", "budget_percent", "tokens_per_second", "measured_slowdown_percent"}),
+        ("tests", {"command", "exit_status", "passed"}),
+    ],
+)
+def test_a_part_measures(part, columns, everything):
+    assert everything["parts"][part]["error"] is None
+    assert everything["versions"]["triton"]
+    rows = everything["parts"][part]["rows"]
+    assert any(columns <= set(row) for row in rows), rows
+    assert not any("left out" in str(row.get("what")) for row in rows)
+
+
+def test_a_part_that_fails_or_hangs_is_recorded_and_the_next_runs(tmp_path):
+    before = "main.SECONDS = {'no_such_part': 9, 'tests': -main.GRACE, 'bandwidth': 60}"
+    done, report = run_benchmark(tmp_path / "result.json", "--parts", "no_such_part,tests,bandwidth", before=before)
+    assert done.returncode == 1
+    errors = {part: entry["error"] for part, entry in report["parts"].items()}
+    assert "No module named 'tests.bench.gpu.no_such_part'" in errors["no_such_part"]
+    assert errors["tests"] == "stopped after 0 seconds"
+    assert errors["bandwidth"] is None
+    assert report["parts"]["bandwidth"]["rows"]
+
+
+def test_an_unknown_part_is_named(tmp_path):
+    done, report = run_benchmark(tmp_path / "result.json", "--parts", "gemv,speed")
+    assert done.returncode == 2
+    assert "there is no part 'speed'" in done.stderr
+    assert not report
