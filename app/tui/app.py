@@ -33,6 +33,7 @@ from app.tui.messages import (
     RuntimeLost,
     SettingChanged,
     StatusChanged,
+    TuneAsked,
 )
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
@@ -96,8 +97,7 @@ class ChatApp(App[None]):
         self.set_interval(CHECK_INTERVAL_S, self._check)
 
     async def _check(self) -> None:
-        if not (self.session.working or self.session.generating):
-            await self.session.refresh()
+        await self.session.refresh()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """Tell a failure that nobody expected."""
@@ -165,6 +165,11 @@ class ChatApp(App[None]):
             self.notify(f"{self.session.job.message or 'The model'} is made; F2 loads it.", markup=False)
             self.show_session()
 
+    @on(TuneAsked)
+    def tune(self, *, force: bool = True) -> None:
+        """Apply the budget to the model that runs; a newer wish replaces one that waits or is worked on."""
+        self.run_worker(self.session.tune(force=force), group="tune", exclusive=True, exit_on_error=False)
+
     @on(RemoveAsked)
     async def remove_model(self, event: RemoveAsked) -> None:
         """Delete a stored model."""
@@ -181,6 +186,8 @@ class ChatApp(App[None]):
         self._save({event.key: event.value})
         if event.key == "theme":
             self.theme = themes.NAMES[self.session.settings.theme]
+        elif event.key == "k_chunk" or (event.key == "budget" and self.session.settings.k_chunk is None):
+            self.tune(force=False)
 
     def _save(self, changes: dict[str, str | int | float | None]) -> None:
         try:
@@ -226,14 +233,13 @@ class ChatApp(App[None]):
             self.action_dismiss_job()
 
     async def action_stop_work(self) -> None:
-        """Stop loading or quantizing."""
+        """Stop loading, quantizing or tuning."""
         await self.session.stop_work()
 
     def action_dismiss_job(self) -> None:
         """Put a job that ended out of sight."""
-        if not self.session.working:
-            self.session.job = None
-            self.show_session()
+        self.session.dismiss_job()
+        self.show_session()
 
     def action_models(self) -> None:
         """Open the models."""
@@ -249,7 +255,17 @@ class ChatApp(App[None]):
         if not isinstance(self.screen, SettingsScreen):
             self._open(SettingsScreen(self.session))
 
+    def action_device(self) -> None:
+        """Open the device."""
+        from app.tui.screens.device import DeviceScreen
+
+        if not isinstance(self.screen, DeviceScreen):
+            self._open(DeviceScreen(self.session))
+
     def _open(self, screen: Screen[None]) -> None:
+        apply = getattr(self.screen, "apply", None)
+        if apply is not None:
+            apply()
         while len(self.screen_stack) > 1:
             self.pop_screen()
         self.push_screen(screen)
@@ -309,7 +325,10 @@ class ChatApp(App[None]):
         yield SystemCommand("Stop", "Stop the answer; what came stays", self.action_stop)
         yield SystemCommand("Copy answer", "Copy the last answer", self.action_copy_answer)
         yield SystemCommand("Models", "Pick, make or delete a model", self.action_models)
-        yield SystemCommand("Settings", "Sampling, memory, looks", self.action_settings)
+        yield SystemCommand("Settings", "Budget, sampling, memory, looks", self.action_settings)
+        yield SystemCommand("Device", "What was detected, and how the model is tuned to it", self.action_device)
+        if self.session.working:
+            yield SystemCommand("Stop the work", "Stop loading, quantizing or tuning", self.action_stop_work)
         yield SystemCommand(
             "Restart the runtime", "Load the model again; the chat is kept", self.action_restart_runtime
         )

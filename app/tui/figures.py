@@ -7,8 +7,13 @@ from collections.abc import Mapping, Sequence
 from rich.cells import cell_len
 
 from app.conversation import Statistics
+from app.tui.tally import AnswerStatistics
 
 SEPARATOR = " · "
+TWO_LINES = 56
+"""Cells from which on there is room for a second line under an answer."""
+DEFAULT_BUDGET = 5.0
+"""Percent; what the runtime takes where a person chose nothing."""
 
 
 def byte_count(count: float) -> str:
@@ -49,10 +54,34 @@ def k_chunk_text(k_chunk: Mapping[str, int] | int | None) -> str:
     if k_chunk is None:
         return ""
     values = [k_chunk] if isinstance(k_chunk, int) else list(k_chunk.values())
-    if not any(values):
+    if not compensated(k_chunk):
         return ""
     low, high = min(values), max(values)
     return f"k_chunk {high}" if low == high else f"k_chunk {low}–{high}"
+
+
+def compensated(k_chunk: Mapping[str, int] | int | None) -> bool:
+    """Whether any channel is compensated."""
+    return bool(k_chunk if isinstance(k_chunk, int) or k_chunk is None else any(k_chunk.values()))
+
+
+def percent(value: float) -> str:
+    """A share of the time: `4.2 %`, `0 %` for what is not even a twentieth of a percent."""
+    text = f"{value:.1f}".removesuffix(".0")
+    return f"{'0' if text == '-0' else text} %"
+
+
+def budget_text(budget_percent: float | None) -> str:
+    """How much slower a model may be: `budget 2.5 %`, `budget off`, nothing where there is none."""
+    if budget_percent is None:
+        return ""
+    return f"budget {budget_percent:g} %" if budget_percent else "budget off"
+
+
+def tuning_title(budget_percent: float | None) -> str:
+    """What tuning for a budget is called."""
+    budget = DEFAULT_BUDGET if budget_percent is None else budget_percent
+    return f"Tuning for a budget of {budget:g} %" if budget else "Switching compensation off"
 
 
 def statistics_parts(statistics: Statistics) -> list[str]:
@@ -66,13 +95,38 @@ def statistics_parts(statistics: Statistics) -> list[str]:
     if statistics.context_used is not None:
         of = "" if statistics.context is None else f" of {token_count(statistics.context)}"
         parts.append(f"context {token_count(statistics.context_used)}{of}")
+    parts += compensation_parts(statistics)
     if statistics.bits is not None:
         parts.append(bit_count(statistics.bits))
-    if chunk := k_chunk_text(statistics.k_chunk):
-        parts.append(chunk)
     if statistics.memory_bytes is not None:
         parts.append(byte_count(statistics.memory_bytes))
     return parts
+
+
+def compensation_parts(statistics: Statistics) -> list[str]:
+    """What was compensated and what that cost: `k_chunk 41–48`, `slowdown 4.2 %`."""
+    chunk = k_chunk_text(statistics.k_chunk)
+    if not chunk:
+        return []
+    slowdown = statistics.slowdown_percent if isinstance(statistics, AnswerStatistics) else None
+    return [chunk] if slowdown is None else [chunk, f"slowdown {percent(slowdown)}"]
+
+
+def statistics_lines(statistics: Statistics, width: int, before: Sequence[str] = ()) -> str:
+    """The line under an answer; a second one where the compensation would not fit, but not in a slim terminal.
+
+    Args:
+        statistics: what the answer cost.
+        width: cells of a line.
+        before: words to begin with.
+    """
+    parts = [*before, *statistics_parts(statistics)]
+    line = fitting(parts, width)
+    wanted = compensation_parts(statistics)
+    if not wanted or wanted[-1] in line.split(SEPARATOR) or width < TWO_LINES:
+        return line
+    rest = parts[len(line.split(SEPARATOR)) :] if line else parts
+    return f"{line}\n{fitting(rest, width)}"
 
 
 def fitting(parts: Sequence[str], width: int, separator: str = SEPARATOR) -> str:

@@ -1,4 +1,4 @@
-"""Long pieces of work (load, quantize) as the progress panel shows them: phase, speed, time left."""
+"""Long pieces of work (load, quantize, tune) as the progress panel shows them: phase, speed, time left."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ SPEED_WINDOW_S = 10.0
 """The speed shown is the mean over this time."""
 SETTLING_S = 1.0
 """Before that, a speed would be a guess."""
+PHASES = {"tune": "tuning"}
+"""Words for phases whose names are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,8 @@ class Job:
             return f"{self.title} stopped"
         if self.message.lower().startswith(self.title.lower()):
             return self.message[:1].upper() + self.message[1:]
-        parts = [self.title, self.phase if self.phase not in self.title.lower() else "", self.message]
+        phase = PHASES.get(self.phase, self.phase)
+        parts = [self.title, phase if phase not in self.title.lower() else "", self.message]
         return " · ".join(part for part in parts if part)
 
     @property
@@ -77,8 +80,15 @@ class Job:
 class Meter:
     """Turns a stream of progress reports into the state of a job."""
 
-    def __init__(self, title: str, clock: Callable[[], float]) -> None:
-        self.job = Job(title=title)
+    def __init__(self, title: str, clock: Callable[[], float], message: str = "") -> None:
+        """Begin.
+
+        Args:
+            title: what is being done.
+            clock: seconds.
+            message: what happens until the first report.
+        """
+        self.job = Job(title=title, message=message)
         self._clock = clock
         self._points: deque[tuple[float, float]] = deque()
 

@@ -51,6 +51,11 @@ class QuantizeAsked(Message):
 
 
 @dataclass
+class TuneAsked(Message):
+    """A person wants the model that runs tuned again, measured anew."""
+
+
+@dataclass
 class RemoveAsked(Message):
     """A person confirmed that a stored model may be deleted."""
 

@@ -41,6 +41,18 @@ class StatusLike(Protocol):
         """Compensated channels per 1024, by layer type."""
 
     @property
+    def budget_percent(self) -> float | None:
+        """Slowdown that compensation may cost; None where k_chunk was given instead."""
+
+    @property
+    def slowdown_percent(self) -> float | None:
+        """The slowdown that was measured."""
+
+    @property
+    def n_tb(self) -> Mapping[str, int] | None:
+        """Thread blocks of the compensation, by layer type; None where blocks mean nothing."""
+
+    @property
     def context(self) -> int | None:
         """Tokens that fit."""
 
@@ -128,6 +140,14 @@ class TimingsLike(Protocol):
     def completion_tokens(self) -> int:
         """Tokens of the answer."""
 
+    @property
+    def k_chunk(self) -> Mapping[str, int] | None:
+        """Compensated channels per 1024, by layer type."""
+
+    @property
+    def slowdown_percent(self) -> float | None:
+        """By how much that slowed it down, where it was measured."""
+
 
 class ChatDeltaLike(Protocol):
     """A piece of an answer."""
@@ -145,6 +165,90 @@ class ChatDeltaLike(Protocol):
         """Set with the last piece."""
 
 
+class CurveLike(Protocol):
+    """How the time of one layer type grows with k_chunk."""
+
+    @property
+    def kind(self) -> str:
+        """The layer type."""
+
+    @property
+    def n_tb(self) -> int:
+        """Thread blocks; 0 where they mean nothing."""
+
+    @property
+    def points(self) -> Sequence[tuple[int, float]]:
+        """(k_chunk, time relative to none), k_chunk ascending."""
+
+
+class TuningLike(Protocol):
+    """What the tuner found for the loaded model."""
+
+    @property
+    def device(self) -> str:
+        """What it was found on."""
+
+    @property
+    def budget_percent(self) -> float:
+        """Slowdown that was allowed."""
+
+    @property
+    def n_tb(self) -> Mapping[str, int]:
+        """Thread blocks by layer type; empty or zero where they mean nothing."""
+
+    @property
+    def k_chunk(self) -> Mapping[str, int]:
+        """Compensated channels per 1024, by layer type."""
+
+    @property
+    def predicted_slowdown_percent(self) -> float:
+        """From the times of the layers."""
+
+    @property
+    def measured_slowdown_percent(self) -> float | None:
+        """Of whole decoding steps."""
+
+    @property
+    def seconds(self) -> float:
+        """How long tuning took."""
+
+    @property
+    def curve(self) -> Sequence[CurveLike]:
+        """Its knee curves."""
+
+
+class ProblemLike(Protocol):
+    """Something that is wrong with the device."""
+
+    @property
+    def what(self) -> str:
+        """What is wrong, in one line."""
+
+    @property
+    def fix(self) -> str:
+        """What to do about it."""
+
+
+class DeviceReportLike(Protocol):
+    """The device that runs models."""
+
+    @property
+    def machine(self) -> Mapping[str, Any]:
+        """What was detected, as `lowbit-chat doctor --json` has it."""
+
+    @property
+    def bandwidth_gb_s(self) -> float | None:
+        """Measured read bandwidth of the memory."""
+
+    @property
+    def tuning(self) -> TuningLike | None:
+        """How the loaded model was tuned; None where it was not."""
+
+    @property
+    def problems(self) -> Sequence[ProblemLike]:
+        """What is wrong."""
+
+
 class ClientLike(Protocol):
     """A connection to a runtime. Closing an iterator cancels the work behind it."""
 
@@ -155,7 +259,15 @@ class ClientLike(Protocol):
         """The stored models."""
 
     def load(self, model: str, **options: Any) -> AsyncGenerator[ProgressLike, None]:
-        """Load a model, with `kv`, `k_chunk`, `context`, `backend`."""
+        """Load a model, with `kv`, `k_chunk`, `budget`, `context`, `backend`."""
+
+    def tune(
+        self, budget: float | None = None, force: bool = False, *, k_chunk: int | None = None
+    ) -> AsyncGenerator[ProgressLike, None]:
+        """Apply a budget in percent, or a k_chunk, to the loaded model."""
+
+    async def device(self) -> DeviceReportLike:
+        """The device, and how the loaded model was tuned to it."""
 
     def quantize(self, source: str, **options: Any) -> AsyncGenerator[ProgressLike, None]:
         """Make a low-bit model of a checkpoint folder, with `bits`."""

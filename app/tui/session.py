@@ -10,26 +10,29 @@ from typing import Any
 
 from textual.message import Message as Event
 
-from app.conversation import Conversation, Message, State, Statistics, prompt_of
+from app.conversation import Conversation, Message, State, prompt_of
 from app.errors import ClientError
 from app.settings import Settings
-from app.tui.jobs import Job, Meter
+from app.tui.figures import tuning_title
+from app.tui.jobs import Job
 from app.tui.messages import JobChanged, RuntimeLost, StatusChanged
+from app.tui.recent import Recent
 from app.tui.runtime import (
     ChatDeltaLike,
     ClientLike,
+    DeviceReportLike,
     ModelEntryLike,
     ProgressLike,
     StatusLike,
     SupervisorLike,
-    TimingsLike,
 )
-from app.tui.tally import Tally
+from app.tui.tally import Tally, reported, tallied
+from app.tui.work import Work
 
 CHECK_TIMEOUT_S = 5.0
 """A runtime that does not tell its status in this time, after a failure, counts as gone."""
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-RELOAD_KEYS = ("kv", "k_chunk", "context", "backend")
+LOAD_KEYS = ("kv", "k_chunk", "context", "backend")
 
 
 class Session:
@@ -61,14 +64,15 @@ class Session:
         """Why there is no runtime or no model, when that is a failure."""
         self.wanted: str | None = settings.model
         """The model that is loaded, or is to be."""
-        self.job: Job | None = None
+        self.recent = Recent()
         self.context_used: int | None = None
         self._make_supervisor = supervisor
         self._supervisor: SupervisorLike | None = None
         self._client: ClientLike | None = None
         self._post = post
         self._clock = clock
-        self._work: asyncio.Task[None] | None = None
+        self._work = Work(lambda job: post(JobChanged(job)), clock)
+        self._tuned_by: object = None
         self._reader: asyncio.Task[str | None] | None = None
         self._stopping = False
         self._recovering = False
@@ -152,7 +156,7 @@ class Session:
             return
         if (status := await self._alive()) is not None:
             self._show(status)
-        elif not self.generating:
+        elif not (self.generating or self.working):
             self._lose(self._how_it_ended())
 
     async def _alive(self) -> StatusLike | None:
@@ -173,6 +177,8 @@ class Session:
     def _show(self, status: StatusLike | None) -> None:
         self.status = status
         self._last_status = status or self._last_status
+        if status is not None:
+            self.recent.hold(status.memory_bytes)
         self._post(StatusChanged())
 
     def _lose(self, reason: str) -> None:
@@ -229,7 +235,9 @@ class Session:
             return False
         self.wanted = name
         self.problem = None
-        options = {key: value for key in RELOAD_KEYS if (value := self.settings.get(key)) is not None}
+        options = {key: value for key in LOAD_KEYS if (value := self.settings.get(key)) is not None}
+        if self.settings.k_chunk is None and self.settings.budget is not None:
+            options["budget"] = self.settings.budget
         loaded = await self._run(f"Loading {name}", self._client.load(name, **options))
         if not loaded and self.job is not None:
             self.problem = self.problem or self.job.error
@@ -247,51 +255,80 @@ class Session:
         name = source.rstrip("/").rpartition("/")[2]
         return await self._run(f"Quantizing {name} to {bits:g} bits", self._client.quantize(source, bits=bits))
 
+    async def tune(self, *, force: bool = False) -> bool:
+        """Apply the budget, or the k_chunk that overrides it, to the model that runs; load and quantize end first.
+
+        The chat goes on: what is sent meanwhile waits for its turn in the runtime.
+
+        Args:
+            force: whether to measure again what was measured before.
+
+        Returns:
+            Whether it is applied. Without a model there is nothing to do: the next load takes the settings.
+        """
+        while self.working and not self.tuning:
+            await self._work.ended()
+        if self._client is None or not self.ready:
+            return False
+        settings = self.settings
+        waits = "waits for the answer to end" if self.generating else ""
+        if settings.k_chunk is not None:
+            title, reports = f"Applying k_chunk {settings.k_chunk}", self._client.tune(k_chunk=settings.k_chunk)
+        else:
+            title, reports = tuning_title(settings.budget), self._client.tune(settings.budget, force)
+        this = self._tuned_by = object()
+        try:
+            done = await self._work.run(title, reports, self._why, message=waits)
+        finally:
+            if self._tuned_by is this:  # else another tuning took its place
+                self._tuned_by = None
+        await self._ask_status()
+        return done
+
+    @property
+    def tuning(self) -> bool:
+        """Whether the budget is being applied to the model that runs."""
+        return self._tuned_by is not None and self.working
+
+    async def device(self) -> DeviceReportLike:
+        """The device that runs models, and how the loaded model was tuned to it.
+
+        Raises:
+            ClientError: the runtime did not say.
+        """
+        if self._client is None:
+            raise ClientError(self.problem or "the runtime is not running yet")
+        return await self._client.device()
+
     @property
     def working(self) -> bool:
-        """Whether a model is being loaded or made."""
-        return self._work is not None
+        """Whether a model is being loaded, made or tuned."""
+        return self._work.running
+
+    @property
+    def job(self) -> Job | None:
+        """The work that runs, or ended last."""
+        return self._work.job
 
     async def stop_work(self) -> None:
-        """Stop loading or quantizing."""
-        if (work := self._work) is not None:
-            work.cancel()
-            await asyncio.wait([work])
+        """Stop loading, quantizing or tuning."""
+        await self._work.stop()
+
+    def dismiss_job(self) -> None:
+        """Forget a job that ended."""
+        self._work.dismiss()
 
     async def _run(self, title: str, reports: AsyncGenerator[ProgressLike, None]) -> bool:
-        await self.stop_work()
-        meter = Meter(title, self._clock)
+        return await self._work.run(title, reports, self._why)
 
-        async def follow() -> None:
-            async with contextlib.aclosing(reports) as stream:
-                async for progress in stream:
-                    self._report(meter.take(progress))
-
-        work = self._work = asyncio.create_task(follow())
-        self._report(meter.job)
-        try:
-            await asyncio.wait([work])
-        finally:
-            work.cancel()
-            self._work = None
-        if work.cancelled():
-            self._report(meter.end("stopped"))
-        elif (error := work.exception()) is None:
-            self._report(meter.end("done"))
-            return True
-        elif isinstance(error, (ClientError, OSError)):
-            if await self._alive() is None:
-                self.problem = self._how_it_ended()
-                self._client = None
-                self._show(None)
-            self._report(meter.end("failed", str(error) if self._client else self.problem))
-        else:
-            raise error
-        return False
-
-    def _report(self, job: Job) -> None:
-        self.job = job
-        self._post(JobChanged(job))
+    async def _why(self, error: Exception) -> str:
+        """Why work failed: what the runtime said, or how it ended."""
+        if await self._alive() is not None:
+            return str(error)
+        self.problem = self._how_it_ended()
+        self._client = None
+        self._show(None)
+        return self.problem
 
     # Answers
 
@@ -308,6 +345,7 @@ class Session:
         """
         self._stopping = False
         self._tally = Tally(started=self._clock())
+        self.recent.begin()
         self.conversation.revise(answer_id, state="streaming", error=None, statistics=None)
         reader = self._reader = asyncio.create_task(self._read(answer_id, on_text, resume=resume))
         state: State = "failed"
@@ -324,7 +362,7 @@ class Session:
             self._reader = None
             message = self.conversation.revise(answer_id, state=state, error=error)
         if message.statistics is None and self._tally.pieces:
-            message = self.conversation.revise(answer_id, statistics=self._tallied())
+            message = self.conversation.revise(answer_id, statistics=tallied(self._tally, self._last_status))
         if self._client is not None:
             await self.refresh()
         return message
@@ -364,35 +402,12 @@ class Session:
     def _take(self, answer_id: str, delta: ChatDeltaLike, on_text: Callable[[str], None]) -> None:
         message = self.conversation[answer_id]
         if delta.text:
-            self._tally.count(self._clock())
+            now = self._clock()
+            self._tally.count(now)
+            self.recent.count(now)
             self.conversation.revise(answer_id, text=message.text + delta.text)
             on_text(delta.text)
         if delta.timings is not None:
-            statistics = self._statistics(delta.timings)
-            self.context_used = statistics.context_used
+            statistics = reported(delta.timings, self._last_status)
+            self.context_used, self.recent.last_speed = statistics.context_used, statistics.tokens_per_s
             self.conversation.revise(answer_id, statistics=statistics)
-
-    def _statistics(self, timings: TimingsLike) -> Statistics:
-        return self._with_status(
-            tokens=timings.completion_tokens,
-            tokens_per_s=timings.decode_tokens_per_s,
-            first_after_s=timings.ttft_s,
-            context_used=timings.prompt_tokens + timings.completion_tokens,
-        )
-
-    def _tallied(self) -> Statistics:
-        """Statistics of an answer whose end the runtime did not report."""
-        tally = self._tally
-        return self._with_status(
-            tokens=tally.pieces, tokens_per_s=tally.per_s, first_after_s=tally.first_after_s, estimated=True
-        )
-
-    def _with_status(self, **known: Any) -> Statistics:
-        status = self._last_status
-        return Statistics(
-            **known,
-            context=status.context if status else None,
-            bits=status.bits if status else None,
-            k_chunk=status.k_chunk if status else None,
-            memory_bytes=status.memory_bytes if status else None,
-        )

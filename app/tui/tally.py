@@ -1,8 +1,19 @@
-"""What the UI itself counts of an answer, for when the runtime cannot report."""
+"""What is known of an answer: what the runtime reports, and what the UI itself counts for when it cannot."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from app.conversation import Statistics
+from app.tui.runtime import StatusLike, TimingsLike
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerStatistics(Statistics):
+    """What an answer cost, the price of compensation included."""
+
+    slowdown_percent: float | None = None
+    """By how much compensation slowed decoding down, as it was measured."""
 
 
 @dataclass(slots=True)
@@ -29,3 +40,33 @@ class Tally:
     def per_s(self) -> float | None:
         """Pieces a second after the first one."""
         return (self.pieces - 1) / (self.last - self.first) if self.pieces > 1 and self.last > self.first else None
+
+
+def reported(timings: TimingsLike, status: StatusLike | None) -> AnswerStatistics:
+    """Statistics of an answer that the runtime reported on."""
+    return AnswerStatistics(
+        tokens=timings.completion_tokens,
+        tokens_per_s=timings.decode_tokens_per_s,
+        first_after_s=timings.ttft_s,
+        context_used=timings.prompt_tokens + timings.completion_tokens,
+        k_chunk=timings.k_chunk,
+        slowdown_percent=timings.slowdown_percent,
+        context=status.context if status else None,
+        bits=status.bits if status else None,
+        memory_bytes=status.memory_bytes if status else None,
+    )
+
+
+def tallied(tally: Tally, status: StatusLike | None) -> AnswerStatistics:
+    """Statistics of an answer whose end the runtime did not report."""
+    return AnswerStatistics(
+        tokens=tally.pieces,
+        tokens_per_s=tally.per_s,
+        first_after_s=tally.first_after_s,
+        estimated=True,
+        k_chunk=status.k_chunk if status else None,
+        slowdown_percent=status.slowdown_percent if status else None,
+        context=status.context if status else None,
+        bits=status.bits if status else None,
+        memory_bytes=status.memory_bytes if status else None,
+    )

@@ -182,6 +182,8 @@ class ChatScreen(Screen[None]):
         tally = self._session.tally
         if not self._session.ready:
             view.show_live("waiting for the model · Esc stops")
+        elif self._session.tuning and not tally.pieces:
+            view.show_live("waits until the tuning ends · Esc stops · ^T stops the tuning")
         elif not tally.pieces:
             view.show_live("reading the prompt · Esc stops")
         else:

@@ -7,93 +7,34 @@ from typing import ClassVar
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Footer, Input, Select, Static, TextArea
+from textual.widgets import Footer, Input, RadioSet, Select, Static, TextArea
 
-from app.settings import RULES, UNSET, Settings, SettingsError, Value, check
+from app.errors import ClientError
+from app.settings import RULES, Settings
 from app.tui.messages import ReloadAsked, SettingChanged
+from app.tui.runtime import DeviceReportLike
 from app.tui.session import Session
+from app.tui.widgets.budget_row import BudgetRow, effect
 from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.progress_panel import ProgressPanel
+from app.tui.widgets.setting_row import SettingRow
 
 GROUPS = {
+    "Quality and speed": ("budget", "k_chunk"),
+    "Memory": ("kv", "context"),
     "Chat": ("system_prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens"),
-    "Memory and quality": ("kv", "context", "k_chunk"),
-    "Runtime": ("backend",),
     "Look": ("theme",),
+    "Runtime": ("backend",),
 }
-
-
-class SettingRow(Vertical):
-    """One setting: its name, its value, what it means, and what is wrong with what was typed."""
-
-    def __init__(self, key: str, value: Value) -> None:
-        super().__init__(id=f"setting-{key}", classes="setting")
-        self.key = key
-        self._rule = RULES[key]
-        self._value = value
-
-    def compose(self) -> ComposeResult:
-        """Name, field and meaning on one line, the problem under them."""
-        shown = UNSET if self._value is None else str(self._value)
-        with Horizontal(classes="setting-line"):
-            yield Static(self.key.replace("_", " "), classes="setting-name")
-            if self._rule.choices:
-                choices = [(choice, choice) for choice in self._rule.choices]
-                yield Select(choices, value=shown, allow_blank=False, compact=True)
-            elif self._rule.kind is str:
-                yield TextArea(
-                    shown,
-                    compact=True,
-                    tab_behavior="focus",
-                    show_line_numbers=False,
-                    highlight_cursor_line=False,
-                    placeholder=self._rule.meaning,
-                )
-            else:
-                yield Input(shown, compact=True)
-            if self._rule.kind is not str or self._rule.choices:
-                meaning = self._rule.meaning + (" · reloads" if self._rule.reload else "")
-                yield Static(meaning, markup=False, classes="setting-meaning")
-        yield Static("", markup=False, classes="setting-problem")
-
-    def typed(self) -> str:
-        """What stands in the field."""
-        if self._rule.choices:
-            return str(self.query_one(Select).value)
-        if self._rule.kind is str:
-            return self.query_one(TextArea).text
-        return self.query_one(Input).value.strip()
-
-    def take(self) -> bool:
-        """Check what was typed and say so.
-
-        Returns:
-            Whether there is a new, acceptable value; `value` then holds it.
-        """
-        problem = self.query_one(".setting-problem", Static)
-        try:
-            value = check(self.key, self.typed() or (UNSET if self._rule.optional else ""))
-        except SettingsError:
-            problem.update(f"allowed: {self._rule.allowed}")
-            problem.display = True
-            return False
-        problem.display = False
-        changed = value != self._value
-        self._value = value
-        return changed
-
-    @property
-    def value(self) -> Value:
-        """The value that was last accepted."""
-        return self._value
 
 
 class SettingsScreen(Screen[None]):
     """All settings but the model, which F2 picks."""
 
-    AUTO_FOCUS = "#setting-temperature Input"
-    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
+    AUTO_FOCUS = "#setting-budget RadioSet"
+    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "back", tooltip="Back to the chat", id="settings.back"),
     ]
@@ -102,16 +43,20 @@ class SettingsScreen(Screen[None]):
         super().__init__()
         self._session = session
         self._before: Settings = session.settings
+        self._report: DeviceReportLike | None = None
+        self._seen: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
-        """Groups of settings, and a line that says what a change entails."""
+        """Groups of settings, a line that says what a change entails, and the work that a change began."""
         yield HeaderBar()
-        with VerticalScroll(id="settings"):
+        with VerticalScroll(id="settings", can_focus=False):
             for group, keys in GROUPS.items():
                 yield Static(group, classes="setting-group")
                 for key in keys:
-                    yield SettingRow(key, self._before.get(key))
+                    row = BudgetRow if key == "budget" else SettingRow
+                    yield row(key, self._before.get(key))
         yield Static("", markup=False, id="settings-note")
+        yield ProgressPanel()
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -119,14 +64,42 @@ class SettingsScreen(Screen[None]):
         self.show_session()
 
     def show_session(self) -> None:
-        """Bring the header up to date."""
-        for header in self.query(HeaderBar):
-            header.show(self._session)
+        """Bring header, progress and what the budget buys up to date."""
+        if not self.query(ProgressPanel):
+            return
+        session = self._session
+        self.query_one(HeaderBar).show(session)
+        self.query_one(ProgressPanel).show(session.job)
+        self._show_effect()
+        status = session.status
+        seen = (session.ready, status and status.model, status and status.budget_percent, session.working)
+        if seen != self._seen:
+            self._seen = seen
+            self.run_worker(self._ask_device(), group="device", exclusive=True, exit_on_error=False)
+
+    async def _ask_device(self) -> None:
+        try:
+            self._report = await self._session.device()
+        except (ClientError, OSError):
+            self._report = None  # then the effect is told without it
+        self._show_effect()
+
+    def _show_effect(self) -> None:
+        session = self._session
+        lines = effect(
+            session.settings,
+            session.status if session.ready else None,
+            self._report,
+            speed=session.recent.last_speed,
+            tuning=session.tuning,
+        )
+        self.query_one(BudgetRow).show_effect(lines)
 
     @on(Input.Submitted)
     @on(Input.Blurred)
     @on(Select.Changed)
-    def field_left(self, event: Input.Submitted | Input.Blurred | Select.Changed) -> None:
+    @on(RadioSet.Changed)
+    def field_left(self, event: Input.Submitted | Input.Blurred | Select.Changed | RadioSet.Changed) -> None:
         """Apply a field."""
         event.stop()
         self._apply(event.control)
@@ -159,10 +132,14 @@ class SettingsScreen(Screen[None]):
         names = ", ".join(key.replace("_", " ") for key in keys)
         note.update(f"{names}: the model is loaded again when you leave this screen")
 
-    def action_leave(self) -> None:
-        """Apply what is typed, reload if that is needed, and go back to the chat."""
+    def apply(self) -> None:
+        """Apply what is typed, and reload if that is needed. The screen is about to be left."""
         for row in self.query(SettingRow):
             self._take(row)
         if self._to_reload():
             self.app.post_message(ReloadAsked())
+
+    def action_leave(self) -> None:
+        """Apply what is typed, and go back to the chat."""
+        self.apply()
         self.dismiss()

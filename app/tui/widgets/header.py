@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widgets import Static
 
-from app.tui.figures import SEPARATOR, bit_count, byte_count, k_chunk_text
+from app.tui.figures import SEPARATOR, bit_count, budget_text, byte_count, k_chunk_text
 from app.tui.session import Session
 
 
@@ -33,36 +33,50 @@ class HeaderPart(Static, can_focus=True):
 
 
 class HeaderBar(Horizontal):
-    """`lowbit-chat  demo · 4-bit · k_chunk 16        cpu · 812 MB`."""
+    """`lowbit-chat  demo · 4-bit · budget 5 %        cpu · 812 MB`."""
 
     def compose(self) -> ComposeResult:
-        """The name, what runs, and on what."""
+        """The name, what runs, how it is set, and on what it runs."""
         yield Static("lowbit-chat", id="header-name")
         yield HeaderPart("app.models", "The model that runs. Opens the models (F2).", id="header-model")
-        yield HeaderPart("app.settings", "What it runs on. Opens the settings (F3).", id="header-device")
+        yield HeaderPart("app.settings", "How it is set. Opens the settings (F3).", id="header-settings")
+        yield HeaderPart("app.device", "What it runs on. Opens the device (F4).", id="header-device")
 
     def show(self, session: Session) -> None:
         """Say what the session is doing."""
-        self.query_one("#header-model", HeaderPart).update(model_line(session))
+        model, settings = model_parts(session), settings_parts(session)
+        self.set_class(bool(settings), "-parted")
+        self.query_one("#header-model", HeaderPart).update(SEPARATOR.join(model))
+        self.query_one("#header-settings", HeaderPart).update(SEPARATOR.join(["", *settings]).lstrip())
         self.query_one("#header-device", HeaderPart).update(device_line(session))
 
 
 def model_line(session: Session) -> str:
+    """What runs and how it is set, or why nothing does."""
+    return SEPARATOR.join([*model_parts(session), *settings_parts(session)])
+
+
+def model_parts(session: Session) -> list[str]:
     """What runs, or why nothing does."""
     status = session.status
     if session.working and session.job is not None:
-        return f"{session.job.title} …"
+        return [f"{session.job.title} …"]
     if status is None:
-        return session.problem or "starting …"
+        return [session.problem or "starting …"]
     if not session.ready or status.model is None:
-        return "no model loaded"
-    parts = [status.model]
-    if status.bits is not None:
-        parts.append(bit_count(status.bits))
-    parts.append(k_chunk_text(status.k_chunk))
+        return ["no model loaded"]
+    return [status.model] if status.bits is None else [status.model, bit_count(status.bits)]
+
+
+def settings_parts(session: Session) -> list[str]:
+    """How the model that runs is set: its budget, or its k_chunk where that was given instead."""
+    status = session.status
+    if status is None or session.working or not session.ready or status.model is None:
+        return []
+    parts = [budget_text(status.budget_percent) or k_chunk_text(status.k_chunk)]
     if status.kv and status.kv != "fp16":
         parts.append(f"KV {status.kv}")
-    return SEPARATOR.join(part for part in parts if part)
+    return [part for part in parts if part]
 
 
 def device_line(session: Session) -> str:

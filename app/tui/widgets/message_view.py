@@ -10,7 +10,7 @@ from textual.events import Resize
 from textual.widgets import Static
 
 from app.conversation import Message
-from app.tui.figures import fitting, statistics_parts
+from app.tui.figures import fitting, statistics_lines
 from app.tui.printable import printable
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ class MessageView(Vertical):
 
     def _statistics(self) -> str:
         message = self.message
-        parts = statistics_parts(message.statistics) if message.statistics else []
-        if message.state == "stopped":
-            parts.insert(0, "stopped")
-        return fitting(parts, self.content_size.width)
+        before = ["stopped"] if message.state == "stopped" else []
+        if message.statistics is None:
+            return fitting(before, self.content_size.width)
+        return statistics_lines(message.statistics, self.content_size.width, before)
 
     def _actions(self) -> str:
         if not self._last or not self.message.resumable:

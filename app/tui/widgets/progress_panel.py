@@ -10,6 +10,10 @@ from app.tui.jobs import Job
 from app.tui.printable import printable
 
 BAR_CELLS = 24
+SLIM_BAR_CELLS = 10
+"""Of the bar where the numbers beside it would not fit."""
+SLIM = 60
+"""Width in cells below which that is so."""
 
 
 class ProgressPanel(Vertical):
@@ -33,11 +37,13 @@ class ProgressPanel(Vertical):
         self.set_class(job.outcome == "failed", "-failed")
         self.query_one(".progress-words", Static).update(printable(job.line))
         self.query_one(".progress-action", Static).update(
-            "[@click=app.stop_work]stop[/]" if running else "[@click=app.dismiss_job]close[/]"
+            "[@click=app.stop_work]stop[/] ^T" if running else "[@click=app.dismiss_job]close[/]"
         )
         numbers = self.query_one(".progress-numbers")
         numbers.display = running and bool(job.pace)
-        self.query_one(".progress-bar", Static).update(bar(job.fraction))
+        self.query_one(".progress-bar", Static).update(
+            bar(job.fraction, SLIM_BAR_CELLS if self.app.size.width < SLIM else BAR_CELLS)
+        )
         self.query_one(".progress-pace", Static).update(job.pace)
 
 

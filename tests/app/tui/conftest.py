@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from app.errors import ClientError
+from app.protocol import DeviceProblem, DeviceReport, KneeCurve, Tuning
 from app.settings import Settings
 from app.tui.app import ChatApp
 
@@ -28,6 +29,9 @@ class Status:
     bits: float | None = None
     kv: str | None = "fp16"
     k_chunk: Mapping[str, int] | None = None
+    budget_percent: float | None = None
+    slowdown_percent: float | None = None
+    n_tb: Mapping[str, int] | None = None
     context: int | None = None
     memory_bytes: int | None = 120 * MEGABYTE
 
@@ -59,6 +63,8 @@ class Timings:
     decode_tokens_per_s: float | None = 58.1
     prompt_tokens: int = 888
     completion_tokens: int = 412
+    k_chunk: Mapping[str, int] | None = None
+    slowdown_percent: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,31 @@ class Delta:
     text: str = ""
     finish_reason: str | None = None
     timings: Timings | None = None
+
+
+MACHINE = {
+    "cpu": {"name": "Example 7840U", "physical_cores": 8, "usable_cores": 8, "kernels": "avx512_vnni"},
+    "memory": {"total_bytes": 32_000 * MEGABYTE, "available_bytes": 21_400 * MEGABYTE},
+    "gpu": None,
+    "pcie": None,
+    "backend": "cpu",
+    "reason": "no GPU was found",
+}
+CHUNKS = {"qkv": 48, "o": 41, "gate_up": 44, "down": 48}
+"""By layer type, at a budget of 5 %."""
+
+
+def tuned(budget: float) -> Tuning:
+    """What the scripted tuner finds."""
+    chunks = {kind: round(k * budget / 5) for kind, k in CHUNKS.items()}
+    knees = tuple(
+        KneeCurve(kind=kind, n_tb=0, points=tuple((k, 1 + max(0, k - at) * 0.004) for k in range(0, 129, 8)))
+        for kind, at in chunks.items()
+    )
+    return Tuning(
+        device="Example 7840U", budget_percent=budget, n_tb_max=None, n_tb={}, k_chunk=chunks,
+        predicted_slowdown_percent=budget * 0.92, measured_slowdown_percent=budget * 0.84, seconds=42.0, curve=knees,
+    )  # fmt: skip
 
 
 class GoneError(ClientError):
@@ -91,6 +122,13 @@ class Runtime:
     dies_while_loading: bool = False
     """The process is gone at the next step of a load, once."""
     start_error: str | None = None
+    tune_delay_s: float = 0.0
+    """Between two reports of tuning."""
+    tune_error: str | None = None
+    tuning: Tuning | None = None
+    problems: list[DeviceProblem] = field(default_factory=list)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Answers and tunings wait for each other."""
     timings: Timings = field(default_factory=Timings)
     entries: list[Entry] = field(
         default_factory=lambda: [Entry(name="demo", bundled=True), Entry(name="tiny-3bit", bits=3.0)]
@@ -162,9 +200,52 @@ class Client:
             raise ClientError(f"there is no model {model!r}")
         runtime.status = Status(
             state="ready", model=model, bits=entry.bits, kv=options.get("kv", "fp16"), memory_bytes=812 * MEGABYTE,
-            context=options.get("context") or runtime.context, k_chunk={"qkv": options.get("k_chunk", 16)},
+            context=options.get("context") or runtime.context,
         )  # fmt: skip
+        self._compensate(options.get("budget"), options.get("k_chunk"))
         yield Report(phase="done")
+
+    def _compensate(self, budget: float | None, k_chunk: int | None) -> None:
+        runtime = self.runtime
+        budget = 5.0 if budget is None else budget
+        runtime.tuning = None if k_chunk is not None or not budget else tuned(budget)
+        if runtime.tuning is not None:
+            chunks, slowdown = runtime.tuning.k_chunk, runtime.tuning.measured_slowdown_percent
+        else:
+            chunks, slowdown = dict.fromkeys(CHUNKS, k_chunk or 0), None
+        runtime.status = replace(
+            runtime.status,
+            k_chunk=chunks,
+            slowdown_percent=slowdown,
+            budget_percent=None if k_chunk is not None else budget,
+        )
+
+    async def tune(
+        self, budget: float | None = None, force: bool = False, *, k_chunk: int | None = None
+    ) -> AsyncIterator[Report]:
+        self._check()
+        runtime = self.runtime
+        runtime.calls.append(("tune", {"budget": budget, "force": force, "k_chunk": k_chunk}))
+        try:
+            async with runtime.turn:
+                for step in range(4):
+                    yield Report(
+                        phase="tune", done=step, total=4, unit="layer types", message=f"timing {[*CHUNKS][step]}"
+                    )
+                    await asyncio.sleep(runtime.tune_delay_s)
+        except (asyncio.CancelledError, GeneratorExit):
+            runtime.cancelled.append("tune")
+            raise
+        if runtime.tune_error:
+            raise ClientError(runtime.tune_error)
+        self._compensate(budget, k_chunk)
+
+    async def device(self) -> DeviceReport:
+        self._check()
+        runtime = self.runtime
+        return DeviceReport(
+            machine=MACHINE, bandwidth_gb_s=41.3, tuning=runtime.tuning, problems=tuple(runtime.problems)
+        )
 
     async def quantize(self, source: str, **options: Any) -> AsyncIterator[Report]:
         self._check()
@@ -196,23 +277,26 @@ class Client:
         text = runtime.answers[min(number, len(runtime.answers) - 1)]
         pieces = re.findall(r"\s*\S+|\s+$", text)
         try:
-            for at, piece in enumerate(pieces):
-                if at == runtime.hold_after:
-                    runtime.hold_after = None
-                    await asyncio.Event().wait()
-                if at == runtime.crash_after:
-                    runtime.crash_after = None
-                    runtime.die()
-                    raise GoneError("the connection was closed")
-                if runtime.fail_with and at == runtime.fail_after:
-                    error, runtime.fail_with = runtime.fail_with, None
-                    raise ClientError(error)
-                yield Delta(text=piece)
-                await asyncio.sleep(runtime.delay_s)
+            async with runtime.turn:
+                for at, piece in enumerate(pieces):
+                    if at == runtime.hold_after:
+                        runtime.hold_after = None
+                        await asyncio.Event().wait()
+                    if at == runtime.crash_after:
+                        runtime.crash_after = None
+                        runtime.die()
+                        raise GoneError("the connection was closed")
+                    if runtime.fail_with and at == runtime.fail_after:
+                        error, runtime.fail_with = runtime.fail_with, None
+                        raise ClientError(error)
+                    yield Delta(text=piece)
+                    await asyncio.sleep(runtime.delay_s)
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("chat")
             raise
-        yield Delta(finish_reason="stop", timings=runtime.timings)
+        status = runtime.status
+        timings = replace(runtime.timings, k_chunk=status.k_chunk, slowdown_percent=status.slowdown_percent)
+        yield Delta(finish_reason="stop", timings=timings)
 
 
 class Supervisor:

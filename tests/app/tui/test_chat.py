@@ -25,11 +25,11 @@ async def test_a_prompt_is_answered_with_statistics(stage: Callable[..., Any], r
         assert markdown_of(s.transcript.view(s.last.id)) == runtime.answers[0]
         screen = s.screen_text()
         assert (
-            "412 tokens · 58.1 tok/s · first after 0.21 s · context 1.3k of 8.2k · 4-bit · k_chunk 16 · 812 MB"
-            in screen
+            "412 tokens · 58.1 tok/s · first after 0.21 s · context 1.3k of 8.2k · "
+            "k_chunk 41–48 · slowdown 4.2 % · 4-bit" in screen
         )
         assert "<b>html</b>" in screen
-        assert "demo · 4-bit · k_chunk 16" in screen
+        assert "demo · 4-bit · budget 5 %" in screen
         assert "cpu · 812 MB" in screen
         messages, options = runtime.named("chat")[0]
         assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]

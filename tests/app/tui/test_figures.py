@@ -59,7 +59,7 @@ def test_the_statistics_line_drops_its_end_first() -> None:
         k_chunk={"qkv": 16, "o": 16}, memory_bytes=812_000_000,
     )  # fmt: skip
     parts = figures.statistics_parts(statistics)
-    line = "412 tokens · 58.1 tok/s · first after 0.21 s · context 1.3k of 8.2k · 3-bit · k_chunk 16 · 812 MB"
+    line = "412 tokens · 58.1 tok/s · first after 0.21 s · context 1.3k of 8.2k · k_chunk 16 · 3-bit · 812 MB"
     assert figures.fitting(parts, 200) == line
     assert figures.fitting(parts, 30) == "412 tokens · 58.1 tok/s"
     assert figures.fitting(parts, 3) == ""

@@ -30,10 +30,13 @@ at_every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[
 class Play:
     """Acts on the application before its picture is taken."""
 
-    def __init__(self, app: Any, *, keys: tuple[str, ...] = (), prompt: str | None = None) -> None:
+    def __init__(
+        self, app: Any, *, keys: tuple[str, ...] = (), prompt: str | None = None, shown: Callable[[], object] = bool
+    ) -> None:
         self.app = app
         self.keys = keys
         self.prompt = prompt
+        self.shown = shown
 
     async def __call__(self, pilot: Any) -> None:
         session = self.app.session
@@ -47,7 +50,14 @@ class Play:
             await self.until(pilot, lambda: session.conversation[last].state != "streaming" and not self.app.chat.busy)
             await self.until(pilot, lambda: session.ready and not session.working)
         self.app.clear_notifications()
+        recent = session.recent
+        recent.hold = lambda _bytes: None
+        recent.speeds.extend([31.0, 44.0, 52.0, 57.5, 58.0, 57.0, 58.5, 41.0, 58.0, 58.1])
+        recent.memory.clear()
+        recent.memory.extend([600_000_000, 700_000_000, 812_000_000, 812_000_000])
         await pilot.press(*self.keys)
+        if self.shown is not bool:
+            await self.until(pilot, self.shown)
         for _ in range(5):
             await pilot.pause(0.05)
         for area in self.app.screen.query("Input"):
@@ -100,6 +110,32 @@ def test_quantize_dialog(snap_compare: Any, app_of: Any, runtime: Any, size: tup
 def test_settings(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
     app = app_of(runtime)
     assert snap_compare(app, terminal_size=size, run_before=Play(app, keys=("f3",)))
+
+
+@at_every_size
+def test_settings_with_a_custom_budget_while_tuning(
+    snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]
+) -> None:
+    runtime.tune_delay_s = 600
+    app = app_of(runtime)
+    keys = ("f3", "right", "right", "right", "enter", *"7.5", "enter")
+    assert snap_compare(
+        app, terminal_size=size, run_before=Play(app, keys=keys, shown=lambda: app.session.job.message == "timing qkv")
+    )
+
+
+@at_every_size
+def test_device(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+    app = app_of(runtime)
+    play = Play(app, prompt="Go", keys=("f4",), shown=lambda: app.screen.query("KneeChart"))
+    assert snap_compare(app, terminal_size=size, run_before=play)
+
+
+@at_every_size
+def test_device_curves(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+    app = app_of(runtime)
+    play = Play(app, keys=("f4", "end"), shown=lambda: app.screen.query("KneeChart"))
+    assert snap_compare(app, terminal_size=size, run_before=play)
 
 
 def test_light_theme(snap_compare: Any, app_of: Any, runtime: Any) -> None:

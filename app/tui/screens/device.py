@@ -1,0 +1,206 @@
+"""The device (F4): what was detected, how fast it is, and how the model that runs is tuned to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Grid, Vertical, VerticalScroll
+from textual.screen import Screen
+from textual.widgets import Footer, Sparkline, Static
+
+from app.errors import ClientError
+from app.tui.figures import byte_count, compensated, k_chunk_text
+from app.tui.machine import Lines, chosen_curve, layer_rows, machine_lines, tuning_lines
+from app.tui.messages import TuneAsked
+from app.tui.printable import printable
+from app.tui.runtime import CurveLike, DeviceReportLike, TuningLike
+from app.tui.session import Session
+from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.knee_chart import KneeChart
+from app.tui.widgets.progress_panel import ProgressPanel
+
+LIVE_INTERVAL_S = 1.0
+
+
+class DeviceScreen(Screen[None]):
+    """Everything that is known of the device; it is asked again whenever the work or the model changed."""
+
+    AUTO_FOCUS = "#device"
+    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("r", "retune", "retune", tooltip="Measure again and apply the budget", id="device.retune"),
+        Binding("s", "app.stop_work", "stop", tooltip="Stop what runs", id="device.stop", show=False),
+        Binding("escape", "dismiss", "back", tooltip="Back to the chat", id="device.back"),
+    ]
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+        self._seen: tuple[object, ...] = ()
+        self._drawn: object = None
+
+    def compose(self) -> ComposeResult:
+        """The machine and what it does now side by side, then the tuning and its curves."""
+        yield HeaderBar()
+        with VerticalScroll(id="device"):
+            with Vertical(classes="device-columns"):
+                with Vertical(classes="device-column"):
+                    yield Static("Device", classes="device-group")
+                    yield Static("", id="device-machine")
+                    yield Static("", markup=False, id="device-problems")
+                with Vertical(classes="device-column device-live"):
+                    yield Static("Now", classes="device-group")
+                    yield Static("", markup=False, id="device-speed")
+                    yield Sparkline([], id="device-speeds")
+                    yield Static("", markup=False, id="device-memory")
+                    yield Sparkline([], id="device-memories")
+            yield Static("Tuning", classes="device-group")
+            with Vertical(classes="device-columns"):
+                yield Static("", id="device-tuning", classes="device-column")
+                yield Static("", id="device-layers", classes="device-column device-live")
+            yield Static("Time of a layer by k_chunk, relative to none", classes="device-group", id="device-curves")
+            yield Grid(id="device-knees")
+        yield ProgressPanel()
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Show what is known already, and ask for the rest."""
+        self.query_one("#device-curves").display = False
+        self.query_one("#device-problems").display = False
+        self.set_interval(LIVE_INTERVAL_S, self._show_live)
+        self.show_session()
+
+    def show_session(self) -> None:
+        """Bring everything up to date; the device is asked only when something changed."""
+        if not self.query(ProgressPanel):
+            return
+        session = self._session
+        self.query_one(HeaderBar).show(session)
+        self.query_one(ProgressPanel).show(session.job)
+        self._show_live()
+        status = session.status
+        seen = (session.ready, status and (status.model, status.budget_percent), session.working, session.problem)
+        if seen != self._seen:
+            self._seen = seen
+            self.run_worker(self._ask(), group="device", exclusive=True, exit_on_error=False)
+
+    def _show_live(self) -> None:
+        session, recent = self._session, self._session.recent
+        speed = session.tally.per_s if session.generating else recent.last_speed
+        when = "" if session.generating or speed is None else " in the last answer"
+        self.query_one("#device-speed", Static).update(
+            "tok/s: after the first answer" if speed is None else f"{speed:.1f} tok/s{when}"
+        )
+        memory = session.status.memory_bytes if session.status is not None else None
+        self.query_one("#device-memory", Static).update(f"{byte_count(memory)} held" if memory else "memory unknown")
+        self._draw("#device-speeds", list(recent.speeds))
+        self._draw("#device-memories", list(recent.memory))
+
+    def _draw(self, selector: str, samples: Sequence[float]) -> None:
+        line = self.query_one(selector, Sparkline)
+        line.display = len(samples) > 1
+        line.data = samples
+
+    async def _ask(self) -> None:
+        try:
+            report = await self._session.device()
+        except (ClientError, OSError) as error:
+            self.query_one("#device-machine", Static).update(Text(printable(str(error)), overflow="fold"))
+            return
+        await self._show(report)
+
+    async def _show(self, report: DeviceReportLike) -> None:
+        self.query_one("#device-machine", Static).update(listed(machine_lines(report.machine, report.bandwidth_gb_s)))
+        problems = self.query_one("#device-problems", Static)
+        problems.display = bool(report.problems)
+        problems.update(printable("\n".join(f"! {problem.what}\n  → {problem.fix}" for problem in report.problems)))
+        tuning = report.tuning
+        self.query_one("#device-tuning", Static).update(
+            Text(self._untuned()) if tuning is None else listed(tuning_lines(tuning))
+        )
+        self.query_one("#device-layers", Static).update(Text() if tuning is None else tabled(layer_rows(tuning)))
+        if tuning != self._drawn:
+            self._drawn = tuning
+            await self._draw_curves(tuning)
+
+    def _untuned(self) -> str:
+        session = self._session
+        status = session.status
+        if status is None or not session.ready:
+            return "No model is loaded; F2 picks one."
+        if session.settings.k_chunk is not None:
+            return f"{k_chunk_text(status.k_chunk) or 'k_chunk 0'} is set by hand (F3); the budget has no effect."
+        if status.budget_percent == 0:
+            return "The budget is off (F3): nothing is compensated, so there is nothing to tune."
+        if session.tuning:
+            return "Being measured …"
+        compensates = "with the program's own k_chunk" if compensated(status.k_chunk) else "without compensation"
+        return f"Not tuned: the model runs {compensates}. R tunes it."
+
+    async def _draw_curves(self, tuning: TuningLike | None) -> None:
+        charts = [] if tuning is None else charts_of(tuning)
+        grid = self.query_one("#device-knees", Grid)
+        await grid.remove_children()
+        await grid.mount_all(charts)
+        self.query_one("#device-curves").display = bool(charts)
+
+    def action_retune(self) -> None:
+        """Measure again, if that means anything."""
+        session = self._session
+        if not session.ready:
+            self.notify("No model is loaded; F2 picks one.", severity="warning")
+        elif session.settings.k_chunk is not None:
+            self.notify(
+                "k_chunk is set by hand and overrides the budget; F3, then auto, undoes that.", severity="warning"
+            )
+        elif session.settings.budget == 0:
+            self.notify("The budget is off; F3 raises it.", severity="warning")
+        else:
+            self.app.post_message(TuneAsked())
+
+    async def action_dismiss(self, result: None = None) -> None:
+        """Back to the chat."""
+        self.dismiss(result)
+
+
+def charts_of(tuning: TuningLike) -> list[KneeChart]:
+    """A chart for every layer type that was measured."""
+    by_kind: dict[str, list[CurveLike]] = {}
+    for curve in tuning.curve:
+        if curve.points:
+            by_kind.setdefault(curve.kind, []).append(curve)
+    charts = []
+    for kind, curves in by_kind.items():
+        n_tb, k_chunk = tuning.n_tb.get(kind, 0), tuning.k_chunk.get(kind)
+        chosen = chosen_curve(curves, n_tb)
+        title = [kind, f"n_tb {chosen.n_tb}" if chosen.n_tb else "", "" if k_chunk is None else f"k_chunk {k_chunk}"]
+        others = [curve.points for curve in curves if curve is not chosen]
+        words = printable(" · ".join(part for part in title if part))
+        charts.append(KneeChart(words, chosen.points, others, k_chunk=k_chunk))
+    return charts
+
+
+def listed(lines: Lines) -> Table:
+    """Names in one column, words beside them, wrapped among themselves."""
+    table = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(ratio=1)
+    for name, words in lines:
+        table.add_row(name, Text(printable(words)))
+    return table
+
+
+def tabled(rows: Sequence[Sequence[str]]) -> Table:
+    """A table with a heading, numbers to the right."""
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column()
+    for _ in rows[0][1:]:
+        table.add_column(justify="right")
+    for at, row in enumerate(rows):
+        table.add_row(*(Text(printable(cell)) for cell in row), style="dim" if at == 0 else "")
+    return table

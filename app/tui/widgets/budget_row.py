@@ -1,0 +1,126 @@
+"""The slowdown budget: a choice, and beside it what it buys on this model and device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.widgets import Input, RadioButton, RadioSet, Static
+
+from app.settings import UNSET, Settings
+from app.tui.figures import DEFAULT_BUDGET, SEPARATOR, compensated, k_chunk_text, percent
+from app.tui.printable import printable
+from app.tui.runtime import DeviceReportLike, StatusLike
+from app.tui.widgets.setting_row import SettingRow
+
+CHOICES = (0.0, 2.5, 5.0, 10.0, 20.0)
+"""Percent, each a button; any other number is custom."""
+CUSTOM = len(CHOICES)
+"""Index of the button for any other number."""
+
+
+class BudgetRow(SettingRow):
+    """The setting `budget`. A button applies at once, a custom number when its field is left."""
+
+    def compose(self) -> ComposeResult:
+        """The choice, the field of a custom number, the problem, the effect."""
+        value = self._value if isinstance(self._value, float) else DEFAULT_BUDGET
+        at = CHOICES.index(value) if value in CHOICES else CUSTOM
+        labels = [*(f"{choice:g} %" if choice else "off" for choice in CHOICES), "custom"]
+        with Vertical(classes="budget-body"):
+            with Horizontal(classes="setting-line"):
+                yield Static("budget", classes="setting-name")
+                with Vertical(classes="budget-choice"):
+                    yield RadioSet(*(RadioButton(label, value=i == at) for i, label in enumerate(labels)), compact=True)
+                    with Horizontal(classes="budget-custom"):
+                        yield Input(f"{value:g}" if at == CUSTOM else "", placeholder="percent", compact=True)
+                        yield Static("% slower at most", classes="setting-meaning")
+                    yield Static("", markup=False, classes="setting-problem")
+            yield Static("", markup=False, id="budget-effect")
+
+    def on_mount(self) -> None:
+        """Show the field of a custom number only where one is chosen."""
+        self._show_custom()
+
+    def _show_custom(self) -> None:
+        self.query_one(".budget-custom").display = self.query_one(RadioSet).pressed_index == CUSTOM
+
+    @on(RadioSet.Changed)
+    def choose(self, event: RadioSet.Changed) -> None:
+        """Open the field for a custom number, or put it away."""
+        self._show_custom()
+        if event.index == CUSTOM:
+            event.stop()  # nothing to apply before there is a number
+            self.query_one(Input).focus()
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """Let the arrow keys begin at what is chosen."""
+        buttons = self.query_one(RadioSet)
+        if event.widget is buttons and buttons.pressed_button is not None:
+            buttons._selected = buttons.pressed_index  # noqa: SLF001  Textual has no other way to place its cursor
+
+    def typed(self) -> str:
+        """The chosen percentage; `auto` while the default is chosen by nobody."""
+        at = self.query_one(RadioSet).pressed_index
+        if at == CUSTOM:
+            return self.query_one(Input).value.strip().removesuffix("%").rstrip()
+        return UNSET if self._value is None and CHOICES[at] == DEFAULT_BUDGET else str(CHOICES[at])
+
+    def show_effect(self, lines: Sequence[str]) -> None:
+        """Say what the budget buys."""
+        self.query_one("#budget-effect", Static).update(printable("\n".join(lines)))
+
+
+def effect(
+    settings: Settings,
+    status: StatusLike | None,
+    report: DeviceReportLike | None,
+    *,
+    speed: float | None,
+    tuning: bool,
+) -> list[str]:
+    """What the budget buys now, in lines.
+
+    Args:
+        settings: what a person chose.
+        status: what runs; None where no model is loaded.
+        report: the device and the tuning, where the runtime told.
+        speed: tokens a second of the last answer.
+        tuning: whether another budget is being applied right now.
+    """
+    if status is None:
+        return ["What it buys is shown here once a model is loaded."]
+    lines = []
+    wanted = DEFAULT_BUDGET if settings.budget is None else settings.budget
+    if settings.k_chunk is not None:
+        lines.append(f"k_chunk {settings.k_chunk} is set below and overrides the budget.")
+    elif tuning:
+        lines.append("Another budget is being applied; until then:")
+    elif status.budget_percent is not None and status.budget_percent != wanted:
+        lines.append(f"Not applied yet: still {status.budget_percent:g} %. F4, then R, tries again.")
+    lines.append(_chunks(status) if compensated(status.k_chunk) else "no compensation: the plain low-bit model")
+    if cost := _cost(status, report):
+        lines.append(cost)
+    lines.append(f"{speed:.1f} tok/s in the last answer" if speed is not None else "tok/s: after the next answer")
+    problems = report.problems if report is not None else ()
+    lines += [f"{problem.what} → {problem.fix}" for problem in problems if "budget" in problem.what.lower()]
+    return lines
+
+
+def _chunks(status: StatusLike) -> str:
+    k_chunk = status.k_chunk or {}
+    if len(set(k_chunk.values())) == 1:
+        return f"{k_chunk_text(k_chunk)} in every layer"
+    return "k_chunk " + SEPARATOR.join(f"{kind} {k}" for kind, k in k_chunk.items())
+
+
+def _cost(status: StatusLike, report: DeviceReportLike | None) -> str:
+    if not compensated(status.k_chunk):
+        return ""
+    found = report.tuning if report is not None else None
+    parts = [f"{percent(found.predicted_slowdown_percent)} predicted"] if found is not None else []
+    if status.slowdown_percent is not None:
+        parts.append(f"{percent(status.slowdown_percent)} measured")
+    return f"slowdown {SEPARATOR.join(parts)}" if parts else "slowdown not measured"

@@ -1,0 +1,156 @@
+"""The knee curve of one layer type: how its time grows with k_chunk, drawn with Braille dots.
+
+Source: QDEC Fig. 17.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+from textual.widget import Widget
+
+Points = Sequence[tuple[int, float]]
+
+DOTS_X, DOTS_Y = 2, 4
+"""Braille dots of a cell."""
+_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row, then column
+LABEL_CELLS = 6
+"""Width of the labels of the vertical axis."""
+LEAST_SPAN = 0.05
+"""A flat curve is not blown up to more than this share of the time."""
+
+
+class KneeChart(Widget):
+    """One chart: title, curves of every n_tb with the chosen one in front, and the chosen k_chunk on the axis."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"knee--title", "knee--chosen", "knee--other", "knee--axis"}
+
+    def __init__(
+        self, title: str, chosen: Points, others: Sequence[Points] = (), *, k_chunk: int | None = None
+    ) -> None:
+        """Make a chart.
+
+        Args:
+            title: the layer type and what was chosen for it.
+            chosen: (k_chunk, time relative to none) of the n_tb that was chosen, k_chunk ascending, at least one.
+            others: the same for other n_tb.
+            k_chunk: what was chosen.
+        """
+        super().__init__()
+        self._title = title
+        self._chosen = chosen
+        self._others = others
+        self._k_chunk = k_chunk
+        self._plotted: tuple[tuple[int, int], list[list[int]], list[list[int]]] | None = None
+
+    def render_line(self, y: int) -> Strip:
+        """One line of the chart."""
+        width, height = self.size
+        rows = height - 2
+        if width <= LABEL_CELLS or rows < 1:
+            return Strip.blank(width, self.rich_style)
+        if y == 0:
+            cells = [Segment(self._title, self._style("knee--title"))]
+        elif y == height - 1:
+            cells = [
+                Segment(" " * LABEL_CELLS, self.rich_style),
+                Segment(axis(width - LABEL_CELLS, self._last, self._k_chunk), self._style("knee--axis")),
+            ]
+        else:
+            low, high = self._span
+            label = f"{high:.2f}×" if y == 1 else f"{low:.2f}×" if y == rows else ""
+            cells = [Segment(label.rjust(LABEL_CELLS - 1) + " ", self._style("knee--axis"))]
+            front, back = self._plots(width - LABEL_CELLS, rows)
+            for ahead, behind in zip(front[y - 1], back[y - 1], strict=True):
+                style = self._style("knee--chosen" if ahead else "knee--other")
+                cells.append(Segment(chr(0x2800 | ahead | behind) if ahead | behind else " ", style))
+        return Strip(cells).adjust_cell_length(width, self.rich_style)
+
+    def _plots(self, width: int, rows: int) -> tuple[list[list[int]], list[list[int]]]:
+        """The dots of the chosen curve and of the others, kept until the size changes."""
+        if self._plotted is None or self._plotted[0] != (width, rows):
+            front = plot([self._chosen], width, rows, self._last, self._span)
+            back = plot(self._others, width, rows, self._last, self._span)
+            self._plotted = ((width, rows), front, back)
+        return self._plotted[1], self._plotted[2]
+
+    def _style(self, name: str) -> Style:
+        return self.get_component_rich_style(name)
+
+    @property
+    def _last(self) -> int:
+        """The right end of the horizontal axis."""
+        return max(1, *(k for points in (self._chosen, *self._others) for k, _ in points))
+
+    @property
+    def _span(self) -> tuple[float, float]:
+        """The ends of the vertical axis: those of the chosen curve, for others may be many times slower."""
+        times = [time for _, time in self._chosen]
+        low = min(1.0, *times)
+        return low, max(low + LEAST_SPAN, *times)
+
+
+def plot(curves: Sequence[Points], width: int, height: int, last: int, span: tuple[float, float]) -> list[list[int]]:
+    """Draw curves as Braille.
+
+    Args:
+        curves: (x, y) with x ascending.
+        width: cells.
+        height: cells.
+        last: x at the right edge; 0 is at the left one.
+        span: y at the bottom and at the top; what is above is cut off.
+
+    Returns:
+        The dots of every cell, by row from the top, as the low byte of a Braille character; 0 is none.
+    """
+    cells = [[0] * width for _ in range(height)]
+    dots = height * DOTS_Y
+    low, high = span
+    for points in curves:
+        before: int | None = None
+        for x in range(width * DOTS_X):
+            y = at(points, x / max(1, width * DOTS_X - 1) * last)
+            if y is None:
+                before = None
+                continue
+            row = round((high - y) / (high - low) * (dots - 1))
+            start = row if before is None else before + (row > before) - (row < before)
+            for dot in range(max(0, min(start, row)), min(dots - 1, max(start, row)) + 1):
+                cells[dot // DOTS_Y][x // DOTS_X] |= _BITS[dot % DOTS_Y][x % DOTS_X]
+            before = row
+    return cells
+
+
+def at(points: Points, x: float) -> float | None:
+    """A curve's value, linear between its points; None left and right of them."""
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= x <= x1:
+            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[0][1] if len(points) == 1 and round(x) == points[0][0] else None
+
+
+def axis(width: int, last: int, k_chunk: int | None) -> str:
+    """The horizontal axis: `0──────▲24──────128`."""
+    line = ["─"] * width
+    _write(line, 0, "0")
+    _write(line, width - len(str(last)), str(last))
+    if k_chunk:
+        text = f"▲{k_chunk}"
+        place = round(min(1.0, k_chunk / last) * (width - 1))
+        _write(line, place if place + len(text) <= width else place - len(text) + 1, _turned(text, place, width))
+    return "".join(line)
+
+
+def _turned(text: str, place: int, width: int) -> str:
+    """The mark with its number on the side where there is room."""
+    return text if place + len(text) <= width else text[1:] + text[0]
+
+
+def _write(line: list[str], place: int, text: str) -> None:
+    if place >= 0 and place + len(text) <= len(line):
+        line[place : place + len(text)] = text

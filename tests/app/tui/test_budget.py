@@ -1,0 +1,271 @@
+"""The slowdown budget: chosen, tuned for while the chat goes on, shown, stopped, kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from textual.widgets import Input, RadioSet
+
+from app import settings
+from app.settings import Settings
+from app.tui.messages import QuantizeAsked
+from app.tui.screens.settings import SettingsScreen
+from app.tui.widgets.budget_row import effect
+
+
+async def open_settings(s: Any) -> Any:
+    await s.pilot.press("f3")
+    await s.until(lambda: isinstance(s.app.screen, SettingsScreen) and s.app.screen.query(RadioSet))
+    await s.pilot.pause()
+    return s.app.screen
+
+
+async def choose(s: Any, *keys: str) -> None:
+    await s.pilot.press(*keys, "enter")
+
+
+async def test_a_budget_is_applied_at_once_without_a_reload_and_kept(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(120, 40)) as s:
+        await s.ready()
+        await open_settings(s)
+        await s.until(lambda: "k_chunk qkv 48 · o 41 · gate_up 44 · down 48" in s.screen_text())
+        assert "slowdown 4.6 % predicted · 4.2 % measured" in s.screen_text()
+        await choose(s, "right")
+        await s.until(lambda: runtime.status.budget_percent == 10 and not s.app.session.working)
+        await s.until(lambda: "slowdown 9.2 % predicted · 8.4 % measured" in s.screen_text())
+        assert "budget 10 %" in s.screen_text()
+        assert runtime.named("tune") == [{"budget": 10.0, "force": False, "k_chunk": None}]
+        assert len(runtime.named("load")) == 1
+        assert settings.load().budget == 10
+        await s.pilot.press("escape")
+        await s.until(lambda: s.app.screen is s.app.chat)
+        await s.ask("hi")
+        await s.answered()
+        await s.until(lambda: "k_chunk 82–96 · slowdown 8.4 %" in s.screen_text())
+
+
+async def test_leaving_the_default_alone_chooses_nothing(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        await open_settings(s)
+        await s.pilot.press("escape")
+        await s.until(lambda: s.app.screen is s.app.chat)
+        assert s.app.session.settings.budget is None
+        assert settings.load().budget is None
+        assert runtime.named("tune") == []
+
+
+async def test_off_compensates_nothing_and_says_so(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        await open_settings(s)
+        await choose(s, "left", "left")
+        await s.until(lambda: "no compensation: the plain low-bit model" in s.screen_text())
+        await s.until(lambda: "budget off" in s.screen_text())
+        await s.pilot.press("escape")
+        await s.ask("hi")
+        await s.answered()
+        assert "slowdown" not in s.screen_text()
+
+
+async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        screen = await open_settings(s)
+        field = screen.query_one("#setting-budget Input", Input)
+        assert not field.is_on_screen
+        await choose(s, "right", "right", "right")
+        await s.until(lambda: field.has_focus)
+        assert runtime.named("tune") == []
+        for bad in ("", "101", "-1", "much"):
+            field.value = bad
+            await s.pilot.press("enter")
+            await s.until(lambda: "allowed: a number from 0 to 100" in s.screen_text())
+        field.value = "7.5 %"
+        await s.pilot.press("enter")
+        await s.until(lambda: runtime.status.budget_percent == 7.5)
+        assert "allowed" not in s.screen_text()
+        assert settings.load().budget == 7.5
+    async with stage(runtime, budget=7.5) as s:
+        await s.ready()
+        assert runtime.named("load")[-1] == ("demo", {"kv": "fp16", "backend": "auto", "budget": 7.5})
+        screen = await open_settings(s)
+        assert screen.query_one("#setting-budget Input", Input).value == "7.5"
+        assert screen.query_one("#setting-budget Input", Input).is_on_screen
+
+
+async def test_k_chunk_overrides_the_budget(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 40)) as s:
+        await s.ready()
+        screen = await open_settings(s)
+        screen.query_one("#setting-k_chunk Input", Input).value = "64"
+        screen.query_one("#setting-k_chunk Input", Input).focus()
+        await s.pilot.press("enter")
+        await s.until(lambda: runtime.status.k_chunk["qkv"] == 64)
+        await s.until(lambda: "k_chunk 64 is set below and overrides the budget" in s.screen_text())
+        assert "demo · 4-bit · k_chunk 64" in s.screen_text()
+        screen.query_one(RadioSet).focus()
+        await choose(s, "right")
+        await s.until(lambda: settings.load().budget == 10)
+        await s.pilot.pause()
+        assert [call["k_chunk"] for call in runtime.named("tune")] == [64]
+        screen.query_one("#setting-k_chunk Input", Input).value = "auto"
+        await s.pilot.press("escape")
+        await s.until(lambda: runtime.status.budget_percent == 10)
+        assert len(runtime.named("load")) == 1
+
+
+async def test_the_chat_waits_for_the_tuning_and_says_so(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.tune_delay_s = 600
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        await open_settings(s)
+        await choose(s, "right")
+        await s.until(lambda: "Tuning for a budget of 10 % · timing qkv" in s.screen_text())
+        assert "Another budget is being applied" in s.screen_text()
+        await s.pilot.press("escape")
+        await s.until(lambda: s.app.screen is s.app.chat)
+        assert "0 of 4 layer types" in s.screen_text()
+        await s.ask("hi")
+        await s.until(lambda: "waits until the tuning ends" in s.screen_text())
+        await s.pilot.press("ctrl+t")
+        await s.answered()
+        assert s.last.state == "done"
+        assert runtime.cancelled == ["tune"]
+        assert "Tuning for a budget of 10 % stopped" in s.screen_text()
+        assert "k_chunk 41–48" in s.screen_text()
+        await open_settings(s)
+        await s.until(lambda: "Not applied yet: still 5 %" in s.screen_text())
+
+
+async def test_a_waiting_message_can_be_taken_back(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.tune_delay_s = 600
+    async with stage(runtime) as s:
+        await s.ready()
+        await open_settings(s)
+        await choose(s, "right")
+        await s.until(lambda: s.app.session.tuning)
+        await s.pilot.press("escape")
+        await s.ask("hi")
+        await s.pilot.press("escape")
+        await s.answered()
+        assert s.last.state == "stopped"
+        assert s.app.session.tuning
+        await s.pilot.press("escape")
+        await s.until(lambda: not s.app.session.working)
+        assert "tune" in runtime.cancelled
+
+
+async def test_a_budget_changed_during_an_answer_waits_for_its_end(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["one two three four"]
+    runtime.hold_after = 2
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        await s.ask("count")
+        await s.until(lambda: "one two" in s.last.text)
+        await open_settings(s)
+        await choose(s, "right")
+        await s.until(lambda: "waits for the answer to end" in s.screen_text())
+        assert s.last.state == "streaming"
+        await s.pilot.press("escape")
+        await s.until(lambda: s.app.screen is s.app.chat)
+        await s.pilot.press("escape")
+        await s.until(lambda: runtime.status.budget_percent == 10)
+        assert s.last.state == "stopped"
+        assert s.last.text == "one two"
+
+
+async def test_the_newest_budget_wins(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.tune_delay_s = 600
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        await open_settings(s)
+        await choose(s, "right")
+        await s.until(lambda: s.app.session.tuning)
+        runtime.tune_delay_s = 0
+        await choose(s, "right")
+        await s.until(lambda: runtime.status.budget_percent == 20)
+        await s.until(lambda: not s.app.session.working and not s.app.session.tuning)
+        assert [call["budget"] for call in runtime.named("tune")] == [10, 20]
+        assert settings.load().budget == 20
+
+
+async def test_a_failed_tuning_is_told_and_the_setting_stays(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.tune_error = "the model has no residuals: quantize it again with residual_bits 4"
+    async with stage(runtime, size=(120, 30)) as s:
+        await s.ready()
+        await open_settings(s)
+        await choose(s, "right")
+        await s.until(lambda: "failed: the model has no residuals: quantize it again" in s.screen_text())
+        assert settings.load().budget == 10
+        await s.pilot.press("escape")
+        await s.ask("hi")
+        await s.answered()
+        assert s.last.state == "done"
+        assert runtime.starts == 1
+
+
+async def test_a_runtime_that_dies_while_tuning_is_started_again(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.tune_delay_s = 600
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        await open_settings(s)
+        await choose(s, "right")
+        await s.until(lambda: s.app.session.tuning)
+        runtime.die()
+        await s.app.session.stop_work()
+        await s.until(lambda: runtime.starts == 2 and s.app.session.ready and not s.app.session.working)
+        assert runtime.named("load")[-1][1]["budget"] == 10
+
+
+async def test_other_work_is_not_stopped_by_a_new_budget(
+    stage: Callable[..., Any], runtime: Any, tmp_path: Any
+) -> None:
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        runtime.load_delay_s = 600
+        s.app.post_message(QuantizeAsked(str(tmp_path), 4.0))
+        await s.until(lambda: s.app.session.working)
+        await open_settings(s)
+        await choose(s, "right")
+        await s.until(lambda: settings.load().budget == 10)
+        await s.pilot.pause()
+        assert s.app.session.working
+        assert runtime.named("tune") == []
+        await s.pilot.press("ctrl+t")
+        await s.until(lambda: runtime.status.budget_percent == 10)
+        assert runtime.cancelled == ["quantize"]
+
+
+async def test_another_screen_takes_along_what_was_typed(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        screen = await open_settings(s)
+        screen.query_one("#setting-top_k Input", Input).value = "7"
+        await s.pilot.press("f4")
+        await s.until(lambda: s.app.session.settings.top_k == 7)
+
+
+def test_the_effect_in_words(runtime: Any) -> None:
+    status = replace(
+        runtime.status, state="ready", model="demo", budget_percent=5.0, k_chunk={"qkv": 16, "o": 16}, backend="cpu"
+    )
+    lines = effect(Settings(), status, None, speed=None, tuning=False)
+    assert lines == ["k_chunk 16 in every layer", "slowdown not measured", "tok/s: after the next answer"]
+    assert effect(Settings(), None, None, speed=None, tuning=False) == [
+        "What it buys is shown here once a model is loaded."
+    ]
+    assert effect(Settings(budget=20.0), status, None, speed=9.04, tuning=False)[0].startswith("Not applied yet")
+    assert effect(Settings(), status, None, speed=9.04, tuning=False)[-1] == "9.0 tok/s in the last answer"
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 15)])
+async def test_the_first_field_is_the_budget(stage: Callable[..., Any], runtime: Any, size: tuple[int, int]) -> None:
+    async with stage(runtime, size=size) as s:
+        await s.ready()
+        screen = await open_settings(s)
+        assert screen.focused is screen.query_one(RadioSet)
+        assert "custom" in s.screen_text()
