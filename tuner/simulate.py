@@ -31,21 +31,21 @@ _SCALE_BYTES = 2
 class Constants:
     """The constants of the cost model. Fitted: see `docs/tuner.md` and `python -m tests.bench.fit_tuner`."""
 
-    memory_efficiency: float = 0.73
-    """Part of the memory bandwidth that a product with uniform weights reaches."""
-    codebook_efficiency: float = 0.75
+    memory_efficiency: float = 0.8
+    """Part of the memory bandwidth that a product with uniform weights reaches; set, not fitted."""
+    codebook_efficiency: float = 0.9
     """The same for weights that are looked up in a codebook."""
-    sm_bytes_per_cycle: float = 6.8
+    sm_bytes_per_cycle: float = 7.63
     """Weight bytes that one multiprocessor works off in a cycle: the bound when too few are left to the product."""
-    pcie_efficiency: float = 0.61
+    pcie_efficiency: float = 0.7
     """Part of the link's bandwidth that reads by single requests reach."""
-    block_gb_s: float = 0.97
+    block_gb_s: float = 1.14
     """What one thread block pulls over the link, in 10^9 bytes per second, before the link is full."""
-    chunk_cycles: float = 4600.0
+    chunk_cycles: float = 1830.0
     """Selection of one chunk of 1024 channels by one block."""
-    start_us: float = 8.4
+    start_us: float = 9.17
     """Launch beside the product, grid barrier and the meeting of both streams, in microseconds."""
-    interference: float = 0.011
+    interference: float = 0.00974
     """How much a second of fetching holds up the product, in seconds."""
 
 

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from tuner.curve import Curve, as_json, knee_curve, knee_curves
+from tuner.errors import Cancelled, ShapeError, TimerError
+from tuner.plot import svg, terminal
+from tuner.progress import Report
+from tuner.search import Configuration
+from tuner.shapes import LayerShape
+from tuner.simulate import tune_simulated
+
+CURVES = (
+    Curve(kind="qkv", n_tb=8, points=((0, 1.0), (8, 1.01), (16, 1.02), (32, 1.3))),
+    Curve(kind="down", n_tb=0, points=((0, 1.0), (16, 1.05), (32, 1.1))),
+)
+
+
+class Knee:
+    measured = False
+
+    def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
+        return 2.0 + max(0, k_chunk - 10)
+
+
+def test_a_curve_is_relative_to_the_product_alone() -> None:
+    curve = knee_curve("o", Knee(), 4, [12, 0, 8, 8])
+    assert curve == Curve(kind="o", n_tb=4, points=((0, 1.0), (8, 1.0), (12, 2.0)))
+
+
+def test_a_clock_is_read_three_times() -> None:
+    readings = iter([1.0, 9.0, 1.0, 1.5, 1.5, 0.1])
+
+    class Clock:
+        measured = True
+
+        def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
+            return next(readings)
+
+    assert knee_curve("o", Clock(), 4, [8]).points == ((0, 1.0), (8, 1.5))
+
+
+def test_a_time_that_cannot_be_is_refused() -> None:
+    class Broken(Knee):
+        def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
+            return 0.0
+
+    with pytest.raises(TimerError, match="says that o takes"):
+        knee_curve("o", Broken(), 4, [8])
+
+
+def test_curves_reach_past_what_was_found() -> None:
+    found, layers, timer = tune_simulated("rtx-4050m", "llama-3-8b", 3, "awq", 5)
+    reports: list[Report] = []
+    curves = knee_curves(layers, timer, found, limit=49152, progress=reports.append)
+    assert [(curve.kind, curve.n_tb) for curve in curves] == [(kind, found.n_tb[kind]) for kind in found.n_tb]
+    assert [report.done for report in reports] == [0, 1, 2, 3]
+    for curve in curves:
+        assert len(curve.points) == 9
+        assert curve.points[0] == (0, 1.0)
+        assert curve.points[-1][0] == 2 * found.k_chunk[curve.kind]
+        assert curve.points[1][1] < 1.05 < curve.points[-1][1]
+        values = [value for _, value in curve.points]
+        assert values == sorted(values)
+
+
+def test_other_block_counts_can_be_shown_beside() -> None:
+    found, layers, timer = tune_simulated("rtx-4050m", "llama-3-8b", 3, "awq", 5)
+    curves = knee_curves(layers, timer, found, limit=49152, others=True)
+    counts = {curve.n_tb for curve in curves if curve.kind == "gate_up"}
+    assert counts == {1, 2, 4, 8, found.n_tb["gate_up"]}
+
+
+def test_on_a_processor_there_is_one_curve_a_type() -> None:
+    found = Configuration(n_tb_max=None, n_tb={"o": 0}, k_chunk={"o": 600}, predicted_slowdown_percent=1)
+    (curve,) = knee_curves([LayerShape("o", 64, 64, 1)], Knee(), found, others=True)
+    assert (curve.n_tb, curve.points[-1][0]) == (0, 1024)
+
+
+def test_curves_stop() -> None:
+    found, layers, timer = tune_simulated("rtx-4050m", "llama-3-8b", 3, "awq", 5)
+    with pytest.raises(Cancelled):
+        knee_curves(layers, timer, found, cancelled=lambda: True)
+
+
+def test_curves_as_json() -> None:
+    assert json.loads(json.dumps(as_json(CURVES)))[1] == {
+        "kind": "down",
+        "n_tb": 0,
+        "points": [[0, 1.0], [16, 1.05], [32, 1.1]],
+    }
+
+
+def test_a_terminal_plot_has_the_size_asked_for() -> None:
+    text = terminal(CURVES, width=60, height=15, color=False)
+    lines = text.splitlines()
+    assert len(lines) == 15
+    assert max(map(len, lines)) == 60
+    assert "qkv, n_tb 8" in text
+    assert "b down" in text
+    assert "\x1b" not in text
+    assert terminal(CURVES, width=60, height=15, color=False) == text
+
+
+def test_a_terminal_plot_can_have_colors() -> None:
+    assert "\x1b[" in terminal(CURVES, color=True)
+
+
+def test_the_same_curves_give_the_same_picture(tmp_path: Path) -> None:
+    svg(CURVES, tmp_path / "a.svg", title="knee curves")
+    svg(CURVES, tmp_path / "b.svg", title="knee curves")
+    picture = (tmp_path / "a.svg").read_bytes()
+    assert picture == (tmp_path / "b.svg").read_bytes()
+    words = {element.text for element in ET.fromstring(picture).iter() if element.text}
+    assert {"qkv, n_tb 8", "down", "k_chunk", "knee curves"} <= words
+    assert b"<dc:date>" not in picture
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.svg", "b.svg"]
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.svg").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        svg(CURVES, tmp_path / "a.svg")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.svg"]
+
+
+def test_no_curves_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ShapeError, match="no curve"):
+        terminal([])
+    with pytest.raises(ShapeError, match="no curve"):
+        svg([], tmp_path / "a.svg")
