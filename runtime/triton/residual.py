@@ -1,0 +1,235 @@
+"""Residuals in page-locked memory of the CPU, where kernels read them over PCIe without a copy.
+
+Only page-locked memory can be read by a kernel, and there is not always enough of it. What can't be locked stays out:
+the layer then runs without compensation, which costs quality and nothing else, and one warning says how many layers
+that concerns and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from models.packed import PackedLinear, PackedResidual
+from runtime.errors import BackendError
+from runtime.memory import size
+
+LINE_WORDS = 32
+"""32-bit words of a line: 128 bytes, the largest read that a GPU asks of the bus."""
+_WORD_BITS = 32
+_MARGIN = 512 << 20
+"""Bytes of free memory that locking leaves to the rest of the system, which can't take back locked pages."""
+_BITS = (2, 4, 8, 16)
+
+Allocate = Callable[[int], torch.Tensor]
+"""Bytes -> uint8 [bytes], in memory that kernels can read. Raises `PageLockError`."""
+
+
+class PageLockError(BackendError):
+    """The system gave no page-locked memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuResidual:
+    """Residuals of one linear layer, input-channel-major, as the kernels read them."""
+
+    bits: int
+    """2, 4, 8 or 16."""
+    shape: tuple[int, int]
+    """(N, K) of the layer."""
+    codes: torch.Tensor
+    """int32 [K, lines * 32] in page-locked memory of the CPU: [K, N] in canonical packing (`models.packing`), two halves
+    to a word at 16 bits, each row filled up with zeros to whole lines of 128 bytes."""
+    scales: torch.Tensor | None
+    """float16 [N] on the device; None at 16 bits."""
+
+    @property
+    def lines(self) -> int:
+        """Lines of a row; at 4 bits, the segments of 256 outputs of QDEC's appendix A.1."""
+        return self.codes.shape[1] // LINE_WORDS
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes in the CPU's memory."""
+        return self.codes.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockLimits:
+    """What bounds page-locked memory on this machine."""
+
+    available_bytes: int
+    """Memory that programs could get now."""
+    memlock_bytes: int | None
+    """The process's limit of locked memory (RLIMIT_MEMLOCK), None if it has none.
+
+    It is told to the person when locking fails, but does not decide by itself: NVIDIA's driver locks pages on its own
+    account, and with the usual limit of 8 MiB locks gigabytes all the same.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedResiduals:
+    """The residuals of a model, as far as they could be placed."""
+
+    layers: Mapping[str, GpuResidual]
+    """By name of the linear layer; what is missing runs without compensation."""
+    warning: str | None
+    """What is missing, why, and what to do; None if nothing is."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of page-locked memory in use."""
+        return sum(residual.nbytes for residual in self.layers.values())
+
+
+def lock_limits() -> LockLimits:
+    """The limits of this process on this machine, now."""
+    import psutil
+
+    limit = None
+    try:
+        import resource
+    except ImportError:  # a system without such limits
+        pass
+    else:
+        soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        limit = None if soft == resource.RLIM_INFINITY else soft
+    return LockLimits(available_bytes=psutil.virtual_memory().available, memlock_bytes=limit)
+
+
+def row_lines(N: int, bits: int) -> int:
+    """Lines of 128 bytes that one input channel's residuals for N outputs take."""
+    return -(-N * bits // (_WORD_BITS * LINE_WORDS))
+
+
+def locked_bytes(shape: tuple[int, int], bits: int) -> int:
+    """Bytes that locking a layer's residuals takes: torch's allocator gives page-locked memory in powers of two."""
+    N, K = shape
+    return 1 << max(0, K * row_lines(N, bits) * LINE_WORDS * 4 - 1).bit_length()
+
+
+def fitting(sizes: Mapping[str, int], limits: LockLimits) -> tuple[str, ...]:
+    """The layers, from the first on, whose residuals fit together into the memory that is free now.
+
+    Args:
+        sizes: Bytes that each layer's residuals take, in the model's order.
+        limits: What is there.
+    """
+    room = limits.available_bytes - _MARGIN
+    kept = []
+    for name, nbytes in sizes.items():
+        room -= nbytes
+        if room < 0:
+            break
+        kept.append(name)
+    return tuple(kept)
+
+
+def page_locked(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] of page-locked memory.
+
+    Raises:
+        PageLockError: the driver or the system refused.
+    """
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:  # torch has no narrower type for what the driver answers
+        raise PageLockError(f"{size(nbytes)} could not be page-locked: {str(error).splitlines()[0]}") from error
+
+
+def ordinary(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] of ordinary memory, which is what Triton's interpreter reads."""
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def residual_to_device(
+    packed: PackedResidual, shape: tuple[int, int], device: torch.device | str, *, allocate: Allocate | None = None
+) -> GpuResidual:
+    """Place one layer's residuals: codes in page-locked memory, scales on the device.
+
+    Args:
+        packed: The stored residuals.
+        shape: (N, K) of the layer.
+        device: Where the kernels run; on `cpu`, under the interpreter, ordinary memory serves.
+        allocate: Where memory comes from, if not from the device's own kind.
+
+    Raises:
+        PageLockError: there is no page-locked memory for them.
+        ValueError: the codes are not those of such a layer.
+    """
+    N, K = shape
+    bits = packed.bits
+    if bits not in _BITS:
+        raise ValueError(f"residuals have 2, 4, 8 or 16 bits, not {bits}")
+    stored = np.ascontiguousarray(packed.codes)
+    if bits == 16 and stored.dtype == np.float16 and stored.shape == (K, N):
+        stored = np.pad(stored, ((0, 0), (0, N % 2))).view(np.int32)
+    lines = row_lines(N, bits)
+    if stored.dtype != np.int32 or stored.shape[0] != K or not 0 <= lines * LINE_WORDS - stored.shape[1] < LINE_WORDS:
+        raise ValueError(f"{stored.dtype} {list(stored.shape)} are not the {bits}-bit residuals of a layer {[N, K]}")
+    if allocate is None:
+        allocate = ordinary if torch.device(device).type == "cpu" else page_locked
+    codes = allocate(K * lines * LINE_WORDS * 4).view(torch.int32).view(K, lines * LINE_WORDS)
+    target = codes.numpy()
+    target[:, : stored.shape[1]] = stored
+    target[:, stored.shape[1] :] = 0
+    scales = None
+    if bits != 16:
+        if packed.scales is None or packed.scales.shape != (N,):
+            raise ValueError(f"{bits}-bit residuals need a scale for each of the {N} outputs")
+        scales = torch.from_numpy(np.array(packed.scales, dtype=np.float16)).to(device)
+    return GpuResidual(bits=bits, shape=shape, codes=codes, scales=scales)
+
+
+def load_residuals(
+    linears: Iterable[PackedLinear],
+    device: torch.device | str,
+    *,
+    limits: LockLimits | None = None,
+    allocate: Allocate | None = None,
+) -> LoadedResiduals:
+    """Place the residuals of a model's layers, as many as there is memory for.
+
+    Layers without residuals are passed over. Where a layer fails, those after it are not tried: each would take what
+    little memory the system still has.
+
+    Args:
+        linears: The layers that are to be compensated, in the model's order.
+        device: Where the kernels run.
+        limits: What is there; looked up if None.
+        allocate: See `residual_to_device`.
+    """
+    wanted = {packed.name: packed for packed in linears if packed.residual is not None}
+    sizes = {
+        name: locked_bytes(packed.shape, packed.residual.bits)
+        for name, packed in wanted.items()
+        if packed.residual is not None
+    }
+    limits = limits if limits is not None else lock_limits()
+    placed: dict[str, GpuResidual] = {}
+    reason = f"only {size(max(0, limits.available_bytes))} of memory are free"
+    for name in fitting(sizes, limits):
+        residual = wanted[name].residual
+        assert residual is not None
+        try:
+            placed[name] = residual_to_device(residual, wanted[name].shape, device, allocate=allocate)
+        except PageLockError as error:
+            reason = str(error)
+            break
+    missing = [name for name in wanted if name not in placed]
+    return LoadedResiduals(layers=placed, warning=_warning(missing, sizes, limits, reason) if missing else None)
+
+
+def _warning(missing: list[str], sizes: Mapping[str, int], limits: LockLimits, reason: str) -> str:
+    wanted = size(sum(sizes.values()))
+    locked = "" if limits.memlock_bytes is None else f" (now {size(limits.memlock_bytes)})"
+    return (
+        f"{len(missing)} of {len(sizes)} layers run without error compensation, from {missing[0]} on: residuals take "
+        f"{wanted} of page-locked memory, and {reason}. To compensate all: close other programs, raise the limit of "
+        f"locked memory with `ulimit -l`{locked}, under WSL2 give it more memory in .wslconfig, or quantize the model "
+        "with fewer residual bits"
+    )
