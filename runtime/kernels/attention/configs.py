@@ -1,0 +1,83 @@
+"""How attention is launched: which tile, how many splits. Data only, chosen from shapes alone so that graphs replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+SPLIT_ROWS = 8
+"""Steps of at most so many rows give every row programs of its own; longer ones share keys between neighbours."""
+DECODE_PROGRAMS = 256
+"""Programs that a step of few rows is split into, where its context allows: two for each multiprocessor of a large GPU,
+more for a small one, so that enough reads are in flight to keep memory busy."""
+TILED_PROGRAMS = 128
+"""The same for a step of many rows, whose programs have more work each."""
+MAX_SPLITS = 64
+"""Most splits of one row: the merge holds them all in registers."""
+DOT_ROWS = 16
+"""Fewest rows of a matrix product of the tensor cores."""
+TILE_ROWS = 64
+"""Rows of the matrix products in a step of many rows; half of it where a head is wider than 128 channels, whose sums
+would not fit in registers."""
+
+TILE_POSITIONS = 32
+"""Positions of one iteration of a step of many rows; 64 need more registers than a thread has at some widths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """One way to launch attention."""
+
+    block_m: int
+    """Rows of a matrix product: `rows` rows of the step times the query heads of one key-value head, padded."""
+    rows: int
+    """Rows of the step that one program handles."""
+    block_t: int
+    """Positions of the cache in one iteration."""
+    block_d: int
+    """Head dimension, padded to a power of two."""
+    splits: int
+    """Programs among which the positions that a tile of rows sees are divided; 1 = nothing to merge."""
+    num_warps: int
+    """Warps of a program."""
+    num_stages: int
+    """Stages of the pipeline that fetches keys and values ahead."""
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+@lru_cache(maxsize=1024)
+def launch_config(M: int, group: int, kv_heads: int, dim: int, seen: int) -> LaunchConfig:
+    """How to launch attention of a shape.
+
+    Args:
+        M: Rows of the step.
+        group: Query heads of a key-value head, H / H_kv.
+        kv_heads: H_kv.
+        dim: D.
+        seen: Most positions that a row can see: the capacity of the cache, or the window where that is smaller.
+
+    Returns:
+        The choice; nothing in it depends on positions.
+    """
+    block_d = max(16, power_of_two(dim))
+    few = M <= SPLIT_ROWS
+    tile = TILE_ROWS if block_d <= 128 else TILE_ROWS // 2
+    block_m = max(DOT_ROWS if few else tile, power_of_two(group))
+    rows = 1 if few else block_m // group
+    block_t = max(32, min(128, 8192 // block_d)) if few else TILE_POSITIONS
+    tiles = -(-M // rows) * kv_heads
+    wanted = (DECODE_PROGRAMS if few else TILED_PROGRAMS) // tiles
+    splits = max(1, min(wanted, MAX_SPLITS, -(-seen // block_t)))
+    return LaunchConfig(
+        block_m=block_m,
+        rows=rows,
+        block_t=block_t,
+        block_d=block_d,
+        splits=splits,
+        num_warps=4,
+        num_stages=2,
+    )
