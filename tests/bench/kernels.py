@@ -29,7 +29,8 @@ This page is written by
 with Triton {triton}, whose own ptxas {ptxas} made the machine code ({blackwell} for sm_120), on {date}.
 
 - **specialization**: a kernel with its constants, as a model launches it; **threads** of one of its programs.
-- **registers**: 32-bit registers of a thread. {registers_text}
+- **registers**: 32-bit registers of a thread. A multiprocessor has 65,536, so a program of 128 threads
+  that take 128 each leaves room for three more beside it, one of 128 threads that take 255 each for only one more.
 - **shared**: bytes of shared memory of a program.
 - **spills**: bytes of a thread's registers that went to local memory. Zero everywhere, or the kernel is wrong.
 - **instructions**: machine instructions in the kernel's code, unrolled loops and the padding at the end included. How
@@ -53,10 +54,6 @@ like choose among them, `-m gpu` those that run only on a GPU. None of the three
 thread blocks: that the barrier of the compensation kernel holds is shown by the tests that compare its bits with those
 of two launches, thousands of times.
 """
-REGISTERS = (
-    "A multiprocessor has 65,536, so a program of 128 threads that take 128 each leaves room for three more beside it, "
-    "one of 128 threads that take 255 each for only one more."
-)
 
 
 def page(compiled: Sequence[Compiled], triton: str, ptxas: str, blackwell: str, date: str) -> str:
@@ -69,7 +66,7 @@ def page(compiled: Sequence[Compiled], triton: str, ptxas: str, blackwell: str, 
         blackwell: Version of its ptxas for sm_100 and later.
         date: ISO date.
     """
-    parts = [INTRODUCTION.format(triton=triton, ptxas=ptxas, blackwell=blackwell, date=date, registers_text=REGISTERS)]
+    parts = [INTRODUCTION.format(triton=triton, ptxas=ptxas, blackwell=blackwell, date=date)]
     for operation in dict.fromkeys(row.operation for row in compiled):
         parts.append(f"\n## {operation}\n\n")
         parts.append("| specialization | threads | target | registers | shared | spills | instructions |\n")

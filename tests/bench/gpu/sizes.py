@@ -104,7 +104,7 @@ SMOKE = Sizes(
     reading_n_tbs=(1, 2),
     budgets=(0.0, 50.0),
     context=32,
-    tokens=2,
+    tokens=1,
     turns=1,
     readings=1,
 )
