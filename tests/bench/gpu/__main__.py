@@ -58,7 +58,10 @@ def main() -> None:
         print(f"{part}:", flush=True)
         _run(part, report, out, smoke=arguments.smoke)
     print(f"written to {out}")
-    sys.exit(1 if any(part["error"] for part in report["parts"].values()) else 0)
+    wrong = [row for part in report["parts"].values() for row in part["rows"] if row.get("correct") is False]
+    for row in wrong:
+        print(f"wrong numbers: {row}", file=sys.stderr)
+    sys.exit(1 if wrong or any(part["error"] for part in report["parts"].values()) else 0)
 
 
 def _run(part: str, report: dict[str, Any], out: Path, *, smoke: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from runtime.kernels.gemv.triton import gemv
-from runtime.triton.layout import repack
+from runtime.triton.layout import dequantize, repack
 from runtime.triton.workspace import Workspace
 from tests.bench.gpu import peers
 from tests.bench.gpu.bandwidth import copy_gb_s
@@ -22,11 +22,16 @@ from tests.bench.gpu.peers import Peer
 from tests.bench.gpu.report import Part
 from tests.bench.gpu.sizes import Sizes
 
+TOLERANCE = 5e-3
+"""Largest error of a product, relative to its largest output: dequantized weights are rounded to half precision."""
+
 
 def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
     """A row for each of a block's four matrices and each way to multiply with it."""
     limit = copy_gb_s(sizes, device)
     part.add({"what": "copy", "gb_s": limit})
+    for bits in sizes.bits:
+        _check(part, bits, sizes, device)
     for kind, shape in sizes.shapes.items():
         if part.late():
             part.add({"what": "left out for want of time", "kind": kind})
@@ -55,6 +60,17 @@ def ours(shape: tuple[int, int], bits: int, sizes: Sizes, device: torch.device) 
     x, out, workspace = activations(1, K, device)[0], torch.empty(N, device=device), Workspace(device)
     weights = copies(weight, copies_past_cache(weight.nbytes, sizes.rotated_bytes))
     return Peer([lambda w=w: gemv(x, w, out, workspace) for w in weights], weight.nbytes)
+
+
+def _check(part: Part, bits: int, sizes: Sizes, device: torch.device) -> None:
+    """Whether the kernel computes what it should, on one matrix: speed of wrong numbers means nothing."""
+    N, K = sizes.spec.linear_shape("o")
+    weight = repack(random_linear("gemv", (N, K), bits, residual=False), device)
+    x, out = activations(1, K, device)[0], torch.full((N,), float("nan"), device=device)
+    gemv(x, weight, out, Workspace(device))
+    expected = dequantize(weight).to(device) @ x.float()
+    error = float((out - expected).abs().max() / expected.abs().max())
+    part.add({"what": "check", "bits": bits, "largest_error": float(f"{error:.2g}"), "correct": error < TOLERANCE})
 
 
 def _compare(

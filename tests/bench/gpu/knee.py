@@ -25,6 +25,9 @@ from tests.bench.gpu.matrices import RESIDUAL_BITS, activations, copies, random_
 from tests.bench.gpu.report import Part
 from tests.bench.gpu.sizes import Sizes
 
+REPEATS = 200
+"""Launches whose results are compared bit by bit."""
+
 
 class Layer:
     """One layer's operands on the device.
@@ -55,6 +58,17 @@ class Layer:
     def beside(self, selection: Selection, n_tb: int) -> list[Launch]:
         """The base product with compensation beside it."""
         return [lambda x=x, w=w: self._both(x, w, selection, n_tb) for x, w in zip(self.xs, self.weights, strict=True)]
+
+    def same_in_two_launches(self, selection: Selection, n_tb: int) -> bool:
+        """Whether the fused launch gives the bits of two launches, some hundred times in a row."""
+        x, expected = self.xs[0], torch.empty_like(self.dec)
+        compensate(x[None], selection, self.residual, expected, n_tb=n_tb, workspace=self.side_space, fused=False)
+        for _ in range(REPEATS if self.dec.device.type == "cuda" else 1):
+            self.dec.fill_(float("nan"))
+            self._compensate(x, selection, n_tb)
+            if not torch.equal(self.dec, expected):
+                return False
+        return True
 
     def _both(self, x: torch.Tensor, weight: GpuLinear, selection: Selection, n_tb: int) -> None:
         if self._side is None:
@@ -93,6 +107,9 @@ def _curve(part: Part, packed: PackedLinear, layer: Layer, n_tb: int, sizes: Siz
     for k_chunk in sizes.knee_k_chunks:
         selection = make_selection(packed, k_chunk=k_chunk, device=device)
         launches[str(k_chunk)] = layer.beside(selection, n_tb)
+        if k_chunk == sizes.knee_k_chunks[-1]:
+            point = {"kind": packed.name, "bits": packed.bits, "n_tb": n_tb, "k_chunk": k_chunk}
+            part.add({"what": "check"} | point | {"correct": layer.same_in_two_launches(selection, n_tb)})
     times = race(launches, device, rounds=max(1, sizes.rounds // 3))
     base = times["0"].p50
     N, K = packed.shape
