@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from models.packed import PackedLinear, PackedResidual
+from models.packing import packed_width
 from runtime.errors import BackendError
 from runtime.memory import size
 
@@ -41,8 +42,8 @@ class GpuResidual:
     shape: tuple[int, int]
     """(N, K) of the layer."""
     codes: torch.Tensor
-    """int32 [K, lines * 32] in page-locked memory of the CPU: [K, N] in canonical packing (`models.packing`), two halves
-    to a word at 16 bits, each row filled up with zeros to whole lines of 128 bytes."""
+    """int32 [K, lines * 32] in page-locked memory of the CPU: [K, N] in canonical packing (`models.packing`), two
+    halves to a word at 16 bits, each row filled up with zeros to whole lines of 128 bytes."""
     scales: torch.Tensor | None
     """float16 [N] on the device; None at 16 bits."""
 
@@ -166,11 +167,12 @@ def residual_to_device(
     if bits not in _BITS:
         raise ValueError(f"residuals have 2, 4, 8 or 16 bits, not {bits}")
     stored = np.ascontiguousarray(packed.codes)
-    if bits == 16 and stored.dtype == np.float16 and stored.shape == (K, N):
+    kind, width = (np.dtype(np.float16), N) if bits == 16 else (np.dtype(np.int32), packed_width(N, bits))
+    if stored.dtype != kind or stored.shape != (K, width):
+        raise ValueError(f"{stored.dtype} {list(stored.shape)} are not the {bits}-bit residuals of a layer {[N, K]}")
+    if bits == 16:
         stored = np.pad(stored, ((0, 0), (0, N % 2))).view(np.int32)
     lines = row_lines(N, bits)
-    if stored.dtype != np.int32 or stored.shape[0] != K or not 0 <= lines * LINE_WORDS - stored.shape[1] < LINE_WORDS:
-        raise ValueError(f"{stored.dtype} {list(stored.shape)} are not the {bits}-bit residuals of a layer {[N, K]}")
     if allocate is None:
         allocate = ordinary if torch.device(device).type == "cpu" else page_locked
     codes = allocate(K * lines * LINE_WORDS * 4).view(torch.int32).view(K, lines * LINE_WORDS)

@@ -8,8 +8,8 @@ a time: eight threads read one line with 16 bytes each, so that it crosses the b
 What limits a fetch is how many bytes are on their way: 16 to 32 GB/s at a latency near 1.5 µs are 24 to 48 KB, from all
 programs together. So the fetch is one flat loop over the tiles of all lines of a program, a pipeline of DEPTH stages:
 the compiler turns the loads into asynchronous copies to shared memory, four tiles = 8 KB ahead of their use, and across
-the border from one line to the next. Four to eight programs fill a link. (Tiles kept in registers were tried: in machine
-code, the moves that pass a tile on to the next round wait for it to arrive, so that one was on its way, not four.)
+the border from one line to the next. Four to eight programs fill a link. (Tiles kept in registers were tried: in the
+machine code, moves that pass a tile on to the next round wait for it to arrive, so that one was on its way, not four.)
 
 Words are loaded with `.cg`: a line is read once in a step, so it has no business in the first-level cache, which the
 product beside this kernel uses; it is also what asynchronous copies of 16 bytes do. `.cv` was the other candidate. It
@@ -28,7 +28,16 @@ import triton
 import triton.language as tl
 
 from runtime.kernels.select.budget import CHUNK
-from runtime.kernels.select.triton import MODES, NUM_WARPS, RANDOM, Selection, check_input, select, select_chunk
+from runtime.kernels.select.triton import (
+    MODES,
+    NUM_WARPS,
+    RANDOM,
+    SIGNATURE,
+    Selection,
+    check_input,
+    select,
+    select_chunk,
+)
 from runtime.triton.residual import LINE_WORDS, GpuResidual
 from runtime.triton.workspace import Workspace
 
@@ -185,7 +194,7 @@ def _fetch_kernel(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Program (p, m) of n_tb x M writes its lines of row m. codes [K, lines * 32], indices, values [M, k], out [M, N]."""
+    """Program (p, m) of n_tb x M writes its lines of row m. codes [K, lines * 32], indices [M, k], out [M, N]."""
     row = tl.program_id(1).to(tl.int64)
     if base_ptr is not None:
         base_ptr += row * N
@@ -397,28 +406,15 @@ def ahead() -> tuple[Ahead, ...]:
         "ROWS": "constexpr",
         "DEPTH": "constexpr",
     }
-    fused = fetch | {
-        "x_ptr": "*fp16",
-        "flag_ptr": "*i32",
-        "counters_ptr": "*i32",
-        "channels_ptr": "constexpr",
-        "positions_ptr": "constexpr",
-        "K": "i32",
-        "k_chunk": "i32",
-        "b15": "fp32",
-        "upper_scale": "fp32",
-        "lower_scale": "fp32",
-        "seed": "i32",
-        "layer": "i32",
-        "MODE": "constexpr",
-    }
-    tables = {"base_ptr": None, "channels_ptr": None, "positions_ptr": None, "MODE": MODES["approx"]}
+    fused = fetch | SIGNATURE | {"counters_ptr": "*i32"}
+    constants = {"base_ptr": None, "ROWS": ROWS, "DEPTH": DEPTH}
+    no_tables = {"channels_ptr": None, "positions_ptr": None, "MODE": MODES["approx"]}
     launches = [
         Ahead(
             name=f"compensate-b{bits}-fused",
             kernel=_compensate_kernel,
             signature=fused,
-            constants={**tables, "BITS": bits, "ROWS": ROWS, "DEPTH": DEPTH},
+            constants=constants | no_tables | {"BITS": bits},
             num_warps=NUM_WARPS,
             cooperative=True,
         )
@@ -429,8 +425,7 @@ def ahead() -> tuple[Ahead, ...]:
             name=f"compensate-b{bits}-fetch",
             kernel=_fetch_kernel,
             signature=fetch | ({"scales_ptr": "constexpr"} if bits == 16 else {}),
-            constants={"base_ptr": None, "BITS": bits, "ROWS": ROWS, "DEPTH": DEPTH}
-            | ({"scales_ptr": None} if bits == 16 else {}),
+            constants=constants | {"BITS": bits} | ({"scales_ptr": None} if bits == 16 else {}),
             num_warps=NUM_WARPS,
         )
         for bits in (4, 16)

@@ -32,6 +32,24 @@ MODES: dict[Selector, int] = {"approx": 0, "exact": 1, "static": 2, "random": 3}
 _CHUNK, _BUCKETS, _HALF = tl.constexpr(CHUNK), tl.constexpr(BUCKETS), tl.constexpr(HALF)
 _INFINITY = tl.constexpr(0x7C00)
 _ORDER_BITS = tl.constexpr((5, 15, 0, 53))
+SIGNATURE = {
+    "x_ptr": "*fp16",
+    "indices_ptr": "*i32",
+    "values_ptr": "*fp32",
+    "flag_ptr": "*i32",
+    "channels_ptr": "constexpr",
+    "positions_ptr": "constexpr",
+    "K": "i32",
+    "k": "i32",
+    "k_chunk": "i32",
+    "b15": "fp32",
+    "upper_scale": "fp32",
+    "lower_scale": "fp32",
+    "seed": "i32",
+    "layer": "i32",
+    "MODE": "constexpr",
+}
+"""Types of a selection's arguments where neither a table nor positions are given, for `Ahead`."""
 NUM_WARPS = 4
 """Warps of a program: 8 channels of a chunk for each of its 128 threads."""
 
@@ -358,28 +376,11 @@ def ahead() -> tuple[Ahead, ...]:
     """The approximate and the exact selection; widths and k are run-time numbers."""
     from runtime.triton.ahead import Ahead
 
-    signature = {
-        "x_ptr": "*fp16",
-        "indices_ptr": "*i32",
-        "values_ptr": "*fp32",
-        "flag_ptr": "*i32",
-        "channels_ptr": "constexpr",
-        "positions_ptr": "constexpr",
-        "K": "i32",
-        "k": "i32",
-        "k_chunk": "i32",
-        "b15": "fp32",
-        "upper_scale": "fp32",
-        "lower_scale": "fp32",
-        "seed": "i32",
-        "layer": "i32",
-        "MODE": "constexpr",
-    }
     return tuple(
         Ahead(
             name=f"select-{mode}",
             kernel=_select_kernel,
-            signature=signature,
+            signature=SIGNATURE,
             constants={"channels_ptr": None, "positions_ptr": None, "MODE": MODES[mode]},
             num_warps=NUM_WARPS,
         )
