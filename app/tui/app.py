@@ -166,9 +166,18 @@ class ChatApp(App[None]):
             self.show_session()
 
     @on(TuneAsked)
-    def tune(self, *, force: bool = True) -> None:
-        """Apply the budget to the model that runs; a newer wish replaces one that waits or is worked on."""
-        self.run_worker(self.session.tune(force=force), group="tune", exclusive=True, exit_on_error=False)
+    def tune(self) -> None:
+        """Measure again, and apply the budget to the model that runs."""
+        self._compensate(force=True)
+
+    def _compensate(self, *, force: bool) -> None:
+        """Apply budget or k_chunk; a newer wish replaces one that waits or is worked on."""
+        self.run_worker(self._tune(force=force), group="tune", exclusive=True, exit_on_error=False)
+
+    async def _tune(self, *, force: bool) -> None:
+        if await self.session.tune(force=force):
+            for problem in await self.session.without_effect():
+                self.notify(f"{problem.what}: {problem.fix}", severity="warning", markup=False, timeout=15)
 
     @on(RemoveAsked)
     async def remove_model(self, event: RemoveAsked) -> None:
@@ -187,7 +196,7 @@ class ChatApp(App[None]):
         if event.key == "theme":
             self.theme = themes.NAMES[self.session.settings.theme]
         elif event.key == "k_chunk" or (event.key == "budget" and self.session.settings.k_chunk is None):
-            self.tune(force=False)
+            self._compensate(force=False)
 
     def _save(self, changes: dict[str, str | int | float | None]) -> None:
         try:

@@ -22,6 +22,7 @@ from app.tui.runtime import (
     ClientLike,
     DeviceReportLike,
     ModelEntryLike,
+    ProblemLike,
     ProgressLike,
     StatusLike,
     SupervisorLike,
@@ -284,6 +285,16 @@ class Session:
                 self._tuned_by = None
         await self._ask_status()
         return done
+
+    async def without_effect(self) -> Sequence[ProblemLike]:
+        """Why the budget has no effect on the model that runs; nothing where it has one, or where k_chunk is given."""
+        status = self.status
+        if status is None or self.settings.k_chunk is not None or status.budget_percent is not None:
+            return ()
+        try:
+            return (await self.device()).problems
+        except (ClientError, OSError):
+            return ()
 
     @property
     def tuning(self) -> bool:

@@ -51,7 +51,7 @@ class DeviceScreen(Screen[None]):
             with Vertical(classes="device-columns"):
                 with Vertical(classes="device-column"):
                     yield Static("Device", classes="device-group")
-                    yield Static("", id="device-machine")
+                    yield Static("looking at the device …", id="device-machine")
                     yield Static("", markup=False, id="device-problems")
                 with Vertical(classes="device-column device-live"):
                     yield Static("Now", classes="device-group")

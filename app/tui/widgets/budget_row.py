@@ -104,8 +104,8 @@ def effect(
     if cost := _cost(status, report):
         lines.append(cost)
     lines.append(f"{speed:.1f} tok/s in the last answer" if speed is not None else "tok/s: after the next answer")
-    problems = report.problems if report is not None else ()
-    lines += [f"{problem.what} → {problem.fix}" for problem in problems if "budget" in problem.what.lower()]
+    if report is not None and settings.k_chunk is None and status.budget_percent is None:
+        lines += [f"{problem.what} → {problem.fix}" for problem in report.problems]  # why the budget has no effect
     return lines
 
 

@@ -137,20 +137,20 @@ def at(points: Points, x: float) -> float | None:
 def axis(width: int, last: int, k_chunk: int | None) -> str:
     """The horizontal axis: `0──────▲24──────128`."""
     line = ["─"] * width
-    _write(line, 0, "0")
-    _write(line, width - len(str(last)), str(last))
     if k_chunk:
         text = f"▲{k_chunk}"
         place = round(min(1.0, k_chunk / last) * (width - 1))
-        _write(line, place if place + len(text) <= width else place - len(text) + 1, _turned(text, place, width))
+        if place + len(text) > width:  # the number goes to the other side of its mark
+            text = text[1:] + text[0]
+            place -= len(text) - 1
+        _write(line, place, text)
+    _write(line, 0, "0")
+    _write(line, width - len(str(last)), str(last))
     return "".join(line)
 
 
-def _turned(text: str, place: int, width: int) -> str:
-    """The mark with its number on the side where there is room."""
-    return text if place + len(text) <= width else text[1:] + text[0]
-
-
 def _write(line: list[str], place: int, text: str) -> None:
-    if place >= 0 and place + len(text) <= len(line):
-        line[place : place + len(text)] = text
+    """Put a label where neither it nor its neighbours' cells are taken."""
+    end = place + len(text)
+    if place >= 0 and end <= len(line) and set(line[max(0, place - 1) : end + 1]) <= {"─"}:
+        line[place:end] = text

@@ -126,6 +126,8 @@ class Runtime:
     """Between two reports of tuning."""
     tune_error: str | None = None
     tuning: Tuning | None = None
+    untunable: DeviceProblem | None = None
+    """Why budgets have no effect."""
     problems: list[DeviceProblem] = field(default_factory=list)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Answers and tunings wait for each other."""
@@ -208,6 +210,10 @@ class Client:
     def _compensate(self, budget: float | None, k_chunk: int | None) -> None:
         runtime = self.runtime
         budget = 5.0 if budget is None else budget
+        if runtime.untunable is not None and k_chunk is None:
+            runtime.problems = [runtime.untunable]
+            runtime.status = replace(runtime.status, k_chunk=dict.fromkeys(CHUNKS, 0))
+            return
         runtime.tuning = None if k_chunk is not None or not budget else tuned(budget)
         if runtime.tuning is not None:
             chunks, slowdown = runtime.tuning.k_chunk, runtime.tuning.measured_slowdown_percent
@@ -391,6 +397,12 @@ class Stage:
 @pytest.fixture
 def runtime() -> Runtime:
     return Runtime()
+
+
+@pytest.fixture
+def tuned_to() -> Callable[[float], Tuning]:
+    """What the scripted tuner finds for a budget."""
+    return tuned
 
 
 @pytest.fixture
