@@ -36,6 +36,11 @@ def cache_dir() -> Path:
     return moved / "cache" if moved else Path(platformdirs.user_cache_dir(APPLICATION, appauthor=False))
 
 
+def profiles_dir() -> Path:
+    """Folder of what tuning found and measured; it is worth keeping, for measuring again takes a while."""
+    return home() / "profiles"
+
+
 def settings_file() -> Path:
     """The settings, a TOML file."""
     moved = _moved_home()

@@ -121,7 +121,9 @@ class Settings:
         high=1024,
         optional=True,
     )
-    backend: str = _setting("auto", str, "what runs the model", choices=("auto", "cpu", "reference"), reload=True)
+    backend: str = _setting(
+        "auto", str, "what runs the model", choices=("auto", "triton", "cpu", "reference"), reload=True
+    )
     temperature: float = _setting(0.7, float, "spread of sampling; 0 is greedy", low=0, high=2)
     top_p: float = _setting(0.95, float, "share of probability sampled from; 1 is all", low=0, high=1, above_low=True)
     top_k: int = _setting(40, int, "most tokens sampled from; 0 is all", low=0, high=10_000_000)

@@ -1,4 +1,4 @@
-"""The slowdown budget of a running model: how much compensation it may have here.
+"""The slowdown budget of a running model: as much compensation as it may cost, found once for a model and a device.
 
 Importing this is cheap: timers, and with them a backend, are imported when something is measured.
 
@@ -7,27 +7,38 @@ Source: QDEC §4.4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from models.errors import ModelError
+from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
+from runtime.clocks import Decided, Ratios, Readings, clocks
+from runtime.decoder import Decoder
+from runtime.device import Device, device_of
+from runtime.errors import BackendError, Cancelled, RequestError, RuntimeFailure
+from runtime.kernels.select.budget import LAYER_KINDS, k_chunk_by_type
+from runtime.profile_key import TunedModel, profile_key
+from tuner.curve import Curve
+
+if TYPE_CHECKING:
+    from tuner.profiles import Profile, ProfileKey, ProfileStore
+    from tuner.shapes import LayerShape
 
 DEFAULT_BUDGET_PERCENT = 5.0
 """Slowdown that compensation may cost where nobody said how much."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KneeCurve:
-    """How the time of one layer type grows with k_chunk.
-
-    Source: QDEC Fig. 17.
-    """
-
-    kind: str
-    """Layer type."""
-    n_tb: int
-    """Thread blocks of the compensation; 0 on a CPU."""
-    points: tuple[tuple[int, float], ...]
-    """(k_chunk, time divided by the time without compensation), k_chunk ascending."""
+PROFILES = "profiles"
+"""Folder of profiles and timings in the program's home."""
+MARGIN = 0.9
+"""Part of the budget that the final check lets a configuration use: the next measurement may be a little higher."""
+LEAST_CONTEXT = 16
+"""Positions that a decoder needs for being timed."""
+_READINGS_A_KIND = 10
+"""About how many readings the search takes of a layer type, for the progress bar."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +52,318 @@ class Tuning:
     n_tb_max: int | None
     """Most thread blocks of any layer type; None on a CPU."""
     n_tb: Mapping[str, int]
-    """Thread blocks by layer type; empty on a CPU."""
+    """Thread blocks by layer type; 0 on a CPU."""
     k_chunk: Mapping[str, int]
     """Compensated channels per 1024, by layer type."""
     predicted_slowdown_percent: float
     """From the times of the layers alone."""
     measured_slowdown_percent: float
-    """Of whole decoding steps; at most the budget unless even no compensation measured more, which is noise."""
+    """Of whole decoding steps; at most the budget."""
     seconds: float
     """How long tuning took."""
     cached: bool
     """Whether a saved profile had it."""
-    curve: tuple[KneeCurve, ...] = ()
-    """For plots."""
+    curve: tuple[Curve, ...] = ()
+    """Time against k_chunk, as far as it was measured."""
     source: str = "measured"
-    """`measured`, or `simulated` for a device that is not here."""
+    """How it was found."""
 
     def to_json(self) -> dict[str, Any]:
         """The object of `GET /runtime/device`."""
         body = asdict(self)
         body["curve"] = [{**curve, "points": [list(point) for point in curve["points"]]} for curve in body["curve"]]
         return body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Why something is not as it could be."""
+
+    what: str
+    """What is wrong, in one line."""
+    fix: str
+    """What to do about it."""
+    failure: bool = False
+    """Whether something went wrong, rather than being so by choice."""
+
+    def to_json(self) -> dict[str, str]:
+        """For people."""
+        return {"what": self.what, "fix": self.fix}
+
+
+class NoTuningError(RuntimeFailure):
+    """A budget has no effect on this model or backend. Its message says why, `fix` what to do."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"{problem.what}; {problem.fix}")
+        self.problem = problem
+
+
+def within_budget(
+    decoder: Decoder,
+    model: TunedModel,
+    *,
+    budget_percent: float,
+    profiles: ProfileStore,
+    force: bool = False,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> tuple[Tuning | None, Problem | None]:
+    """As `tune`, for a model that is to be used: what goes wrong leaves it without compensation.
+
+    Returns:
+        What was found, or what is wrong.
+
+    Raises:
+        Cancelled: `cancelled` said so.
+    """
+    from tuner.errors import TunerError
+
+    try:
+        found = tune(
+            decoder,
+            model,
+            budget_percent=budget_percent,
+            profiles=profiles,
+            force=force,
+            progress=progress,
+            cancelled=cancelled,
+        )
+    except Cancelled:
+        raise
+    except NoTuningError as error:
+        return None, error.problem
+    except (RuntimeFailure, ModelError, TunerError, OSError) as error:
+        decoder.set_k_chunk(0)
+        logger.warning("tuning %s failed, so it runs without error compensation: %s", model.name, error)
+        what = f"tuning failed, so {model.name} runs without error compensation: {error}"
+        fix = "run `lowbit-chat tune-device --force`, or choose a fixed k_chunk"
+        return None, Problem(what=what, fix=fix, failure=True)
+    return found, None
+
+
+def tune(
+    decoder: Decoder,
+    model: TunedModel,
+    *,
+    budget_percent: float,
+    profiles: ProfileStore,
+    force: bool = False,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> Tuning:
+    """Give a loaded model as much compensation as a budget allows on this device; slot 0 of its cache is overwritten.
+
+    A saved profile is applied at once. Otherwise the layers are timed, k_chunk is searched, and decoding is timed with
+    and without until the promise holds. Every timing of a layer is kept: a tuning that was stopped goes on where it
+    was, and another budget needs few new ones.
+
+    Args:
+        decoder: The loaded model; it has what was found afterwards, and what it had before if this fails.
+        model: What was loaded.
+        budget_percent: Slowdown of decoding that is allowed, in [0, 100]; 0 is no compensation.
+        profiles: Where profiles and timings are kept.
+        force: Whether to measure everything again.
+        progress: Receives reports of the phase `tune`.
+        cancelled: Asked before every measurement.
+
+    Raises:
+        NoTuningError: a budget has no effect on this model or backend.
+        RequestError: the budget is out of range.
+        Cancelled: `cancelled` said so.
+        TunerError: the device could not be timed.
+        BackendError: the device does not answer.
+
+    Source: QDEC §4.4.
+    """
+    if not 0 <= budget_percent <= 100:
+        raise RequestError(f"a slowdown budget is from 0 to 100 percent, not {budget_percent:g}")
+    problem = obstacle(decoder.backend, model, decoder.options.context)
+    if budget_percent == 0:
+        decoder.set_k_chunk(0)
+        return _off(decoder.backend if problem else str(device_of(decoder)))
+    if problem is not None:
+        decoder.set_k_chunk(0)
+        raise NoTuningError(problem)
+    device = device_of(decoder)
+    key = profile_key(device, decoder.backend, model, budget_percent)
+    profile = None if force else profiles.find(key)
+    if profile is None:
+        before = decoder.options
+        try:
+            profile = _measure(decoder, model, device, key, profiles, force, progress, cancelled)
+        except BaseException:
+            decoder.set_k_chunk(before.k_chunk, before.n_tb)
+            raise
+        _save(profiles, profile)
+        cached = False
+    else:
+        cached = True
+    decoder.set_k_chunk(profile.configuration.k_chunk, profile.configuration.n_tb)
+    return tuning_of(profile, cached=cached)
+
+
+def obstacle(backend: str, model: TunedModel, context: int) -> Problem | None:
+    """Why a budget has no effect on a model; None where it has.
+
+    Args:
+        backend: The backend that runs it.
+        model: The stored model.
+        context: Positions that it was loaded with.
+    """
+    if model.recipe.residual_bits == 0:
+        return Problem(
+            what=f"{model.name} was stored without residuals, so there is nothing to compensate with",
+            fix="quantize it again with --residual-bits 4",
+        )
+    if backend == "reference":
+        return Problem(
+            what="the reference backend is for checking numbers, not for speed, and is not tuned",
+            fix="choose another backend, or a fixed k_chunk",
+        )
+    if context < LEAST_CONTEXT:
+        return Problem(
+            what=f"a context of {context} tokens is too short to time decoding in",
+            fix=f"choose one of at least {LEAST_CONTEXT} tokens, or a fixed k_chunk",
+        )
+    return None
+
+
+def tuning_of(profile: Profile, *, cached: bool) -> Tuning:
+    """What a profile says, for people and programs."""
+    found = profile.configuration
+    return Tuning(
+        device=f"{profile.key.device} ({profile.key.capability})",
+        budget_percent=profile.key.budget_percent,
+        n_tb_max=found.n_tb_max,
+        n_tb=dict(found.n_tb),
+        k_chunk=dict(found.k_chunk),
+        predicted_slowdown_percent=found.predicted_slowdown_percent,
+        measured_slowdown_percent=profile.measured_slowdown_percent,
+        seconds=profile.seconds,
+        cached=cached,
+        curve=profile.curve,
+    )
+
+
+def layers_of(decoder: Decoder) -> list[LayerShape]:
+    """The layer types of a loaded model."""
+    from tuner.shapes import LayerShape
+
+    spec = decoder.spec
+    return [
+        LayerShape(kind, *spec.linear_shape(kind), 1 if kind == "head" else spec.num_layers) for kind in LAYER_KINDS
+    ]
+
+
+def _save(profiles: ProfileStore, profile: Profile) -> None:
+    """Keep a profile; where that is not possible, tuning is done again next time."""
+    from tuner.errors import ProfileError
+
+    try:
+        profiles.save(profile)
+    except ProfileError as error:
+        logger.warning("%s; it will be tuned again next time", error)
+
+
+def _off(device: str) -> Tuning:
+    """A budget of nothing."""
+    return Tuning(
+        device=device,
+        budget_percent=0.0,
+        n_tb_max=None,
+        n_tb={},
+        k_chunk=k_chunk_by_type(0),
+        predicted_slowdown_percent=0.0,
+        measured_slowdown_percent=0.0,
+        seconds=0.0,
+        cached=False,
+    )
+
+
+class _Work:
+    """One tuning as it goes on."""
+
+    def __init__(self, model: TunedModel, device: Device, budget_percent: float, progress: ProgressCallback) -> None:
+        self._progress = progress
+        self._about = f"{budget_percent:g} %"
+        self._done = 0
+        self._total = 0
+        self.tell(f"tuning {model.name} for {device}: how much compensation {self._about} slowdown pays for; done once")
+
+    def tell(self, message: str) -> None:
+        """Report."""
+        done = min(self._done, max(0, self._total - 1))
+        self._progress(Progress(phase="tune", done=done, total=self._total or None, unit="timings", message=message))
+
+    def expect(self, kinds: int) -> None:
+        """Guess how long it will be."""
+        self._total = (kinds + 1) * _READINGS_A_KIND
+
+    def reading(self, kind: str, k_chunk: int) -> None:
+        """A layer type is about to be timed."""
+        self.tell(f"timing {kind} with {k_chunk} channels per 1024 compensated")
+        self._done += 1
+
+    def verifying(self, k_chunk: Mapping[str, int]) -> None:
+        """Decoding is about to be timed."""
+        self._done = max(self._done, self._total - _READINGS_A_KIND) + 1
+        low, high = min(k_chunk.values()), max(k_chunk.values())
+        self.tell(f"decoding with k_chunk {low} to {high} and without, to see that {self._about} holds")
+
+
+def _measure(
+    decoder: Decoder,
+    model: TunedModel,
+    device: Device,
+    key: ProfileKey,
+    profiles: ProfileStore,
+    force: bool,
+    progress: ProgressCallback,
+    cancelled: Callable[[], bool],
+) -> Profile:
+    """Tune. Raises as `tune`."""
+    from tuner import errors, search, verify
+    from tuner.profiles import JournalTimer, Profile
+
+    began = time.perf_counter()
+    work = _Work(model, device, key.budget_percent, progress)
+    layers = layers_of(decoder)
+    work.expect(len(layers))
+    journal = profiles.journal(key)
+    if force:
+        journal.unlink(missing_ok=True)
+    try:
+        measuring = clocks(decoder, cancelled)
+        readings = Readings(JournalTimer(Ratios(measuring.layers), journal), work.reading)
+        found = search.tune(
+            layers,
+            readings,
+            budget_percent=key.budget_percent,
+            sm_count=device.sm_count,
+            limit=device.shared_bytes,
+            cancelled=cancelled,
+        )
+
+        allowed = MARGIN * key.budget_percent
+        slowdown = Decided(measuring.slowdown, allowed, work.verifying)
+        held, measured = verify.hold(found, slowdown, allowed, cancelled=cancelled)
+    except errors.Cancelled as error:
+        raise Cancelled(str(error)) from error
+    except RuntimeFailure:
+        raise
+    except RuntimeError as error:  # torch's, when a card stops answering
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BackendError(f"{device} failed while it was measured ({reason}); is it still there?") from error
+    curve = tuple(
+        Curve(kind=layer.kind, n_tb=held.n_tb[layer.kind], points=readings.curve(layer.kind, held.n_tb[layer.kind]))
+        for layer in layers
+    )
+    return Profile(
+        key=key,
+        configuration=held,
+        measured_slowdown_percent=measured,
+        curve=curve,
+        seconds=time.perf_counter() - began,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from app.cli import options
 from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, load_options
+from app.cli.load import LoadChoices, compensate, load_plan
 from app.cli.model import open_model
 from app.cli.output import Output, size
-from app.cli.services import DEMO, services_of
+from app.cli.services import DEMO, Services, services_of
+
+if TYPE_CHECKING:
+    from models.progress import Cancelled
+    from runtime.decoder import Decoder
 
 _ROUND = 256
 """Tokens to which the context is rounded up."""
@@ -35,6 +39,7 @@ def bench(
         int | None, typer.Option("--decode-tokens", min=1, help="Tokens to decode; 128.", show_default=False)
     ] = None,
     kv: options.KVOption = None,
+    budget: options.Budget = None,
     backend: options.BackendOption = None,
     as_json: options.Json = False,
 ) -> None:
@@ -50,10 +55,12 @@ def bench(
     context = -(-(prompt + decode) // _ROUND) * _ROUND
     if prompt + decode <= stored.spec.max_context:
         context = min(context, stored.spec.max_context)
-    choices = LoadChoices(kv=kv, context=context, k_chunk=0, backend=backend)
-    load_with, backend_name = load_options(stored, choices, services, output)
-    decoder, _ = services.open_decoder(stored, load_with, backend_name)
+    fixed = 0 if budget is None else None
+    choices = LoadChoices(kv=kv, context=context, k_chunk=fixed, budget=budget, backend=backend)
+    plan = load_plan(stored, choices, services, output)
+    decoder, _ = services.open_decoder(stored, plan.options, plan.backend)
     try:
+        compensate(decoder, stored, plan, services, output)
         with Interrupt() as interrupt, output.progress() as progress:
             speed = measure(
                 decoder,
@@ -62,6 +69,7 @@ def bench(
                 progress=progress,
                 cancelled=interrupt.cancelled,
             )
+            compensation = None if budget is None else _compensation(decoder, services, interrupt.cancelled)
         peak = peak_memory_bytes()
     finally:
         decoder.close()
@@ -80,6 +88,7 @@ def bench(
                 "peak_memory_bytes": peak,
                 "kv_bytes_per_token": speed.kv_bytes_per_token,
                 "device": device,
+                **(compensation or {}),
             }
         )
         return
@@ -92,3 +101,15 @@ def bench(
         f"{limit:.1f} GB/s that this machine reads"
     )
     output.text(f"peak memory   {size(peak)}, {size(speed.kv_bytes_per_token)} of cache a token")
+    if compensation is not None:
+        chosen = ", ".join(f"{kind} {count}" for kind, count in compensation["k_chunk"].items())
+        output.text(f"compensation  {compensation['slowdown_percent']:.1f} % slower than without; k_chunk: {chosen}")
+
+
+def _compensation(decoder: Decoder, services: Services, cancelled: Cancelled) -> dict[str, Any]:
+    """What compensation the decoder has, and the slowdown that is measured of it here and now, side by side."""
+    from runtime.kernels.select.budget import k_chunk_by_type
+
+    k_chunk = k_chunk_by_type(decoder.options.k_chunk)
+    slowdown = services.slowdown(decoder, cancelled) if any(k_chunk.values()) else 0.0
+    return {"slowdown_percent": slowdown, "k_chunk": k_chunk}

@@ -16,8 +16,9 @@ def explained() -> tuple[type[BaseException], ...]:
     from app.settings import SettingsError
     from models.errors import ModelError
     from runtime.errors import RuntimeFailure
+    from tuner.errors import TunerError
 
-    return (CliError, ClientError, SettingsError, ModelError, RuntimeFailure, OSError, MemoryError)
+    return (CliError, ClientError, SettingsError, ModelError, RuntimeFailure, TunerError, OSError, MemoryError)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,13 +11,15 @@ import typer
 
 from app.cli import options
 from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, k_chunk_by_type, load_options
+from app.cli.load import LoadChoices, compensate, load_plan
 from app.cli.model import find_checkpoint, open_model
 from app.cli.output import Output
 from app.cli.quantize import read_text
 from app.cli.services import Services, services_of
 
 if TYPE_CHECKING:
+    from app.cli.load import LoadPlan
+    from models.store import StoredModel
     from runtime.evaluate import EvalResult
 
 _WINDOW = 1024
@@ -38,6 +42,7 @@ def evaluate(
         int | None, typer.Option("--max-tokens", min=2, help="Cut the text after so many.", show_default=False)
     ] = None,
     k_chunk: options.KChunk = None,
+    budget: options.Budget = None,
     select: Annotated[options.Select, typer.Option("--select", help="How salient channels are chosen.")] = "approx",
     kv: options.KVOption = None,
     full_precision: Annotated[
@@ -49,15 +54,16 @@ def evaluate(
     """Measure perplexity over a text, in sliding windows."""
     if window is not None and stride is not None and stride > window:
         raise typer.BadParameter("the stride can't exceed the window", param_hint="--stride")
-    if full_precision and (k_chunk is not None or kv is not None or backend is not None):
-        raise typer.BadParameter("--full-precision has no --k-chunk, --kv or --backend")
+    options.one_of(budget, k_chunk)
+    if full_precision and any(choice is not None for choice in (k_chunk, budget, kv, backend)):
+        raise typer.BadParameter("--full-precision has no --k-chunk, --budget, --kv or --backend")
     output, services = Output(as_json=as_json), services_of(ctx)
     content = read_text(text)
     span = _Span(window=window, stride=stride, max_tokens=max_tokens)
     if full_precision:
         result, about = _full_precision(model, content, span, services, output)
     else:
-        choices = LoadChoices(kv=kv, k_chunk=k_chunk, backend=backend, select=select)
+        choices = LoadChoices(kv=kv, k_chunk=k_chunk, budget=budget, backend=backend, select=select)
         result, about = _stored(model, content, span, choices, services, output)
     if as_json:
         output.result(
@@ -100,19 +106,18 @@ def _stored(
     name: str, text: str, span: _Span, choices: LoadChoices, services: Services, output: Output
 ) -> tuple[EvalResult, dict[str, Any]]:
     """Perplexity of a stored model, and what the JSON object says about how it ran."""
-    from dataclasses import replace
-
     from runtime.evaluate import perplexity
+    from runtime.kernels.select.budget import k_chunk_by_type
     from runtime.tokenizer import Tokenizer
 
     model = open_model(name, services, output)
     maximum = model.spec.max_context
     window = span.window(maximum)
-    load, backend = load_options(model, replace(choices, context=window), services, output)
-    compensated = load.k_chunk != 0
-    load = replace(load, measure_recall=compensated and load.select == "approx")
+    plan = load_plan(model, replace(choices, context=window), services, output)
+    load = replace(plan.options, k_chunk=_k_chunk(model, plan, services, output))
+    load = replace(load, measure_recall=load.k_chunk != 0 and load.select == "approx")
     tokens = span.cut(Tokenizer(model.tokenizer_path).encode(text))
-    decoder, _ = services.open_decoder(model, load, backend)
+    decoder, _ = services.open_decoder(model, load, plan.backend)
     try:
         with Interrupt() as interrupt, output.progress() as progress:
             result = perplexity(decoder, tokens, window, span.stride(maximum), progress, interrupt.cancelled)
@@ -120,6 +125,19 @@ def _stored(
         decoder.close()
     about = {"kv": load.kv, "bits": model.recipe.bits, "k_chunk": k_chunk_by_type(load.k_chunk), "select": load.select}
     return result, about
+
+
+def _k_chunk(model: StoredModel, plan: LoadPlan, services: Services, output: Output) -> Mapping[str, int] | int:
+    """The compensation to evaluate; a budget is tuned with a decoder of its own, that need not measure recall."""
+    if not plan.budget:
+        return plan.options.k_chunk
+    decoder, _ = services.open_decoder(model, replace(plan.options, select="approx"), plan.backend)
+    try:
+        compensate(decoder, model, plan, services, output)
+        chosen = decoder.options.k_chunk
+    finally:
+        decoder.close()
+    return chosen if isinstance(chosen, int) or any(chosen.values()) else 0
 
 
 def _full_precision(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
+from app.cli.interrupt import Interrupt
 from app.cli.output import Output
 from app.cli.services import Services
 
 if TYPE_CHECKING:
+    from app.settings import Settings
     from models.store import StoredModel
-    from runtime.decoder import DecoderOptions, KVKind
+    from runtime.decoder import Decoder, DecoderOptions, KVKind
+    from runtime.tuning import Tuning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +26,29 @@ class LoadChoices:
     """Tokens of context."""
     k_chunk: int | None = None
     """Salient channels per 1024 of every layer."""
+    budget: float | None = None
+    """Slowdown that compensation may cost, in percent."""
     backend: str | None = None
     """What runs the model."""
     select: Literal["approx", "exact", "static", "random"] = "approx"
     """How salient channels are chosen."""
 
 
-def load_options(
-    model: StoredModel, choices: LoadChoices, services: Services, output: Output
-) -> tuple[DecoderOptions, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """How a model is loaded here."""
+
+    options: DecoderOptions
+    """For the decoder; without compensation where the budget decides later."""
+    backend: str
+    """Name of the backend, or `auto`."""
+    budget: float | None
+    """Slowdown that compensation may cost, in percent; None where k_chunk is fixed."""
+    asked: bool
+    """Whether the person asked for this budget on the command line."""
+
+
+def load_plan(model: StoredModel, choices: LoadChoices, services: Services, output: Output) -> LoadPlan:
     """How to load a model here, after the settings and the memory plan.
 
     Args:
@@ -41,50 +57,81 @@ def load_options(
         services: The machine and its memory.
         output: For what the person should know.
 
-    Returns:
-        The options, and the backend's name or `auto`.
-
     Raises:
         SettingsError: a setting is not acceptable.
         RuntimeFailure: the choices do not go together, or memory does not suffice.
     """
     from app.settings import load
     from runtime.decoder import DecoderOptions
-    from runtime.kernels.select.budget import default_k_chunk
-    from runtime.memory import DEFAULT_CONTEXT, ModelSizes, plan
+    from runtime.memory import DEFAULT_CONTEXT, ModelSizes
     from runtime.open import preparation
+    from runtime.placement import place
 
-    settings = load({"kv": choices.kv, "k_chunk": choices.k_chunk, "backend": choices.backend})
-    k_chunk = default_k_chunk(model.recipe.residual_bits) if settings.k_chunk is None else settings.k_chunk
+    settings = load(
+        {"kv": choices.kv, "k_chunk": choices.k_chunk, "budget": choices.budget, "backend": choices.backend}
+    )
+    k_chunk, budget = compensation(settings, asked=choices.budget)
     kv = cast("KVKind", settings.kv)
     summary = model.info.summary
-    planned = plan(
+    placed = place(
         model.spec,
         ModelSizes(weight_bytes=summary.gpu_bytes, residual_bytes=summary.residual_bytes),
         kv=kv,
         context=_context(choices.context, settings.context, model.spec.max_context),
-        backend="reference" if settings.backend == "reference" else "cpu",
-        compensated=k_chunk > 0,
+        backend=settings.backend,
+        compensated=bool(k_chunk or budget),
         memory=services.memory(),
     )
+    planned = placed.plan
     if choices.context is None and planned.context < min(model.spec.max_context, settings.context or DEFAULT_CONTEXT):
         output.note(f"the context is {planned.context} tokens: no more fits what memory is free")
     options = DecoderOptions(
         kv=kv,
         context=planned.context,
-        k_chunk=k_chunk,
+        k_chunk=k_chunk or 0,
         select=choices.select,
     )
-    if first := preparation(settings.backend):
+    if first := preparation(placed.backend):
         output.note(first)
-    return options, settings.backend
+    return LoadPlan(options=options, backend=placed.backend, budget=budget, asked=choices.budget is not None)
 
 
-def k_chunk_by_type(k_chunk: Mapping[str, int] | int) -> dict[str, int]:
-    """k_chunk of every type of layer, as `--json` writes it."""
-    from runtime.kernels.select.budget import LAYER_KINDS, k_chunk_of
+def compensation(settings: Settings, *, asked: float | None = None) -> tuple[int | None, float | None]:
+    """What decides the compensation: (k_chunk, None) or (None, budget in percent).
 
-    return {kind: k_chunk_of(k_chunk, kind) for kind in LAYER_KINDS}
+    Args:
+        settings: A k_chunk in them goes before a budget in them.
+        asked: A budget of the command line, which goes before both.
+    """
+    from runtime.tuning import DEFAULT_BUDGET_PERCENT
+
+    if asked is not None:
+        return None, asked
+    if settings.k_chunk is not None:
+        return settings.k_chunk, None
+    return None, DEFAULT_BUDGET_PERCENT if settings.budget is None else settings.budget
+
+
+def compensate(
+    decoder: Decoder, model: StoredModel, plan: LoadPlan, services: Services, output: Output
+) -> Tuning | None:
+    """Give a model that was just loaded the compensation that its plan's budget pays for, with progress.
+
+    Returns:
+        What the tuner found; None where there is no budget, or it has no effect, which is said.
+
+    Raises:
+        KeyboardInterrupt: the person stopped the tuning; what was measured is kept for the next time.
+    """
+    if not plan.budget:
+        return None
+    with Interrupt() as interrupt, output.progress() as progress:
+        found, problem = services.within_budget(
+            decoder, model, budget_percent=plan.budget, progress=progress, cancelled=interrupt.cancelled
+        )
+    if problem is not None and (problem.failure or plan.asked):
+        output.note(f"{problem.what}; {problem.fix}")
+    return found
 
 
 def _context(asked: int | None, setting: int | None, maximum: int) -> int | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from app.cli import bench, config, doctor, evaluate, pull, quantize, run, serve, stored
+from app.cli import bench, config, doctor, evaluate, pull, quantize, run, serve, stored, tune_device
 from app.cli.errors import CliError, explained, in_one_line
 from app.cli.output import NAME
 
@@ -74,6 +74,7 @@ app.command("rm")(stored.remove)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
+app.command("tune-device")(tune_device.tune_device)
 app.command("doctor")(doctor.doctor)
 app.add_typer(config.app, name="config")
 

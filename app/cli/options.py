@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import typer
 
 KV = Literal["fp16", "int8"]
-Backend = Literal["auto", "cpu", "reference"]
+Backend = Literal["auto", "triton", "cpu", "reference"]
 Select = Literal["approx", "exact", "static", "random"]
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and math.isnan(value):
+        raise typer.BadParameter("not a number")
+    return value
+
+
+def one_of(budget: float | None, k_chunk: int | None) -> None:
+    """Refuse a budget beside a k_chunk.
+
+    Raises:
+        typer.BadParameter: both are given.
+    """
+    if budget is not None and k_chunk is not None:
+        raise typer.BadParameter("a budget and a k_chunk exclude each other", param_hint="--budget")
 
 
 def complete_stored(incomplete: str) -> list[str]:
@@ -43,6 +60,18 @@ KChunk = Annotated[
         min=0,
         max=1024,
         help="Salient channels compensated per 1024 input channels of every layer; 0: none.",
+        show_default=False,
+    ),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        "--budget",
+        metavar="PCT",
+        min=0,
+        max=100,
+        callback=_finite,
+        help="Slowdown of decoding that compensation may cost, in percent; 0: none. Excludes --k-chunk.",
         show_default=False,
     ),
 ]

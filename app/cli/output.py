@@ -41,6 +41,10 @@ class Output:
             sys.stdout.write(_shown(piece))
             sys.stdout.flush()
 
+    def picture(self, text: str) -> None:
+        """Write a picture of the program's own making, colours included."""
+        print(text.rstrip("\n"))
+
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Write rows in aligned columns; columns whose cells begin with a digit are aligned to the right."""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -10,7 +10,7 @@ import typer
 
 from app.cli import options
 from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, k_chunk_by_type, load_options
+from app.cli.load import LoadChoices, compensate, load_plan
 from app.cli.model import open_model
 from app.cli.output import Output
 from app.cli.services import services_of
@@ -63,6 +63,7 @@ def run(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
     k_chunk: options.KChunk = None,
+    budget: options.Budget = None,
     kv: options.KVOption = None,
     context: options.Context = None,
     backend: options.BackendOption = None,
@@ -71,6 +72,7 @@ def run(
     """Answer a prompt, or talk on a terminal."""
     if raw and system is not None:
         raise typer.BadParameter("--raw continues plain text, which has no system prompt: leave out --system")
+    options.one_of(budget, k_chunk)
     output, services = Output(as_json=as_json), services_of(ctx)
     text = _prompt(prompt, output)
     if not text and (as_json or not _on_terminal()):
@@ -99,10 +101,11 @@ def run(
         stop=tuple(stop or ()),
     )
     stored = open_model(model, services, output)
-    choices = LoadChoices(kv=kv, context=context, k_chunk=k_chunk, backend=backend)
-    decoder_options, backend_name = load_options(stored, choices, services, output)
-    engine = services.open_engine(stored, decoder_options, backend_name)
+    choices = LoadChoices(kv=kv, context=context, k_chunk=k_chunk, budget=budget, backend=backend)
+    plan = load_plan(stored, choices, services, output)
+    engine = services.open_engine(stored, plan.options, plan.backend)
     try:
+        compensate(engine.decoder, stored, plan, services, output)
         if text:
             _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, raw=raw)
         else:
@@ -151,6 +154,8 @@ def _answer(
 
 def _summary(engine: Engine, model: StoredModel, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
     """The JSON object of an answer."""
+    from runtime.kernels.select.budget import k_chunk_by_type
+
     decoder = engine.decoder
     return {
         "text": text,

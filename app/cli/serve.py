@@ -41,27 +41,33 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    k_chunk: options.KChunk = None,
+    budget: options.Budget = None,
 ) -> None:
     """Serve the stored models to OpenAI clients, on this machine only unless told otherwise."""
+    options.one_of(budget, k_chunk)
     output, services = Output(), services_of(ctx)
 
+    from app.cli.load import compensation
     from app.settings import load
     from runtime.server import serve as server
-    from runtime.server.records import LoadRequest
+    from runtime.server.records import LoadRequest, TuneRequest
 
-    settings = load({"model": model})
+    settings = load({"model": model, "k_chunk": k_chunk, "budget": budget})
+    fixed, percent = compensation(settings, asked=budget)
     request = None
     if settings.model is not None:
         request = LoadRequest(
             model=open_model(settings.model, services, output).name,
             kv=cast("KVKind", settings.kv),
-            k_chunk=settings.k_chunk,
+            k_chunk=fixed,
+            budget=percent,
             context=settings.context,
             backend=settings.backend,
         )
     with output.progress() as progress:
         code = server.run(
-            services.service(),
+            services.service(TuneRequest(k_chunk=fixed, budget=percent)),
             host=host,
             port=port,
             token=token,

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from models.store import Store, StoredModel, StoredModelInfo
     from runtime.decoder import Decoder, DecoderOptions
     from runtime.engine import Engine
+    from runtime.server.records import TuneRequest
     from runtime.server.service import Service
+    from runtime.tuning import Problem, Tuning
     from tuner.bandwidth import ReadBandwidth
     from tuner.detect import Machine, MemoryInfo
+    from tuner.profiles import ProfileStore
 
 DEMO = "demo"
 """The name of the bundled model."""
@@ -108,14 +111,14 @@ class Services:
             cancelled=cancelled,
         )
 
-    def service(self) -> Service:
-        """What a server serves: the stored models and the bundled one."""
+    def service(self, compensation: TuneRequest) -> Service:
+        """What a server serves: the stored models and the bundled one, compensated like this."""
         prepare_folders()
         from app.paths import home
         from assets import demo_path
         from runtime.server.loading import Bundle, open_service
 
-        return open_service(home(), Bundle(models={DEMO: demo_path()}))
+        return open_service(home(), Bundle(models={DEMO: demo_path()}), compensation=compensation)
 
     def open_engine(self, model: StoredModel, options: DecoderOptions, backend: str) -> Engine:
         """Load a model with its tokenizer."""
@@ -130,6 +133,64 @@ class Services:
         from runtime.open import open_decoder
 
         return open_decoder(model, options, backend)
+
+    def profiles(self) -> ProfileStore:
+        """Where tuning keeps what it found."""
+        from app.paths import profiles_dir
+        from tuner.profiles import ProfileStore
+
+        return ProfileStore(profiles_dir())
+
+    def within_budget(
+        self,
+        decoder: Decoder,
+        model: StoredModel,
+        *,
+        budget_percent: float,
+        progress: ProgressCallback,
+        cancelled: Cancelled,
+    ) -> tuple[Tuning | None, Problem | None]:
+        """Give a loaded model the compensation that a budget pays for, tuned first where no profile is saved."""
+        from runtime.tuning import within_budget
+
+        return within_budget(
+            decoder,
+            model,
+            budget_percent=budget_percent,
+            profiles=self.profiles(),
+            progress=progress,
+            cancelled=cancelled,
+        )
+
+    def tune(
+        self,
+        decoder: Decoder,
+        model: StoredModel,
+        *,
+        budget_percent: float,
+        force: bool,
+        progress: ProgressCallback,
+        cancelled: Cancelled,
+    ) -> Tuning:
+        """Tune a loaded model, or find its saved profile."""
+        from runtime.tuning import tune
+
+        return tune(
+            decoder,
+            model,
+            budget_percent=budget_percent,
+            profiles=self.profiles(),
+            force=force,
+            progress=progress,
+            cancelled=cancelled,
+        )
+
+    def slowdown(self, decoder: Decoder, cancelled: Cancelled) -> float:
+        """Measured slowdown, in percent, of decoding with the compensation that a loaded model has now."""
+        from runtime.timing import DecodeTimer
+
+        timer = DecodeTimer(decoder, cancelled=cancelled)
+        return timer.slowdown(decoder.options.k_chunk, decoder.options.n_tb)
 
     def memory(self) -> MemoryInfo:
         """Main memory now."""
@@ -161,8 +222,9 @@ def prepare_folders() -> None:
 
     A system that refuses is passed over: what is bundled runs without them, and `doctor` tells.
     """
-    from app.paths import cache_dir, home, private_folder
+    from app.paths import cache_dir, home, private_folder, profiles_dir
 
     with contextlib.suppress(OSError):
         private_folder(home())
+        private_folder(profiles_dir())
         private_folder(cache_dir())

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from models.errors import StoreError
 from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback
 from models.store import Store, StoredModel, StoredModelInfo
+from runtime.decoder import Decoder
 from runtime.errors import Cancelled, RequestError
-from runtime.server.records import LoadedModel, LoadRequest, ModelEntry
+from runtime.kernels.select.budget import k_chunk_by_type
+from runtime.server.inspecting import MachineInspector
+from runtime.server.records import LoadedModel, LoadRequest, ModelEntry, TuneRequest
 from runtime.server.service import Service
+from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, within_budget
+from tuner.profiles import ProfileStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +78,21 @@ class StoreCatalogue:
 
 
 class StoreLoader:
-    """Loads models of a catalogue with `runtime.open`."""
+    """Loads models of a catalogue with `runtime.open`, and tunes them.
 
-    def __init__(self, catalogue: StoreCatalogue) -> None:
+    Args:
+        catalogue: Where the models are.
+        profiles: Folder of tuning profiles.
+        compensation: What applies to a model that is loaded with neither a k_chunk nor a budget.
+    """
+
+    def __init__(self, catalogue: StoreCatalogue, profiles: Path, compensation: TuneRequest | None = None) -> None:
         self._catalogue = catalogue
+        self._profiles = profiles
+        self._compensation = compensation or TuneRequest(budget=DEFAULT_BUDGET_PERCENT)
 
     def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
-        """Load a model. A context longer than the model's own is cut to it.
+        """Load a model, and tune it to its budget. A context longer than the model's own is cut to it.
 
         Raises:
             Cancelled: `cancelled` said so.
@@ -87,9 +100,9 @@ class StoreLoader:
             RuntimeFailure: memory does not suffice, or the backend cannot run it.
         """
         from runtime.decoder import DecoderOptions
-        from runtime.kernels.select.budget import LAYER_KINDS, default_k_chunk, k_chunk_of
-        from runtime.memory import ModelSizes, describe, plan
+        from runtime.memory import ModelSizes, describe
         from runtime.open import open_engine, preparation
+        from runtime.placement import place
 
         def report(phase: str, message: str) -> None:
             if cancelled():
@@ -99,26 +112,28 @@ class StoreLoader:
         report("open", f"opening {request.model}")
         model = self._catalogue.open(request.model)
         summary = model.info.summary
-        k_chunk = default_k_chunk(model.recipe.residual_bits) if request.k_chunk is None else request.k_chunk
-        by_type = {kind: k_chunk_of(k_chunk, kind) for kind in LAYER_KINDS}
-        planned = plan(
+        wanted = self._compensation
+        if request.k_chunk is not None or request.budget is not None:
+            wanted = TuneRequest(budget=request.budget, k_chunk=request.k_chunk)
+        by_type = k_chunk_by_type(wanted.k_chunk or 0)
+        placed = place(
             model.spec,
             ModelSizes(weight_bytes=summary.gpu_bytes, residual_bytes=summary.residual_bytes),
             kv=request.kv or "fp16",
             context=None if request.context is None else min(request.context, model.spec.max_context),
-            backend="reference" if request.backend == "reference" else "cpu",
-            compensated=any(by_type.values()),
+            backend=request.backend,
+            compensated=any(by_type.values()) or (wanted.k_chunk is None and bool(wanted.budget)),
         )
-        if first := preparation(request.backend):
+        if first := preparation(placed.backend):
             report("compile", first)
         else:
-            report("load", f"loading {request.model}: {describe(planned)}")
-        options = DecoderOptions(kv=request.kv or "fp16", context=planned.context, k_chunk=by_type)
-        engine = open_engine(model, options, request.backend)
+            report("load", f"loading {request.model}: {describe(placed.plan)}")
+        options = DecoderOptions(kv=request.kv or "fp16", context=placed.plan.context, k_chunk=by_type)
+        engine = open_engine(model, options, placed.backend)
         if cancelled():
             engine.close()
             raise Cancelled("the load was stopped")
-        return LoadedModel(
+        loaded = LoadedModel(
             name=request.model,
             engine=engine,
             backend=engine.decoder.backend,
@@ -130,21 +145,87 @@ class StoreLoader:
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
         )
+        if wanted.k_chunk is not None:
+            return loaded
+        try:
+            return self._tuned(loaded, model, wanted, progress, cancelled)
+        except BaseException:
+            engine.close()
+            raise
+
+    def tune(
+        self, loaded: LoadedModel, request: TuneRequest, progress: ProgressCallback, cancelled: CancelledCheck
+    ) -> LoadedModel:
+        """Change the compensation of a loaded model.
+
+        Raises:
+            Cancelled: `cancelled` said so; the model stays as it was.
+            RequestError: the model has no residuals, and a k_chunk asks for compensation.
+            ModelError: the model's files are gone.
+        """
+        if request.k_chunk is not None:
+            by_type = k_chunk_by_type(request.k_chunk)
+            _decoder(loaded).set_k_chunk(by_type)
+            return replace(loaded, k_chunk=by_type, tuning=None, problems=())
+        return self._tuned(loaded, self._catalogue.open(loaded.name), request, progress, cancelled)
+
+    def _tuned(
+        self,
+        loaded: LoadedModel,
+        model: StoredModel,
+        request: TuneRequest,
+        progress: ProgressCallback,
+        cancelled: CancelledCheck,
+    ) -> LoadedModel:
+        decoder = _decoder(loaded)
+        found, problem = within_budget(
+            decoder,
+            model,
+            budget_percent=DEFAULT_BUDGET_PERCENT if request.budget is None else request.budget,
+            profiles=ProfileStore(self._profiles),
+            force=request.force,
+            progress=progress,
+            cancelled=cancelled,
+        )
+        return replace(
+            loaded,
+            k_chunk=k_chunk_by_type(decoder.options.k_chunk),
+            tuning=found,
+            problems=() if problem is None else (problem,),
+        )
 
 
-def open_service(home: Path, bundle: Bundle, *, idle_unload_s: float | None = None) -> Service:
+def _decoder(loaded: LoadedModel) -> Decoder:
+    """The decoder of a model that this loader loaded; what its cache holds is forgotten, for it may be overwritten."""
+    from runtime.engine import Engine
+
+    assert isinstance(loaded.engine, Engine)
+    loaded.engine.forget()
+    return loaded.engine.decoder
+
+
+def open_service(
+    home: Path, bundle: Bundle, *, compensation: TuneRequest | None = None, idle_unload_s: float | None = None
+) -> Service:
     """The service of the models under a home folder.
 
     Args:
-        home: The program's folder; the store is `<home>/models`.
+        home: The program's folder; the store is `<home>/models`, tuning profiles are in `<home>/profiles`.
         bundle: What came with the program.
+        compensation: What applies to models that are loaded with neither a k_chunk nor a budget.
         idle_unload_s: Unload a model after so many seconds without a request; None: never.
     """
     from runtime.server.making import StoreWorkshop
 
     store = Store(home / "models")
     catalogue = StoreCatalogue(store, bundle.models)
-    return Service(StoreLoader(catalogue), catalogue, StoreWorkshop(store, bundle), idle_unload_s=idle_unload_s)
+    return Service(
+        StoreLoader(catalogue, home / PROFILES, compensation),
+        catalogue,
+        StoreWorkshop(store, bundle),
+        inspector=MachineInspector(home / PROFILES),
+        idle_unload_s=idle_unload_s,
+    )
 
 
 def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:

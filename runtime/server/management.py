@@ -142,7 +142,7 @@ class ManagementInterface:
                 "machine": {**facts.machine, "backend": status.backend, "reason": status.reason},
                 "bandwidth_gb_s": facts.bandwidth_gb_s,
                 "tuning": None if tuning is None else tuning.to_json(),
-                "problems": [asdict(problem) for problem in facts.problems],
+                "problems": [problem.to_json() for problem in facts.problems],
             }
         )
 

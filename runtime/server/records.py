@@ -10,7 +10,7 @@ from models.progress import Cancelled, ProgressCallback
 from runtime.decoder import KVKind
 from runtime.engine import Piece
 from runtime.sampling import SamplingOptions
-from runtime.tuning import Tuning
+from runtime.tuning import Problem, Tuning
 
 State = Literal["empty", "loading", "ready", "generating", "failed"]
 
@@ -43,16 +43,6 @@ class TuneRequest:
     """Compensated channels per 1024, instead of a budget."""
     force: bool = False
     """Whether to measure again even if a profile was saved."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Something that is wrong with the device, or with the model on it."""
-
-    what: str
-    """What is wrong, in one line."""
-    fix: str
-    """What to do about it."""
 
 
 class EngineLike(Protocol):

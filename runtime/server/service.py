@@ -25,13 +25,12 @@ from runtime.server.records import (
     Inspector,
     Loader,
     LoadRequest,
-    Problem,
     Status,
     TuneRequest,
     Workshop,
 )
 from runtime.server.slot import ModelSlot
-from runtime.tuning import Tuning
+from runtime.tuning import Problem, Tuning
 
 MAX_WAITING = 64
 """Requests that may wait for their turn; more are refused with 503."""

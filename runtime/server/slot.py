@@ -68,7 +68,7 @@ class ModelSlot:
             k_chunk=dict(loaded.k_chunk),
             budget_percent=loaded.tuning.budget_percent if loaded.tuning else None,
             slowdown_percent=loaded.tuning.measured_slowdown_percent if loaded.tuning else None,
-            n_tb=dict(loaded.tuning.n_tb) if loaded.tuning and loaded.tuning.n_tb else None,
+            n_tb=dict(loaded.tuning.n_tb) if loaded.tuning and loaded.tuning.n_tb_max is not None else None,
             context=loaded.context,
             weight_bytes=loaded.weight_bytes,
             kv_bytes=loaded.kv_bytes,

@@ -21,8 +21,6 @@ BUCKETS = 32
 """Buckets of the approximate top-k, one for each thread of a warp."""
 HALF = BUCKETS // 2
 """Buckets under b15, and as many from b15 up."""
-DEFAULT_K_CHUNK = 16
-"""Salient channels per 1024 where nobody asked for a number and nothing was tuned."""
 LAYER_KINDS = ("qkv", "o", "gate_up", "down", "head")
 """The keys of a budget by layer type."""
 
@@ -52,9 +50,13 @@ def k_chunk_of(k_chunk: Mapping[str, int] | int, name: str) -> int:
     return k_chunk
 
 
-def default_k_chunk(residual_bits: int) -> int:
-    """The k_chunk of a model when nobody asked for one: 0 where it keeps no residuals (`residual_bits` 0)."""
-    return DEFAULT_K_CHUNK if residual_bits else 0
+def k_chunk_by_type(k_chunk: Mapping[str, int] | int) -> dict[str, int]:
+    """k_chunk of every layer type.
+
+    Raises:
+        RequestError: as `k_chunk_of`.
+    """
+    return {kind: k_chunk_of(k_chunk, kind) for kind in LAYER_KINDS}
 
 
 def chunk_budget(width: int, k_chunk: int) -> int:

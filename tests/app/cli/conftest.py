@@ -159,6 +159,12 @@ class TinyServices(Services):
         return ReadBandwidth(gb_s=10.0, threads=1, buffer_bytes=1, boot="")
 
 
+@pytest.fixture(autouse=True)
+def without_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that say nothing of a budget must not tune."""
+    monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "0")
+
+
 @pytest.fixture
 def services(checkpoint: Path, packed: Path, tmp_path: Path) -> TinyServices:
     """Services with an empty store."""

@@ -20,13 +20,13 @@ from runtime.server.records import (
     LoadedModel,
     LoadRequest,
     ModelEntry,
-    Problem,
     QuantizeRequest,
     TuneRequest,
 )
 from runtime.server.service import Service
 from runtime.stopping import StopMatcher
-from runtime.tuning import KneeCurve, Tuning
+from runtime.tuning import Problem, Tuning
+from tuner.curve import Curve
 
 CONTEXT = 200
 SLOW_BUDGET = 77.0
@@ -160,7 +160,7 @@ def tuning(budget: float) -> Tuning:
         measured_slowdown_percent=budget - 1,
         seconds=1.5,
         cached=False,
-        curve=(KneeCurve(kind="qkv", n_tb=0, points=((0, 1.0), (8, 1.25))),),
+        curve=(Curve(kind="qkv", n_tb=0, points=((0, 1.0), (8, 1.25))),),
     )
 
 

@@ -37,6 +37,11 @@ def catalogue(store: Store) -> StoreCatalogue:
     return StoreCatalogue(store, BUNDLE.models)
 
 
+@pytest.fixture
+def loader(catalogue: StoreCatalogue, tmp_path: Path) -> StoreLoader:
+    return StoreLoader(catalogue, tmp_path / "profiles")
+
+
 def test_the_catalogue_has_bundled_and_stored_models(catalogue: StoreCatalogue) -> None:
     assert [(entry.name, entry.bundled) for entry in catalogue.entries()] == [("demo", True), ("org/copy", False)]
     found = catalogue.find("org/copy")
@@ -66,10 +71,10 @@ def test_a_bundled_model_that_is_missing_is_not_listed(store: Store, tmp_path: P
     assert [entry.name for entry in catalogue.entries()] == ["org/copy"]
 
 
-def test_what_is_loaded_is_what_was_asked_for(catalogue: StoreCatalogue) -> None:
+def test_what_is_loaded_is_what_was_asked_for(loader: StoreLoader) -> None:
     reports: list[Progress] = []
     request = LoadRequest(model="org/copy", kv="int8", k_chunk={"qkv": 8}, context=128, backend="reference")
-    loaded = StoreLoader(catalogue).load(request, reports.append, never_cancelled)
+    loaded = loader.load(request, reports.append, never_cancelled)
     try:
         assert (loaded.name, loaded.backend, loaded.kv, loaded.context) == ("org/copy", "reference", "int8", 128)
         assert loaded.k_chunk == {"qkv": 8, "o": 0, "gate_up": 0, "down": 0, "head": 0}
@@ -82,26 +87,24 @@ def test_what_is_loaded_is_what_was_asked_for(catalogue: StoreCatalogue) -> None
         loaded.engine.close()
 
 
-def test_a_context_longer_than_the_models_is_cut(catalogue: StoreCatalogue) -> None:
+def test_a_context_longer_than_the_models_is_cut(catalogue: StoreCatalogue, loader: StoreLoader) -> None:
     longest = catalogue.entries()[0].context
     request = LoadRequest(model="demo", context=10 * longest, backend="reference")
-    loaded = StoreLoader(catalogue).load(request, ignore_progress, never_cancelled)
+    loaded = loader.load(request, ignore_progress, never_cancelled)
     loaded.engine.close()
     assert loaded.context == longest
 
 
-def test_a_backend_that_is_not_there(catalogue: StoreCatalogue) -> None:
+def test_a_backend_that_is_not_there(loader: StoreLoader) -> None:
     with pytest.raises(BackendError, match="warp"):
-        StoreLoader(catalogue).load(LoadRequest(model="demo", backend="warp"), ignore_progress, never_cancelled)
+        loader.load(LoadRequest(model="demo", backend="warp"), ignore_progress, never_cancelled)
 
 
 @pytest.mark.parametrize("asks", [0, 1, 2])
-def test_a_load_can_be_stopped_at_every_step(catalogue: StoreCatalogue, asks: int) -> None:
+def test_a_load_can_be_stopped_at_every_step(loader: StoreLoader, asks: int) -> None:
     asked = iter(range(100))
     with pytest.raises(Cancelled):
-        StoreLoader(catalogue).load(
-            LoadRequest(model="demo", backend="reference"), ignore_progress, lambda: next(asked) >= asks
-        )
+        loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, lambda: next(asked) >= asks)
 
 
 async def test_the_bundled_model_answers_over_http(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 async def test_status(manager: httpx.AsyncClient) -> None:
     status = (await manager.get("/runtime/status")).json()
     wanted = (
-        "state model backend reason bits kv k_chunk budget_percent slowdown_percent n_tb context memory_bytes weight_bytes "
-        "kv_bytes pid version error"
+        "state model backend reason bits kv k_chunk budget_percent slowdown_percent n_tb context memory_bytes "
+        "weight_bytes kv_bytes pid version error"
     )
     assert set(wanted.split()) <= set(status)
     assert (status["state"], status["model"], status["error"]) == ("empty", None, None)

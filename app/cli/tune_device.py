@@ -1,0 +1,299 @@
+"""`tune-device` and `lowbit-chat tune-device`: how much compensation a slowdown budget pays for on a device."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.cli import options
+from app.cli.errors import CliError
+from app.cli.interrupt import Interrupt
+from app.cli.load import LoadChoices, load_plan
+from app.cli.model import open_model
+from app.cli.output import Output
+from app.cli.services import DEMO, Services, services_of
+
+if TYPE_CHECKING:
+    from tuner.curve import Curve
+    from tuner.search import Configuration
+    from tuner.shapes import LayerShape
+
+_CONTEXT = 512
+"""Positions that a model is loaded with to be tuned."""
+_BITS, _METHOD = 4.0, "awq"
+"""What is simulated where nothing else is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """What is shown, wherever it comes from."""
+
+    title: str
+    device: str
+    budget_percent: float
+    found: Configuration
+    measured_slowdown_percent: float | None
+    seconds: float
+    cached: bool
+    layers: Sequence[LayerShape]
+    curves: Sequence[Curve]
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented object."""
+        simulated = self.measured_slowdown_percent is None
+        return {
+            "device": self.device,
+            "budget_percent": self.budget_percent,
+            "n_tb_max": self.found.n_tb_max,
+            "n_tb": dict(self.found.n_tb),
+            "k_chunk": dict(self.found.k_chunk),
+            "predicted_slowdown_percent": self.found.predicted_slowdown_percent,
+            "measured_slowdown_percent": self.measured_slowdown_percent,
+            "seconds": self.seconds,
+            "simulated" if simulated else "measured": True,
+            "cached": self.cached,
+        }
+
+
+def tune_device(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="As for run; the model of the settings, or demo, if not given.",
+            autocompletion=options.complete_model,
+            show_default=False,
+        ),
+    ] = None,
+    budget: options.Budget = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option("--simulate", metavar="DEVICE", help="Tune a device that need not be here.", show_default=False),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", metavar="S", help="Model shape to simulate: llama-3-8b, ...", show_default=False),
+    ] = None,
+    bits: Annotated[
+        float | None, typer.Option("--bits", metavar="B", help="Bits to simulate: 3, 3.5, 4.", show_default=False)
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", metavar="M", help="Quantizer to simulate; awq.", show_default=False)
+    ] = None,
+    list_devices: Annotated[bool, typer.Option("--list-devices", help="Show what can be simulated.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg", help="Draw the knee curves into a file.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Measure again even if a profile is saved.")] = False,
+    backend: options.BackendOption = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find how much compensation a slowdown budget pays for, on this device or on a simulated one."""
+    output, services = Output(as_json=as_json), services_of(ctx)
+    if list_devices:
+        _list_devices(output)
+        return
+    _check_usage(model, budget, simulate, shape, bits, method)
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise typer.BadParameter("the plot is an SVG file: give a name that ends in .svg", param_hint="--plot")
+    if simulate is not None and shape is not None:
+        result = _simulated(
+            simulate, shape, bits or _BITS, method or _METHOD, _budget(budget), pictured=plot is not None
+        )
+    else:
+        result = _measured(model, _budget(budget), force, backend, services, output)
+    if plot is not None:
+        from tuner.plot import svg
+
+        svg(result.curves, plot, title=result.title)
+    if as_json:
+        output.result(result.to_json())
+        return
+    _show(result, output)
+    if plot is not None:
+        output.text(f"drawn into {plot}")
+
+
+def main() -> None:
+    """The `tune-device` program."""
+    from app.cli.main import main as program
+
+    sys.argv[1:1] = ["tune-device"]
+    program()
+
+
+def _check_usage(
+    model: str | None,
+    budget: float | None,
+    simulate: str | None,
+    shape: str | None,
+    bits: float | None,
+    method: str | None,
+) -> None:
+    """Refuse options that do not go together."""
+    if budget == 0:
+        raise typer.BadParameter("a budget of 0 is no compensation, so there is nothing to tune", param_hint="--budget")
+    if simulate is None and any(option is not None for option in (shape, bits, method)):
+        raise typer.BadParameter("--shape, --bits and --method belong to --simulate")
+    if simulate is not None and shape is None:
+        from tuner.shapes import SHAPES
+
+        raise typer.BadParameter(f"--simulate needs the shape of a model: --shape {'|'.join(SHAPES)}")
+    if simulate is not None and model is not None:
+        raise typer.BadParameter("a simulation needs no MODEL: its shape, bits and method stand for one")
+
+
+def _budget(asked: float | None) -> float:
+    """The budget to tune for: what was asked for, else that of the settings, unless it is none."""
+    from app.settings import load
+    from runtime.tuning import DEFAULT_BUDGET_PERCENT
+
+    return asked or load().budget or DEFAULT_BUDGET_PERCENT
+
+
+def _simulated(device: str, shape: str, bits: float, method: str, budget: float, *, pictured: bool) -> _Result:
+    """Tune a device that is not here.
+
+    Raises:
+        CliError: there is no such device or shape.
+        TunerError: bits or method can't be simulated.
+    """
+    from tuner.curve import knee_curves
+    from tuner.devices import DEVICES
+    from tuner.shapes import SHAPES
+    from tuner.simulate import tune_simulated
+
+    _known(device, DEVICES, "device", "tune-device --list-devices shows all")
+    _known(shape, SHAPES, "shape", f"there are {', '.join(SHAPES)}")
+    began = time.perf_counter()
+    found, layers, timer = tune_simulated(device, shape, bits, method, budget)
+    seconds = time.perf_counter() - began
+    spec = DEVICES[device]
+    return _Result(
+        title=f"{spec.name}, {shape} at {bits:g} bits ({method}), simulated",
+        device=device,
+        budget_percent=budget,
+        found=found,
+        measured_slowdown_percent=None,
+        seconds=seconds,
+        cached=False,
+        layers=layers,
+        curves=knee_curves(layers, timer, found, limit=spec.shared_bytes_per_block, others=pictured),
+    )
+
+
+def _known(name: str, names: Mapping[str, object], noun: str, otherwise: str) -> None:
+    import difflib
+
+    if name in names:
+        return
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise CliError(f"no {noun} is called {name!r}; {hint}{otherwise}")
+
+
+def _measured(
+    name: str | None, budget: float, force: bool, backend: options.Backend | None, services: Services, output: Output
+) -> _Result:
+    """Tune a model here, or find the profile that is saved.
+
+    Raises:
+        RuntimeFailure, ModelError, TunerError: it cannot be done.
+        KeyboardInterrupt: the person stopped it; what was measured is kept for the next time.
+    """
+    from app.settings import load
+    from runtime.tuning import layers_of
+    from tuner.search import Configuration
+
+    stored = open_model(name or load().model or DEMO, services, output)
+    context = min(_CONTEXT, stored.spec.max_context)
+    plan = load_plan(stored, LoadChoices(context=context, budget=budget, backend=backend), services, output)
+    decoder, _ = services.open_decoder(stored, plan.options, plan.backend)
+    try:
+        with Interrupt() as interrupt, output.progress() as progress:
+            tuning = services.tune(
+                decoder,
+                stored,
+                budget_percent=budget,
+                force=force,
+                progress=progress,
+                cancelled=interrupt.cancelled,
+            )
+        layers = layers_of(decoder)
+    finally:
+        decoder.close()
+    return _Result(
+        title=f"{stored.name} at {stored.recipe.bits} bits on {tuning.device}",
+        device=tuning.device,
+        budget_percent=budget,
+        found=Configuration(
+            n_tb_max=tuning.n_tb_max,
+            n_tb=tuning.n_tb,
+            k_chunk=tuning.k_chunk,
+            predicted_slowdown_percent=tuning.predicted_slowdown_percent,
+        ),
+        measured_slowdown_percent=tuning.measured_slowdown_percent,
+        seconds=tuning.seconds,
+        cached=tuning.cached,
+        layers=layers,
+        curves=tuning.curve,
+    )
+
+
+def _show(result: _Result, output: Output) -> None:
+    """For a person."""
+    from tuner.plot import terminal
+
+    found = result.found
+    blocks = found.n_tb_max is not None
+    output.text(result.title)
+    output.text()
+    rows = [["layer", "outputs", "inputs", "k_chunk", *(["n_tb"] if blocks else []), "time"]]
+    chosen = [curve for curve in result.curves if curve.n_tb == found.n_tb[curve.kind]]
+    at = {curve.kind: dict(curve.points).get(found.k_chunk[curve.kind]) for curve in chosen}
+    for layer in result.layers:
+        k_chunk = found.k_chunk[layer.kind]
+        ratio = at.get(layer.kind)
+        extra = [str(found.n_tb[layer.kind])] if blocks else []
+        share = "-" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
+        rows.append([layer.kind, str(layer.n), str(layer.k), str(k_chunk), *extra, share])
+    output.table(rows)
+    output.text()
+    size = shutil.get_terminal_size()
+    color = sys.stdout.isatty()
+    output.picture(terminal(chosen, width=min(size.columns, 100), height=min(20, size.lines), color=color))
+    output.text(_verdict(result))
+
+
+def _verdict(result: _Result) -> str:
+    predicted = result.found.predicted_slowdown_percent
+    budget = f"of the {result.budget_percent:g} % allowed"
+    if result.measured_slowdown_percent is None:
+        return f"predicted slowdown {predicted:.1f} % {budget}; simulated in {result.seconds:.2f} s"
+    whence = "from the saved profile, which took" if result.cached else "found in"
+    return (
+        f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} (the layers alone: {predicted:.1f} %); "
+        f"{whence} {result.seconds:.1f} s"
+    )
+
+
+def _list_devices(output: Output) -> None:
+    from tuner.devices import DEVICES
+
+    if output.as_json:
+        output.result({"devices": [asdict(device) for device in DEVICES.values()]})
+        return
+    rows = [["device", "memory", "GB/s", "PCIe GB/s", "SMs", "name"]]
+    for spec in DEVICES.values():
+        memory = f"{spec.memory_bytes / (1 << 30):.0f} GiB"
+        rows.append([spec.id, memory, f"{spec.memory_gb_s:g}", f"{spec.pcie_gb_s:g}", str(spec.sm_count), spec.name])
+    output.table(rows)

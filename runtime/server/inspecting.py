@@ -1,0 +1,52 @@
+"""What the server tells of the machine it runs on."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+from pathlib import Path
+
+from runtime.server.records import DeviceFacts
+from runtime.tuning import Problem
+
+
+class MachineInspector:
+    """Looks at this machine. Thread-safe.
+
+    Args:
+        folder: Where a measured bandwidth is remembered.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._gb_s: float | None = None
+
+    def __call__(self, idle: bool) -> DeviceFacts:
+        """See `runtime.server.records.Inspector`. The memory is measured once, when nothing else is."""
+        from tuner.detect import detect
+
+        machine = detect()
+        gpu = machine.gpus[0] if machine.gpus else None
+        problems = []
+        if gpu is not None and gpu.pcie is None:
+            what = f"how {gpu.name} is connected to main memory is unknown, so its link can only be measured"
+            problems.append(Problem(what=what, fix="install the card's driver, or look with: nvidia-smi -q -d PCIE"))
+        return DeviceFacts(
+            machine={
+                "cpu": asdict(machine.cpu),
+                "memory": asdict(machine.memory),
+                "gpu": None if gpu is None else asdict(gpu),
+                "pcie": None if gpu is None or gpu.pcie is None else asdict(gpu.pcie),
+            },
+            bandwidth_gb_s=self._bandwidth(idle=idle),
+            problems=problems,
+        )
+
+    def _bandwidth(self, *, idle: bool) -> float | None:
+        with self._lock:
+            if self._gb_s is None and idle:
+                from tuner.bandwidth import read_bandwidth
+
+                self._gb_s = read_bandwidth(self._folder).gb_s
+            return self._gb_s
