@@ -98,10 +98,10 @@ DEVICES = {
         _device("rtx-4060m", "RTX 4060 Laptop GPU", memory_gb=8, memory_gb_s=256, sms=24, pcie_gb_s=16,
                 clock_ghz=2.37, source=_LAPTOP + ": cores (128 an SM), memory, boost clock, upper end of the range; "
                 "16 Gbit/s on 128 bits; PCIe 4.0 x8"),
-        _device("rtx-5050m", "RTX 5050 Laptop GPU", memory_gb=8, memory_gb_s=384, sms=20, pcie_gb_s=32, clock_ghz=1.5,
-                source=_LAPTOP_50 + "boost of the 50 W variant"),
+        _device("rtx-5050m", "RTX 5050 Laptop GPU", memory_gb=8, memory_gb_s=384, sms=20, pcie_gb_s=32, clock_ghz=1.9,
+                source=_LAPTOP_50 + "boost of the 60 W variant"),
         _device("rtx-5060m", "RTX 5060 Laptop GPU", memory_gb=8, memory_gb_s=384, sms=26, pcie_gb_s=32,
-                clock_ghz=1.455, source=_LAPTOP_50 + "boost of the 45 W variant"),
+                clock_ghz=2.01, source=_LAPTOP_50 + "boost of the 60 W variant"),
         _device("rtx-5070m", "RTX 5070 Laptop GPU", memory_gb=8, memory_gb_s=384, sms=36, pcie_gb_s=32,
                 clock_ghz=2.347, source=_LAPTOP_50 + "boost, upper end of the range"),
     )

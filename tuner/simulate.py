@@ -35,17 +35,17 @@ class Constants:
     """Part of the memory bandwidth that a product with uniform weights reaches; set, not fitted."""
     codebook_efficiency: float = 0.9
     """The same for weights that are looked up in a codebook."""
-    sm_bytes_per_cycle: float = 7.63
+    sm_bytes_per_cycle: float = 7.72
     """Weight bytes that one multiprocessor works off in a cycle: the bound when too few are left to the product."""
     pcie_efficiency: float = 0.7
     """Part of the link's bandwidth that reads by single requests reach."""
     block_gb_s: float = 1.14
     """What one thread block pulls over the link, in 10^9 bytes per second, before the link is full."""
-    chunk_cycles: float = 1830.0
+    chunk_cycles: float = 1840.0
     """Selection of one chunk of 1024 channels by one block."""
     start_us: float = 9.17
     """Launch beside the product, grid barrier and the meeting of both streams, in microseconds."""
-    interference: float = 0.00974
+    interference: float = 0.00992
     """How much a second of fetching holds up the product, in seconds."""
 
 

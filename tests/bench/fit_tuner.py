@@ -1,11 +1,12 @@
 """Fits the constants of the simulated device to the AWQ column of the paper's Table 3, and writes the comparison down.
 
     python -m tests.bench.fit_tuner             search for constants and print them
+    python -m tests.bench.fit_tuner --refine    the same, near the constants in use
     python -m tests.bench.fit_tuner --write     write the comparison with the constants in use into docs/tuner.md
 
-All 20 rows (5 devices, 4 budgets) are fitted at once by a random search over six constants, each within limits that make
-physical sense; `codebook_efficiency` alone is then chosen by the SqueezeLLM column. `memory_efficiency` is set, not
-fitted: were all times twice as long, the same k_chunk would come out. The loss is the mean of
+All 20 rows (5 devices, 4 budgets) are fitted at once by a random search over six constants, each within limits that
+make physical sense; `codebook_efficiency` alone is then chosen by the SqueezeLLM column. `memory_efficiency` is set and
+not fitted: were all times twice as long, the same k_chunk would come out. The loss is the mean of
 |log((k + ½) / (k' + ½))| over layer types, and a fine for each pair of neighbours whose order is not the table's.
 """
 
@@ -54,17 +55,29 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def fit(steps: int, seed: int) -> Constants:
-    """Random search with annealing from the middle of the limits."""
+def middle() -> Constants:
+    """Constants in the middle of their limits."""
+    return replace(FITTED, **{name: rounded((low + high) / 2) for name, (low, high) in LIMITS.items()})
+
+
+def fit(start: Constants, spread: float, steps: int, seed: int) -> Constants:
+    """Random search with annealing.
+
+    Args:
+        start: Where to begin.
+        spread: Standard deviation of the first steps, of the logarithm of a constant.
+        steps: Constants to try.
+        seed: Of the random numbers.
+    """
     rng = random.Random(seed)
-    current = replace(FITTED, **{name: rounded((low + high) / 2) for name, (low, high) in LIMITS.items()})
+    current = start
     best, best_loss = current, loss(current)
     current_loss = best_loss
     for step in range(steps):
         part, changed = step / steps, {}
         for name in rng.sample(sorted(LIMITS), rng.randint(1, 3)):
             low, high = LIMITS[name]
-            value = getattr(current, name) * math.exp((0.5 * (1 - part) + 0.01) * rng.gauss(0, 1))
+            value = getattr(current, name) * math.exp((spread * (1 - part) + 0.005) * rng.gauss(0, 1))
             changed[name] = rounded(min(max(value, low), high))
         tried = replace(current, **changed)
         tried_loss = loss(tried)
@@ -123,12 +136,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=6000, help="constants to try, about 30 ms each")
     parser.add_argument("--seed", type=int, default=0, help="of the random search")
+    parser.add_argument("--refine", action="store_true", help="begin at the constants in use, with small steps")
     parser.add_argument("--write", action="store_true", help="only write the comparison into docs/tuner.md")
     arguments = parser.parse_args()
     if arguments.write:
         write(DOCUMENT)
         return
-    found = fit_codebook(fit(arguments.steps, arguments.seed))
+    start, spread = (FITTED, 0.03) if arguments.refine else (middle(), 0.5)
+    found = fit_codebook(fit(start, spread, arguments.steps, arguments.seed))
     for name, value in asdict(found).items():
         print(f"{name} = {value:g}")
     print("loss", round(loss(found), 4))
