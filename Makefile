@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: chat demo test check format bench clean
+.PHONY: chat demo test check format bench bench-gpu sanitize-gpu kernels clean
 
 chat: $(READY)
 	$(BIN)/lowbit-chat
@@ -28,6 +28,16 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m tests.bench.cpu
+
+bench-gpu: $(READY)
+	$(BIN)/python -m tests.bench.gpu
+
+sanitize-gpu: $(READY)
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/triton
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/triton
+
+kernels: $(READY)
+	$(BIN)/python -m tests.bench.kernels
 
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowbit-chat needs Python 3.11 or newer; set PYTHON=...")'
