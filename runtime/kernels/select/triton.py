@@ -166,14 +166,16 @@ def _order_of(x, channels, b15, upper_scale, lower_scale, seed, layer, position,
     if MODE == RANDOM:
         state = _mix(_mix(seed.to(tl.int64).to(tl.uint64, bitcast=True)) ^ layer.to(tl.uint64))
         key = _mix(_mix(state ^ position.to(tl.uint64)) ^ channels.to(tl.uint64)) >> 11
-        return (1 << 53) - 1 - key.to(tl.int64)
-    if MODE == EXACT:
-        return 0x7FFF - magnitude_bits.to(tl.int32)
-    # A bad value counts as 0 here: what NaN becomes as an integer is undefined.
-    magnitude = tl.where(magnitude_bits < _INFINITY, tl.abs(x.to(tl.float32)), 0.0)
-    above = tl.minimum(tl.maximum(tl.floor((magnitude - b15) * upper_scale), 0.0), _HALF - 1.0)
-    below = tl.minimum(tl.maximum(tl.floor(magnitude * lower_scale), 0.0), _HALF - 1.0)
-    return tl.where(magnitude >= b15, _HALF - 1.0 - above, _BUCKETS - 1.0 - below).to(tl.int32)
+        order = (1 << 53) - 1 - key.to(tl.int64)
+    elif MODE == EXACT:
+        order = 0x7FFF - magnitude_bits.to(tl.int32)
+    else:
+        # A bad value counts as 0 here: what NaN becomes as an integer is undefined.
+        magnitude = tl.where(magnitude_bits < _INFINITY, tl.abs(x.to(tl.float32)), 0.0)
+        above = tl.minimum(tl.maximum(tl.floor((magnitude - b15) * upper_scale), 0.0), _HALF - 1.0)
+        below = tl.minimum(tl.maximum(tl.floor(magnitude * lower_scale), 0.0), _HALF - 1.0)
+        order = tl.where(magnitude >= b15, _HALF - 1.0 - above, _BUCKETS - 1.0 - below).to(tl.int32)
+    return order
 
 
 @triton.jit
@@ -373,16 +375,18 @@ def recall(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def ahead() -> tuple[Ahead, ...]:
-    """The approximate and the exact selection; widths and k are run-time numbers."""
+    """All four selectors; widths and k are run-time numbers."""
     from runtime.triton.ahead import Ahead
 
+    tables = {"static": {"channels_ptr": "*i32"}, "random": {"positions_ptr": "*i32"}}
+    signatures = {mode: SIGNATURE | tables.get(mode, {}) for mode in MODES}
     return tuple(
         Ahead(
             name=f"select-{mode}",
             kernel=_select_kernel,
-            signature=SIGNATURE,
-            constants={"channels_ptr": None, "positions_ptr": None, "MODE": MODES[mode]},
+            signature=signature,
+            constants={name: None for name, kind in signature.items() if kind == "constexpr"} | {"MODE": MODES[mode]},
             num_warps=NUM_WARPS,
         )
-        for mode in ("approx", "exact")
+        for mode, signature in signatures.items()
     )
