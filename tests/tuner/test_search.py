@@ -216,6 +216,19 @@ def test_pooling_gives_the_nearest_curve_that_never_falls() -> None:
     assert pooled({3: 1.0}) == {3: 1.0}
 
 
+def test_a_dip_in_a_measured_curve_is_not_believed() -> None:
+    times = {0: 1.0, 1: 1.04, 2: 1.0, 3: 1.06}
+    timer = Formula(lambda kind, n_tb, k: times[k], measured=True)
+    found = tune(LAYERS[:1], timer, budget_percent=5, sm_count=None)
+    assert found.k_chunk == {"qkv": 2}
+    assert found.predicted_slowdown_percent == pytest.approx(2)
+
+
+def test_compensation_that_seems_to_speed_up_is_free() -> None:
+    timer = Formula(lambda kind, n_tb, k: 0.9 if k else 1.0, measured=True)
+    assert tune(LAYERS, timer, budget_percent=5, sm_count=None).predicted_slowdown_percent == 0
+
+
 @pytest.mark.parametrize("budget", [0, -1, 100.1, math.nan, math.inf])
 def test_a_budget_out_of_range_is_refused(budget: float) -> None:
     timer = Formula(knees(0))

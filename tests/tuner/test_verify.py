@@ -62,7 +62,7 @@ def test_a_slowdown_below_zero_holds() -> None:
 
 
 def test_a_single_outlier_changes_nothing() -> None:
-    readings = iter([2.0, 80.0, 3.0])
+    readings = iter([3.0, 80.0, 2.0])
     assert hold(FOUND, lambda *_: next(readings), 5) == (FOUND, 3.0)
 
 
