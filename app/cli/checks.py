@@ -14,6 +14,7 @@ from app.cli.output import size
 if TYPE_CHECKING:
     from app.cli.services import Services
     from models.store import Store
+    from runtime.gpu import GpuChoice
     from tuner.detect import Machine
 
 _GIB = 1 << 30
@@ -45,10 +46,11 @@ class Choice:
     """Which instructions the CPU kernels are built for; None where they can't be built."""
 
 
-def choose() -> tuple[Choice, list[Problem]]:
+def choose(gpu: GpuChoice) -> tuple[Choice, list[Problem]]:
     """Which backend a model would get, and what stands in the way of a better one."""
     from runtime.errors import BackendError
 
+    on_card = f"{gpu.reason}, and Triton's kernels run on it"
     try:
         from runtime.cpu.isa import VARIANT, supported_variants
     except (ImportError, OSError, BackendError) as error:
@@ -56,11 +58,15 @@ def choose() -> tuple[Choice, list[Problem]]:
             what=f"the CPU kernels can't be built: {error}",
             fix="correct what it says, or reinstall the program with its dependencies",
         )
+        if gpu.usable:
+            return Choice(backend="triton", reason=on_card, variant=None), [problem]
         reason = "the CPU kernels can't be built, so plain torch runs the model, slowly"
         return Choice(backend="reference", reason=reason, variant=None), [problem]
+    if gpu.usable:
+        return Choice(backend="triton", reason=on_card, variant=VARIANT), []
     best = supported_variants()[0]
     forced = "" if best == VARIANT else f" (forced; {best} would run too)"
-    reason = f"no GPU backend in this version; the CPU kernels use {VARIANT}{forced}"
+    reason = f"{gpu.reason}; the CPU kernels use {VARIANT}{forced}"
     return Choice(backend="cpu", reason=reason, variant=VARIANT), []
 
 
@@ -106,33 +112,13 @@ def check_memory(machine: Machine) -> list[Problem]:
     ]
 
 
-def check_gpu(machine: Machine, torch_cuda: str | None) -> list[Problem]:
-    """Whether a graphics card is there that nothing here can use."""
-    nvidia = [gpu for gpu in machine.gpus if gpu.vendor == "nvidia"]
-    if not nvidia or torch_cuda is not None:
-        return []
-    return [
-        Problem(
-            what=f"there is a graphics card ({nvidia[0].name}), and the installed torch was built without CUDA",
-            fix="install torch's CUDA build if you mean to use the card; this version computes on the processor anyway",
-        )
-    ]
+def check_gpu(found: GpuChoice) -> list[Problem]:
+    """Whether a graphics card is there that the program could use and does not, or knows too little of."""
+    if not found.usable:
+        return [] if found.fix is None else [Problem(what=f"the GPU is not used: {found.reason}", fix=found.fix)]
+    from runtime.server.inspecting import link_problems
 
-
-def torch_cuda() -> str | None:
-    """The CUDA version that torch was built for, read without importing torch; None without CUDA."""
-    from importlib.util import find_spec, module_from_spec, spec_from_file_location
-
-    torch = find_spec("torch")
-    if torch is None or torch.origin is None:
-        return None
-    spec = spec_from_file_location("torch_version", Path(torch.origin).with_name("version.py"))
-    if spec is None or spec.loader is None:
-        return None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cuda: str | None = getattr(module, "cuda", None)
-    return cuda
+    return [Problem(what=problem.what, fix=problem.fix) for problem in link_problems(found.gpu)]
 
 
 def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
@@ -228,7 +214,9 @@ def check_hub() -> list[Problem]:
     return []
 
 
-def all_problems(services: Services, machine: Machine, found: dict[str, str | None], *, hub: bool) -> list[Problem]:
+def all_problems(
+    services: Services, machine: Machine, gpu: GpuChoice, found: dict[str, str | None], *, hub: bool
+) -> list[Problem]:
     """Everything that is wrong here, in the order in which it is worth looking at."""
     from app import paths
 
@@ -237,7 +225,7 @@ def all_problems(services: Services, machine: Machine, found: dict[str, str | No
     checks: list[Callable[[], list[Problem]]] = [
         lambda: check_packages(found),
         lambda: check_memory(machine),
-        lambda: check_gpu(machine, torch_cuda()),
+        lambda: check_gpu(gpu),
         lambda: list(check_folders(folders)),
         check_settings,
         lambda: list(check_store(store)),

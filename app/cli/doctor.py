@@ -10,6 +10,7 @@ import typer
 from app.cli import checks, options
 from app.cli.output import Output, size
 from app.cli.services import Services, services_of
+from app.cli.tuned import profile_report
 
 if TYPE_CHECKING:
     from tuner.detect import Machine
@@ -23,8 +24,9 @@ def doctor(
     """Say what this machine has, what the program chose and why, and what is wrong."""
     output, services = Output(as_json=as_json), services_of(ctx)
     machine, versions = services.machine(), checks.versions()
-    choice, problems = checks.choose()
-    problems += checks.all_problems(services, machine, versions, hub=hub)
+    gpu = services.gpu()
+    choice, problems = checks.choose(gpu)
+    problems += checks.all_problems(services, machine, gpu, versions, hub=hub)
     read_gb_s = services.bandwidth(fresh=False).gb_s
     report = {
         "ok": not problems,
@@ -34,6 +36,7 @@ def doctor(
         "pcie": asdict(machine.gpus[0].pcie) if machine.gpus and machine.gpus[0].pcie else None,
         "backend": choice.backend,
         "reason": choice.reason,
+        "tuning": profile_report(services, machine, gpu, choice),
         "problems": [asdict(problem) for problem in problems],
     }
     if as_json:
@@ -65,5 +68,7 @@ def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list
     if not machine.gpus:
         lines.append("gpu       none")
     lines.append(f"backend   {report['backend']}: {report['reason']}")
+    if report["tuning"] is not None:
+        lines.append(f"tuning    {report['tuning']['model']}: {report['tuning']['reason']}")
     lines.append(f"models    {services.store().root}")
     return lines

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from models.store import Store, StoredModel, StoredModelInfo
     from runtime.decoder import Decoder, DecoderOptions
     from runtime.engine import Engine
+    from runtime.gpu import GpuChoice
     from runtime.server.records import TuneRequest
     from runtime.server.service import Service
     from runtime.tuning import Problem, Tuning
@@ -197,6 +198,12 @@ class Services:
         from tuner.detect import detect_memory
 
         return detect_memory()
+
+    def gpu(self) -> GpuChoice:
+        """Whether the GPU backend can run here, and why."""
+        from runtime.gpu import look
+
+        return look()
 
     def machine(self) -> Machine:
         """What this machine has."""

@@ -8,6 +8,22 @@ from pathlib import Path
 
 from runtime.server.records import DeviceFacts
 from runtime.tuning import Problem
+from tuner.detect import GpuInfo
+
+_FEW_LANES = 4
+
+
+def link_problems(gpu: GpuInfo | None) -> list[Problem]:
+    """What is wrong with the link between a card and main memory, which compensation is read over."""
+    if gpu is None:
+        return []
+    if gpu.pcie is None:
+        what = f"how {gpu.name} is connected to main memory is unknown, so only measuring tells what its link can do"
+        return [Problem(what=what, fix="update the card's driver, or look with: nvidia-smi -q")]
+    if gpu.pcie.lanes < _FEW_LANES:
+        what = f"{gpu.name} uses {gpu.pcie.lanes} PCIe lanes, so little can be compensated"
+        return [Problem(what=what, fix="put it into a slot with more lanes, or look at the mainboard's settings")]
+    return []
 
 
 class MachineInspector:
@@ -28,10 +44,6 @@ class MachineInspector:
 
         machine = detect()
         gpu = machine.gpus[0] if machine.gpus else None
-        problems = []
-        if gpu is not None and gpu.pcie is None:
-            what = f"how {gpu.name} is connected to main memory is unknown, so its link can only be measured"
-            problems.append(Problem(what=what, fix="install the card's driver, or look with: nvidia-smi -q -d PCIE"))
         return DeviceFacts(
             machine={
                 "cpu": asdict(machine.cpu),
@@ -40,7 +52,7 @@ class MachineInspector:
                 "pcie": None if gpu is None or gpu.pcie is None else asdict(gpu.pcie),
             },
             bandwidth_gb_s=self._bandwidth(idle=idle),
-            problems=problems,
+            problems=link_problems(gpu),
         )
 
     def _bandwidth(self, *, idle: bool) -> float | None:

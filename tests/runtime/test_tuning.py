@@ -60,6 +60,7 @@ class Lab:
         if len(self.points) >= self.fail_after:
             raise self.failure
         self.points.append((kind, k_chunk))
+        self.decoder.set_k_chunk({kind: k_chunk})  # a clock may, while it runs
         return 1e-3 * self.pace * (1 + STEEP[kind] * k_chunk / 1e4)
 
     def slowdown(self, k_chunk: Mapping[str, int], _n_tb: Mapping[str, int]) -> float:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from app.cli import checks
+from app.cli.services import Services
+from runtime.gpu import GpuChoice
 from runtime.lock import LockRecord
 from tuner.detect import CpuInfo, GpuInfo, Machine, MemoryInfo, PcieLink
 
@@ -44,6 +46,7 @@ def machine(services: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine
 
     def replace_machine(machine: Machine) -> None:
         services.machine = lambda: machine
+        services.gpu = lambda: GpuChoice(usable=False, reason="no NVIDIA card was found")
 
     replace_machine(MACHINE)
     monkeypatch.setattr(checks, "_LEAST_DISK", 0)
@@ -58,7 +61,7 @@ def whats(found: dict[str, Any]) -> str:
 
 def test_a_healthy_machine(answer: Answer, machine: Any, stored: str) -> None:
     found = answer("doctor")
-    assert found.keys() == {"ok", "gpu", "cpu", "memory", "pcie", "backend", "reason", "problems"}
+    assert found.keys() == {"ok", "gpu", "cpu", "memory", "pcie", "backend", "reason", "tuning", "problems"}
     assert found["problems"] == []
     assert found["ok"] is True
     assert (found["gpu"], found["pcie"]) == (None, None)
@@ -77,14 +80,64 @@ def test_for_a_person(run: Callable[..., Any], machine: Any) -> None:
     assert "torch 2" in text
 
 
-def test_a_card_that_torch_cannot_use(answer: Answer, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_torch_cannot_use(answer: Answer, machine: Any, services: Any) -> None:
     machine(replace(MACHINE, gpus=(GPU,)))
-    monkeypatch.setattr(checks, "torch_cuda", lambda: None)
+    services.gpu = lambda: GpuChoice(usable=False, reason="torch was built without CUDA", fix="install it", gpu=GPU)
     found = answer("doctor")
     assert "built without CUDA" in whats(found)
     assert (found["gpu"]["name"], found["pcie"]["lanes"]) == ("Some Card", 8)
-    monkeypatch.setattr(checks, "torch_cuda", lambda: "13.0")
-    assert answer("doctor")["ok"]
+    assert found["backend"] == "cpu"
+
+
+def test_a_card_that_can_be_used(answer: Answer, machine: Any, services: Any) -> None:
+    machine(replace(MACHINE, gpus=(GPU,)))
+    services.gpu = lambda: GpuChoice(usable=True, reason="Some Card was found", gpu=GPU)
+    found = answer("doctor")
+    assert found["ok"]
+    assert found["backend"] == "triton"
+    assert "Some Card was found" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("pcie", "said"), [(None, "is unknown"), (PcieLink(generation=3, lanes=1, gb_s=1.0), "1 PCIe lanes")]
+)
+def test_a_link_that_compensation_suffers_from(
+    answer: Answer, machine: Any, services: Any, pcie: PcieLink | None, said: str
+) -> None:
+    gpu = replace(GPU, pcie=pcie)
+    machine(replace(MACHINE, gpus=(gpu,)))
+    services.gpu = lambda: GpuChoice(usable=True, reason="Some Card was found", gpu=gpu)
+    assert said in whats(answer("doctor"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"budget": "7"}, "not tuned yet for 7 % slowdown"),
+        ({"budget": "0"}, "the slowdown budget is 0"),
+        ({"budget": "5", "k_chunk": "9"}, "fixed at 9"),
+    ],
+)
+def test_what_is_known_of_tuning(
+    answer: Answer, machine: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], said: str
+) -> None:
+    for key, value in settings.items():
+        monkeypatch.setenv(f"LOWBIT_CHAT_{key.upper()}", value)
+    found = answer("doctor")["tuning"]
+    assert said in found["reason"]
+    assert (found["model"], found["k_chunk"]) == ("demo", None)
+
+
+def test_the_profile_that_is_used(
+    answer: Answer, run: Callable[..., Any], machine: Any, services: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "60")
+    services.machine = Services.machine.__get__(services)
+    answer("tune-device", "demo", "--budget", 60)
+    found = answer("doctor")["tuning"]
+    assert found["measured_slowdown_percent"] <= 60
+    assert found["k_chunk"].keys() == {"qkv", "o", "gate_up", "down", "head"}
+    assert "60 % slowdown pays for" in run("doctor").stdout
 
 
 def test_little_memory(answer: Answer, machine: Any) -> None:
@@ -118,7 +171,7 @@ def test_a_bad_kernel_choice(services: Any, monkeypatch: pytest.MonkeyPatch) -> 
     import sys
 
     monkeypatch.setitem(sys.modules, "runtime.cpu.isa", None)
-    choice, problems = checks.choose()
+    choice, problems = checks.choose(services.gpu())
     assert (choice.backend, choice.variant) == ("reference", None)
     assert len(problems) == 1
 
@@ -176,7 +229,7 @@ def test_torch_is_asked_without_importing_it() -> None:
     import subprocess
     import sys
 
-    code = "import sys; from app.cli.checks import torch_cuda, versions; torch_cuda(); versions(); print(*sys.modules)"
+    code = "import sys; from app.cli.checks import versions; versions(); print(*sys.modules)"
     root = Path(__file__).parents[3]
     loaded = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True).stdout
     assert "torch" not in loaded.split()

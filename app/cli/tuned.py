@@ -1,0 +1,75 @@
+"""What is known of how a model was tuned to this machine, without loading it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from app.cli.services import DEMO
+
+if TYPE_CHECKING:
+    from app.cli.checks import Choice
+    from app.cli.services import Services
+    from runtime.gpu import GpuChoice
+    from tuner.detect import Machine
+
+
+def profile_report(services: Services, machine: Machine, gpu: GpuChoice, choice: Choice) -> dict[str, Any] | None:
+    """The profile that the model of the settings (or the bundled one) would run with here, and why that.
+
+    Returns:
+        `model`, `budget_percent`, `k_chunk`, `measured_slowdown_percent` and `reason`; None where settings or model
+        can't be read, which other checks tell.
+    """
+    from app.settings import SettingsError, load
+    from models.errors import ModelError
+
+    try:
+        settings = load()
+        name = settings.model or DEMO
+        model = services.demo() if name == DEMO else services.store().open(name)
+    except (SettingsError, ModelError):
+        return None
+    from app.cli.load import compensation
+    from runtime.tuning import obstacle
+
+    fixed, budget = compensation(settings)
+    report: dict[str, Any] = {
+        "model": name,
+        "budget_percent": budget,
+        "k_chunk": None,
+        "measured_slowdown_percent": None,
+        "reason": "",
+    }
+    problem = obstacle(choice.backend, model, model.spec.max_context)
+    if fixed is not None:
+        return {**report, "reason": f"k_chunk is fixed at {fixed} by the settings"}
+    if not budget:
+        return {**report, "reason": "the slowdown budget is 0, so nothing is compensated"}
+    if problem is not None:
+        return {**report, "reason": problem.what}
+    profile = services.profiles().find(_key(machine, gpu, choice, model, budget))
+    if profile is None:
+        reason = (
+            f"not tuned yet for {budget:g} % slowdown; done at its first use, or by: lowbit-chat tune-device {name}"
+        )
+        return {**report, "reason": reason}
+    chosen = ", ".join(f"{kind} {count}" for kind, count in profile.configuration.k_chunk.items())
+    measured = profile.measured_slowdown_percent
+    return {
+        **report,
+        "k_chunk": dict(profile.configuration.k_chunk),
+        "measured_slowdown_percent": measured,
+        "reason": f"k_chunk {chosen}: what {budget:g} % slowdown pays for, {measured:.1f} % measured {profile.date}",
+    }
+
+
+def _key(machine: Machine, gpu: GpuChoice, choice: Choice, model: Any, budget: float) -> Any:
+    from runtime.cpu.pool import default_threads
+    from runtime.device import card, processor
+    from runtime.profile_key import profile_key
+
+    if choice.backend == "triton" and gpu.gpu is not None:
+        device = card(gpu.gpu)
+    else:
+        device = processor(machine.cpu, choice.variant or "", default_threads())
+    return profile_key(device, choice.backend, model, budget)

@@ -1,0 +1,262 @@
+"""The slowdown budget on the command line: tune-device, and --budget of the other verbs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cli import tune_device
+from runtime import clocks as clocking
+from runtime import tuning
+from runtime.errors import BackendError
+from tuner.errors import TimerError
+
+Answer = Callable[..., dict[str, Any]]
+KINDS = ("qkv", "o", "gate_up", "down", "head")
+FIELDS = {
+    "device",
+    "budget_percent",
+    "n_tb_max",
+    "n_tb",
+    "k_chunk",
+    "predicted_slowdown_percent",
+    "measured_slowdown_percent",
+    "seconds",
+    "cached",
+}
+SIMULATED = ("--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--bits", 3, "--method", "awq")
+
+
+class Clock:
+    """A processor on which compensation costs the same everywhere: a percent for every 16 channels per 1024."""
+
+    measured = True
+
+    def __init__(self) -> None:
+        self.readings = 0
+
+    def seconds(self, _kind: str, _n_tb: int, k_chunk: int) -> float:
+        self.readings += 1
+        return 1e-3 * (1 + k_chunk / 1600)
+
+    def slowdown(self, k_chunk: Any, _n_tb: Any = None) -> float:
+        counts = {kind: 1 if kind == "head" else 2 for kind in KINDS}
+        return sum(counts[kind] * k_chunk[kind] / 16 for kind in KINDS) / sum(counts.values())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    found = clocking.Clocks(layers=clock, slowdown=clock.slowdown)
+    monkeypatch.setattr(tuning, "clocks", lambda _decoder, _cancelled: found)
+    return clock
+
+
+def test_the_json_object_has_exactly_the_documented_fields(answer: Answer, clock: Clock) -> None:
+    found = answer("tune-device", "demo", "--budget", 8)
+    assert found.keys() == FIELDS | {"measured"}
+    assert (found["budget_percent"], found["n_tb_max"], found["cached"]) == (8, None, False)
+    assert found["n_tb"] == dict.fromkeys(KINDS, 0)
+    assert set(found["k_chunk"]) == set(KINDS)
+    assert min(found["k_chunk"].values()) > 0
+    assert 0 < found["measured_slowdown_percent"] <= 8
+    readings = clock.readings
+    again = answer("tune-device", "demo", "--budget", 8)
+    assert (again["cached"], again["k_chunk"], clock.readings) == (True, found["k_chunk"], readings)
+    assert not answer("tune-device", "demo", "--budget", 8, "--force")["cached"]
+
+
+def test_for_a_person(run: Callable[..., Any], clock: Clock, tmp_path: Path) -> None:
+    file = tmp_path / "knee.svg"
+    result = run("tune-device", "--budget", 8, "--plot", file)
+    assert "demo at 4 bits on" in result.stdout
+    assert "gate_up" in result.stdout
+    assert "of the 8 % allowed" in result.stdout
+    assert "found in" in result.stdout
+    assert "k_chunk" in result.stdout
+    assert "tuning demo for" in result.stderr
+    assert file.read_text().startswith("<?xml")
+    again = run("tune-device", "--budget", 8)
+    assert "from the saved profile" in again.stdout
+    assert again.stderr == ""
+
+
+def test_the_budget_of_the_settings_and_the_default(
+    answer: Answer, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert answer("tune-device")["budget_percent"] == 5, "a budget of 0 is no answer to what to tune for"
+    monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "12.5")
+    assert answer("tune-device")["budget_percent"] == 12.5
+
+
+def test_a_simulated_device(answer: Answer, run: Callable[..., Any], tmp_path: Path) -> None:
+    found = answer("tune-device", *SIMULATED, "--budget", 2.5)
+    assert found.keys() == FIELDS | {"simulated"}
+    assert (found["device"], found["budget_percent"]) == ("rtx-4050m", 2.5)
+    assert found["measured_slowdown_percent"] is None
+    assert set(found["k_chunk"]) == set(found["n_tb"]) == {"qkv", "o", "gate_up", "down"}
+    assert found["n_tb_max"] >= max(found["n_tb"].values())
+    file = tmp_path / "knee.svg"
+    shown = run("tune-device", *SIMULATED, "--budget", 2.5, "--plot", file).stdout
+    assert "n_tb" in shown
+    assert "simulated in" in shown
+    assert file.stat().st_size > 1000
+
+
+def test_devices_are_listed(run: Callable[..., Any], answer: Answer) -> None:
+    listed = run("tune-device", "--list-devices").stdout
+    assert "rtx-4050m" in listed
+    assert "RTX 4090" in listed
+    devices = answer("tune-device", "--list-devices")["devices"]
+    assert {"id", "memory_gb_s", "pcie_gb_s", "sm_count", "source"} <= devices[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--simulate", "rtx-4050", "--shape", "llama-3-8b"], "did you mean rtx-4050m"),
+        (["--simulate", "hal-9000", "--shape", "llama-3-8b"], "--list-devices"),
+        (["--simulate", "rtx-4050m", "--shape", "llama-3-8"], "did you mean llama-3-8b"),
+        (["--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--bits", 5], "5 bits"),
+        (["--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--method", "magic"], "magic"),
+        (["demo", "--backend", "reference"], "not tuned"),
+        (["nowhere"], "no stored model 'nowhere'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(map(str, value)),
+)
+def test_what_cannot_be_tuned(error: Callable[..., str], arguments: list[object], said: str) -> None:
+    assert said in error("tune-device", *arguments)
+
+
+def test_a_model_without_residuals(
+    answer: Answer, error: Callable[..., str], run: Callable[..., Any], checkpoint: Path
+) -> None:
+    answer("quantize", checkpoint, "--residual-bits", 0, "--name", "bare")
+    assert "--residual-bits 4" in error("tune-device", "bare")
+    result = run("run", "bare", "hi", "--max-tokens", 1, "--budget", 5)
+    assert "without residuals" in result.stderr
+    assert run("run", "bare", "hi", "--max-tokens", 1).stderr == ""
+
+
+@pytest.mark.parametrize(
+    "failure", [TimerError("the device vanished; tune again"), BackendError("the card is gone; is it still there?")]
+)
+def test_a_device_that_vanishes(
+    error: Callable[..., str], answer: Answer, run: Callable[..., Any], clock: Clock, failure: Exception
+) -> None:
+    def vanished(*_: object) -> float:
+        raise failure
+
+    clock.seconds = vanished  # type: ignore[method-assign]
+    assert str(failure) in error("tune-device", "demo")
+    result = run("run", "demo", "hi", "--max-tokens", 2, "--budget", 5)
+    assert "without error compensation" in result.stderr
+    assert str(failure) in result.stderr
+    assert answer("run", "demo", "hi", "--max-tokens", 1, "--budget", 5)["k_chunk"] == dict.fromkeys(KINDS, 0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--budget", "0"],
+        ["--budget", "101"],
+        ["--budget", "-2"],
+        ["--budget", "nan"],
+        ["--simulate", "rtx-4050m"],
+        ["--shape", "llama-3-8b"],
+        ["--bits", "3"],
+        ["demo", "--simulate", "rtx-4050m", "--shape", "llama-3-8b"],
+        ["demo", "--plot", "knee.png"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_2(run: Callable[..., Any], arguments: list[str]) -> None:
+    assert "Usage: " in run("tune-device", *arguments, code=2).stderr
+
+
+def test_run_is_tuned_once_and_says_so(answer: Answer, run: Callable[..., Any], clock: Clock) -> None:
+    arguments = ("run", "demo", "hi", "--max-tokens", 2)
+    first = run(*arguments, "--budget", 8)
+    assert "tuning demo for" in first.stderr
+    found = answer(*arguments, "--budget", 8)
+    assert min(found["k_chunk"].values()) > 0
+    assert run(*arguments, "--budget", 8).stderr == ""
+    assert answer(*arguments, "--budget", 0)["k_chunk"] == dict.fromkeys(KINDS, 0)
+
+
+def test_without_a_word_the_budget_is_5(
+    answer: Answer, clock: Clock, monkeypatch: pytest.MonkeyPatch, services: Any
+) -> None:
+    monkeypatch.delenv("LOWBIT_CHAT_BUDGET")
+    asked: list[float] = []
+    within_budget = services.within_budget
+
+    def spy(*arguments: Any, budget_percent: float, **options: Any) -> Any:
+        asked.append(budget_percent)
+        return within_budget(*arguments, budget_percent=budget_percent, **options)
+
+    services.within_budget = spy
+    answer("run", "demo", "hi", "--max-tokens", 1)
+    monkeypatch.setenv("LOWBIT_CHAT_K_CHUNK", "7")
+    assert set(answer("run", "demo", "hi", "--max-tokens", 1)["k_chunk"].values()) == {7}
+    assert set(answer("run", "demo", "hi", "--max-tokens", 1, "--budget", 20)["k_chunk"].values()) != {7}
+    assert asked == [5, 20]
+
+
+def test_ctrl_c_while_tuning_is_130(run: Callable[..., Any], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    def pressed(*_: object) -> float:
+        signal.raise_signal(signal.SIGINT)
+        return 1e-3
+
+    monkeypatch.setattr(clock, "seconds", pressed)
+    run("run", "demo", "hi", "--budget", 5, code=130)
+
+
+def test_eval_with_a_budget(answer: Answer, clock: Clock, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("The quick brown fox jumps over the lazy dog.\n")
+    found = answer("eval", "demo", "--text", file, "--budget", 8)
+    assert min(found["k_chunk"].values()) > 0
+    assert found["recall"] is not None
+    fixed = answer("eval", "demo", "--text", file, "--k-chunk", found["k_chunk"]["qkv"])
+    assert fixed["tokens"] == found["tokens"]
+    assert answer("eval", "demo", "--text", file, "--budget", 0)["recall"] is None
+
+
+def test_bench_measures_what_it_costs(answer: Answer, run: Callable[..., Any], clock: Clock, services: Any) -> None:
+    services.slowdown = lambda decoder, _cancelled: clock.slowdown(decoder.options.k_chunk)
+    lengths = ("--prompt-tokens", 20, "--decode-tokens", 10)
+    found = answer("bench", "demo", *lengths, "--budget", 8)
+    assert 0 < found["slowdown_percent"] <= 8
+    assert min(found["k_chunk"].values()) > 0
+    assert "slower than without" in run("bench", "demo", *lengths, "--budget", 8).stdout
+    none = answer("bench", "demo", *lengths, "--budget", 0)
+    assert (none["slowdown_percent"], set(none["k_chunk"].values())) == (0, {0})
+
+
+def test_the_programs_own_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["tune-device", "--list-devices", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        tune_device.main()
+    assert ended.value.code == 0
+    assert len(json.loads(capsys.readouterr().out)["devices"]) >= 5
+
+
+def test_serve_passes_the_budget_on(run: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.server import serve
+    from runtime.server.records import TuneRequest
+
+    served: list[Any] = []
+    services.service = served.append
+    monkeypatch.setattr(serve, "run", lambda _service, *, model, **_: served.append(model) or 0)
+    run("serve", "--model", "demo", "--budget", 2.5)
+    run("serve", "--k-chunk", 4)
+    assert served[0] == TuneRequest(budget=2.5)
+    assert (served[1].model, served[1].budget, served[1].k_chunk) == ("demo", 2.5, None)
+    assert served[2] == TuneRequest(k_chunk=4)
