@@ -236,14 +236,14 @@ class ChatApp(App[None]):
         """Stop the answer, else the work that runs, else put a failure out of sight."""
         if await self.chat.stop():
             return
+        await self.action_stop_work()
+
+    async def action_stop_work(self) -> None:
+        """Stop loading, quantizing or tuning; where nothing runs, put a failure out of sight."""
         if self.session.working:
             await self.session.stop_work()
         else:
             self.action_dismiss_job()
-
-    async def action_stop_work(self) -> None:
-        """Stop loading, quantizing or tuning."""
-        await self.session.stop_work()
 
     def action_dismiss_job(self) -> None:
         """Put a job that ended out of sight."""

@@ -20,9 +20,11 @@ KEYS = (
     ),
     Binding("ctrl+y", "copy_answer", "copy", tooltip="Copy the last answer", id="chat.copy", priority=True, show=False),
     Binding("escape", "stop", "stop", tooltip="Stop what runs; what came of an answer stays", id="chat.stop"),
-    Binding("f2", "models", "models", tooltip="Pick, make or delete a model", id="app.models"),
-    Binding("f3", "settings", "settings", tooltip="Budget, sampling, memory, looks", id="app.settings"),
-    Binding("f4", "device", "device", tooltip="The device, and how the model is tuned to it", id="app.device"),
+    Binding("f2", "models", "models", tooltip="Pick, make or delete a model", id="app.models", priority=True),
+    Binding("f3", "settings", "settings", tooltip="Budget, sampling, memory, looks", id="app.settings", priority=True),
+    Binding(
+        "f4", "device", "device", tooltip="The device, and how the model is tuned to it", id="app.device", priority=True
+    ),
     Binding(
         "ctrl+t",
         "stop_work",
@@ -36,4 +38,4 @@ KEYS = (
     Binding("ctrl+q", "quit", "quit", tooltip="End the program", id="app.quit", priority=True, show=False),
     Binding("ctrl+c", "interrupt", "stop, or quit", tooltip="Stop, or quit", id="app.interrupt", show=False),
 )
-"""Bindings of the application."""
+"""Bindings of the application. With priority, a key typed right after one of them reaches what it opened."""

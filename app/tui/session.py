@@ -269,6 +269,7 @@ class Session:
         """
         while self.working and not self.tuning:
             await self._work.ended()
+        await self._settled.wait()
         if self._client is None or not self.ready:
             return False
         settings = self.settings

@@ -84,7 +84,8 @@ class DeviceScreen(Screen[None]):
         self.query_one(ProgressPanel).show(session.job)
         self._show_live()
         status = session.status
-        seen = (session.ready, status and (status.model, status.budget_percent), session.working, session.problem)
+        runs = status and (status.model, status.budget_percent)
+        seen = (session.ready, runs, session.working, session.generating, session.problem)
         if seen != self._seen:
             self._seen = seen
             self.run_worker(self._ask(), group="device", exclusive=True, exit_on_error=False)

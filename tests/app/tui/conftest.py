@@ -119,6 +119,8 @@ class Runtime:
     load_steps: int = 3
     load_delay_s: float = 0.0
     load_error: str | None = None
+    load_gate: asyncio.Event | None = None
+    """A load does not end before it is set."""
     dies_while_loading: bool = False
     """The process is gone at the next step of a load, once."""
     start_error: str | None = None
@@ -195,6 +197,8 @@ class Client:
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("load")
             raise
+        if runtime.load_gate is not None:
+            await runtime.load_gate.wait()
         if runtime.load_error:
             raise ClientError(runtime.load_error)
         entry = next((entry for entry in runtime.entries if entry.name == model), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -238,6 +239,29 @@ async def test_other_work_is_not_stopped_by_a_new_budget(
         await s.pilot.press("ctrl+t")
         await s.until(lambda: runtime.status.budget_percent == 10)
         assert runtime.cancelled == ["quantize"]
+
+
+async def test_a_budget_changed_during_a_load_is_applied_after_it(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.load_gate = asyncio.Event()
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.until(lambda: s.app.session.working)
+        await open_settings(s)
+        await choose(s, "right")
+        await s.until(lambda: settings.load().budget == 10)
+        await s.pilot.pause()
+        assert runtime.named("tune") == []
+        runtime.load_gate.set()
+        await s.until(lambda: runtime.status.budget_percent == 10)
+        assert [model for model, _ in runtime.named("load")] == ["demo"]
+        assert runtime.cancelled == []
+
+
+async def test_keys_typed_right_after_a_screen_was_asked_for_reach_it(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        await s.pilot.press("f3", "right", "enter")
+        await s.until(lambda: runtime.status.budget_percent == 10)
+        assert s.composer.text == ""
 
 
 async def test_another_screen_takes_along_what_was_typed(stage: Callable[..., Any], runtime: Any) -> None:

@@ -28,11 +28,12 @@ async def main():
         await stage.ready()
         await stage.ask("hi")
         await stage.answered()
-        for key in ("f2", "q", "escape", "escape", "f3", "escape"):
+        for key in ("f2", "q", "escape", "escape", "f3", "right", "enter", "f4", "r", "escape"):
             await pilot.press(key)
             await pilot.pause(0.1)
 asyncio.run(main())
 heavy = {"torch", "transformers", "numba", "numpy", "triton", "llvmlite", "huggingface_hub", "tokenizers"}
+heavy |= {"matplotlib", "plotext", "pydantic"}
 print(sorted(heavy & set(sys.modules)))
 """
 
