@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from tuner.errors import UnknownDeviceError
 
-_TABLE_2 = "QDEC Table 2; boost clock: "
-_DESKTOP = "NVIDIA, GeForce RTX 40 series product page"
-_LAPTOP = "NVIDIA, GeForce laptop GPU comparison"
+_TABLE_2 = "QDEC Table 2; boost clock as published for the "
+_DESKTOP = "reference card"
+_LAPTOP = "highest power limit of laptops"
+_LAPTOP_40 = "Published figures of the AD107 chip: active SMs, 16 Gbit/s on 128 bits; PCIe 4.0 x8; boost clock at the "
 _LAPTOP_50 = (
-    _LAPTOP
-    + ": cores (128 an SM) and memory; 24 Gbit/s on 128 bits; PCIe 5.0 x8, where the laptop wires it so; clock: "
+    "Published figures of the GB206 chip: active SMs, 24 Gbit/s on 128 bits; PCIe 5.0 x8, where the laptop wires it "
+    "so; boost clock "
 )
 
 
@@ -92,18 +93,15 @@ DEVICES = {
         _device("rtx-4070s", "RTX 4070 SUPER", memory_gb=12, memory_gb_s=504, sms=56, pcie_gb_s=32, clock_ghz=2.475,
                 source=_TABLE_2 + _DESKTOP),
         _device("rtx-4070m", "RTX 4070 Laptop GPU", memory_gb=8, memory_gb_s=256, sms=36, pcie_gb_s=16,
-                clock_ghz=2.175, source=_TABLE_2 + _LAPTOP + ", upper end of the range"),
+                clock_ghz=2.175, source=_TABLE_2 + _LAPTOP),
         _device("rtx-4050m", "RTX 4050 Laptop GPU", memory_gb=6, memory_gb_s=192, sms=20, pcie_gb_s=16,
-                clock_ghz=2.37, source=_TABLE_2 + _LAPTOP + ", upper end of the range"),
+                clock_ghz=2.37, source=_TABLE_2 + _LAPTOP),
         _device("rtx-4060m", "RTX 4060 Laptop GPU", memory_gb=8, memory_gb_s=256, sms=24, pcie_gb_s=16,
-                clock_ghz=2.37, source=_LAPTOP + ": cores (128 an SM), memory, boost clock, upper end of the range; "
-                "16 Gbit/s on 128 bits; PCIe 4.0 x8"),
-        _device("rtx-5050m", "RTX 5050 Laptop GPU", memory_gb=8, memory_gb_s=384, sms=20, pcie_gb_s=32, clock_ghz=1.9,
-                source=_LAPTOP_50 + "boost of the 60 W variant"),
+                clock_ghz=2.37, source=_LAPTOP_40 + _LAPTOP),
         _device("rtx-5060m", "RTX 5060 Laptop GPU", memory_gb=8, memory_gb_s=384, sms=26, pcie_gb_s=32,
-                clock_ghz=2.01, source=_LAPTOP_50 + "boost of the 60 W variant"),
+                clock_ghz=2.01, source=_LAPTOP_50 + "of the 60 W variant"),
         _device("rtx-5070m", "RTX 5070 Laptop GPU", memory_gb=8, memory_gb_s=384, sms=36, pcie_gb_s=32,
-                clock_ghz=2.347, source=_LAPTOP_50 + "boost, upper end of the range"),
+                clock_ghz=2.347, source=_LAPTOP_50 + "at the " + _LAPTOP),
     )
 }  # fmt: skip
 """Devices that a simulation knows, by name."""
