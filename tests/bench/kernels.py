@@ -24,7 +24,7 @@ registers than a thread can have, or more shared memory than a program can have 
 
 This page is written by
 
-    python -m tests.bench.kernels
+    make kernels                                 or: python -m tests.bench.kernels
 
 with Triton {triton}, whose own ptxas {ptxas} made the machine code ({blackwell} for sm_120), on {date}.
 
@@ -39,18 +39,20 @@ with Triton {triton}, whose own ptxas {ptxas} made the machine code ({blackwell}
 CHECKS = """
 ## Looking for races and bad addresses
 
-On a machine with a GPU and the CUDA toolkit, its checker runs the kernels' tests instruction by instruction. torch's
-allocator has to hand out every tensor by itself, or an address past a tensor's end is in another's memory and nobody
-notices; and the tests run in one process:
+On a machine with a GPU and the CUDA toolkit, its checker watches every access that the kernels' tests make:
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    compute-sanitizer --tool memcheck --error-exitcode 9 .venv/bin/python -m pytest -q -x tests/runtime/triton
-    compute-sanitizer --tool racecheck --error-exitcode 9 .venv/bin/python -m pytest -q -x tests/runtime/triton
-    compute-sanitizer --tool synccheck --error-exitcode 9 .venv/bin/python -m pytest -q -x tests/runtime/triton
+    make sanitize-gpu
+
+torch's allocator then hands out every tensor by itself; otherwise an address past a tensor's end would lie in another's
+memory, and nobody would notice. `make sanitize-gpu` takes the tests that run only on a GPU; all of them, and the third
+tool, are
+
+    compute-sanitizer --tool synccheck --error-exitcode 1 .venv/bin/python -m pytest -q -x tests/runtime/triton
 
 `memcheck` finds reads and writes outside of allocations, `racecheck` unordered access to shared memory, `synccheck`
 barriers that not all threads reach. It takes ten to a hundred times as long as the tests alone; `-k compensate` and the
-like choose among them, `-m gpu` those that run only on a GPU. None of the three watches the order of writes between
+like choose among them. None of the three watches the order of writes between
 thread blocks: that the barrier of the compensation kernel holds is shown by the tests that compare its bits with those
 of two launches, thousands of times.
 """

@@ -15,14 +15,15 @@ from runtime.triton import ahead
 from runtime.triton.ahead import SHARED_LIMIT, TARGETS, Ahead, Compiled, code_bytes, compile_ahead, compile_all
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "kernels.md"
+CACHE = PAGE.parents[1] / ".pytest_cache" / "triton"
 WITHOUT_OPT_IN = 48 << 10
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory) -> tuple[tuple[Compiled, ...], tuple[str, ...]]:
-    """All specializations for all targets, compiled here and now."""
+def everything() -> tuple[tuple[Compiled, ...], tuple[str, ...]]:
+    """All specializations for all targets. Triton's cache knows sources and versions: only what changed is compiled."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("TRITON_CACHE_DIR", str(CACHE))
         return compile_all()
 
 
