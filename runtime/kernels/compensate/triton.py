@@ -60,7 +60,7 @@ def _load_rows(indices_ptr, values_ptr, tile, k, ROWS: tl.constexpr):
 
     Other programs of the same launch may have written them just before. The first-level cache is not kept coherent
     between multiprocessors, so `.cg` asks to read past it. As asynchronous copies of 4 bytes these loads go through it
-    all the same, and are right because the acquire of `_grid_barrier` empties it and nothing reads the buffers earlier.
+    all the same, and are right because the acquire of `_wait_for_all` empties it and nothing reads the buffers earlier.
     """
     places = tile * ROWS + tl.arange(0, ROWS)
     inside = places < k
@@ -154,8 +154,8 @@ def _fetch_rows(
 
 
 @triton.jit
-def _grid_barrier(counters_ptr):
-    """Wait until every program of the launch is here. counters: int32 [2], zero before and after.
+def _wait_for_all(counters_ptr):
+    """Wait until every program of the launch is here. counters: int32 [2], programs that arrived and that left.
 
     What this program wrote is ordered before its arrival: the block's own barrier puts all its threads' writes before
     the one thread that counts, and that thread's release makes them visible to the whole GPU. The wait ends with an
@@ -163,9 +163,6 @@ def _grid_barrier(counters_ptr):
     passes that on to the other threads; so what is read after it is what all programs wrote. No compiler moves those
     reads up: to all of them, atomics and barriers write memory. Cooperative launch guarantees that all programs run at
     the same time, so the wait ends.
-
-    The last program to leave sets both counters back; no other touches them any more, and the next launch on the stream
-    starts after this one. Nothing of that needs the CPU, so a captured graph replays it.
     """
     programs = tl.num_programs(0)
     tl.debug_barrier()
@@ -173,8 +170,17 @@ def _grid_barrier(counters_ptr):
     while arrived < programs:
         arrived = tl.atomic_add(counters_ptr, 0, sem="acquire", scope="gpu")
     tl.debug_barrier()
+
+
+@triton.jit
+def _leave(counters_ptr):
+    """Set both counters back to zero once every program has waited; at the end, where nothing waits for it.
+
+    The last program to leave does it: no other touches the counters any more, and the next launch on the stream starts
+    after this one. Nothing of that needs the CPU, so a captured graph replays it.
+    """
     left = tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu") + 1
-    if left == programs:
+    if left == tl.num_programs(0):
         tl.store(counters_ptr, 0)
         tl.store(counters_ptr + 1, 0)
 
@@ -264,8 +270,9 @@ def _compensate_kernel(
             position,
             MODE,
         )
-    _grid_barrier(counters_ptr)
+    _wait_for_all(counters_ptr)
     _fetch_rows(codes_ptr, scales_ptr, base_ptr, out_ptr, indices_ptr, values_ptr, k, N, lines, BITS, ROWS, DEPTH)
+    _leave(counters_ptr)
 
 
 def compensate(
