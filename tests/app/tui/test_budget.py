@@ -256,14 +256,6 @@ async def test_a_budget_changed_during_a_load_is_applied_after_it(stage: Callabl
         assert runtime.cancelled == []
 
 
-async def test_keys_typed_right_after_a_screen_was_asked_for_reach_it(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
-        await s.pilot.press("f3", "right", "enter")
-        await s.until(lambda: runtime.status.budget_percent == 10)
-        assert s.composer.text == ""
-
-
 async def test_another_screen_takes_along_what_was_typed(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
         await s.ready()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from textual.events import Key
 from textual.widgets import Sparkline
 
 from app import settings
@@ -115,21 +116,29 @@ async def test_retuning_measures_again_and_can_be_stopped(stage: Callable[..., A
         assert runtime.cancelled == ["tune"]
 
 
+async def test_a_key_typed_right_after_the_screen_was_asked_for_reaches_it(
+    stage: Callable[..., Any], runtime: Any
+) -> None:
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        s.app.post_message(Key("f4", None))
+        s.app.post_message(Key("r", "r"))
+        await s.until(lambda: runtime.named("tune"))
+        assert s.composer.text == ""
+
+
 async def test_it_follows_the_tuning_and_the_size(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
         await s.ready()
-        screen = await open_device(s)
-        await s.until(lambda: "qkv · k_chunk 48" in s.screen_text())
         runtime.tuning = replace(runtime.tuning, k_chunk=dict.fromkeys(runtime.tuning.k_chunk, 7))
-        await s.app.session.stop_work()
-        runtime.tune_delay_s = 0.05
-        s.app.session.settings = s.app.session.settings.changed({"budget": 20})
+        screen = await open_device(s)
+        await s.until(lambda: "qkv · k_chunk 7" in s.screen_text())
         await s.pilot.press("r")
-        await s.until(lambda: "qkv · k_chunk 192" in s.screen_text())
+        await s.until(lambda: "qkv · k_chunk 48" in s.screen_text())
         await s.pilot.resize_terminal(40, 15)
         await s.pilot.pause()
         await s.pilot.press("end")
-        await s.until(lambda: "down · k_chunk 192" in s.screen_text())
+        await s.until(lambda: "down · k_chunk 48" in s.screen_text())
         assert all(chart.size.width <= 38 for chart in screen.query(KneeChart))
 
 

@@ -10,6 +10,7 @@ from app.conversation import Statistics
 from app.tui import figures
 from app.tui.jobs import Meter
 from app.tui.printable import printable
+from app.tui.tally import AnswerStatistics
 from app.tui.widgets.composer import context_line
 from app.tui.widgets.progress_panel import bar
 
@@ -131,3 +132,38 @@ def test_the_bar() -> None:
     assert bar(None) == ""
     assert bar(0.5, 4) == "━━── "
     assert bar(1.0, 4) == "━━━━ "
+
+
+def test_what_compensation_costs_gets_a_line_of_its_own_where_it_would_not_fit() -> None:
+    statistics = AnswerStatistics(
+        tokens=412, tokens_per_s=58.1, first_after_s=0.21, context_used=1300, context=8192, bits=3.0,
+        k_chunk={"qkv": 41, "o": 48}, slowdown_percent=4.21, memory_bytes=812_000_000,
+    )  # fmt: skip
+    first = "412 tokens · 58.1 tok/s · first after 0.21 s · context 1.3k of 8.2k"
+    assert figures.statistics_lines(statistics, 200) == (f"{first} · k_chunk 41–48 · slowdown 4.2 % · 3-bit · 812 MB")
+    assert figures.statistics_lines(statistics, 104) == f"{first} · k_chunk 41–48 · slowdown 4.2 %"
+    assert figures.statistics_lines(statistics, 74) == f"{first}\nk_chunk 41–48 · slowdown 4.2 % · 3-bit · 812 MB"
+    assert figures.statistics_lines(statistics, 36, ["stopped"]) == "stopped · 412 tokens · 58.1 tok/s"
+    plain = AnswerStatistics(tokens=412, tokens_per_s=58.1, first_after_s=0.21, k_chunk={"qkv": 0}, slowdown_percent=0)
+    assert figures.statistics_lines(plain, 200) == "412 tokens · 58.1 tok/s · first after 0.21 s"
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"), [(None, ""), (0.0, "budget off"), (2.5, "budget 2.5 %"), (5.0, "budget 5 %")]
+)
+def test_budgets(budget: float | None, text: str) -> None:
+    assert figures.budget_text(budget) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(4.21, "4.2 %"), (5.0, "5 %"), (-0.01, "0 %"), (-1.26, "-1.3 %")])
+def test_percentages(value: float, text: str) -> None:
+    assert figures.percent(value) == text
+
+
+def test_tuning_is_told_in_words() -> None:
+    meter = Meter("Loading demo", lambda: 0.0)
+    assert meter.take(Report("tune", 3, 60, "timings", "timing qkv")).line == "Loading demo · tuning · timing qkv"
+    meter = Meter(figures.tuning_title(None), lambda: 0.0, "waits for the answer to end")
+    assert meter.job.line == "Tuning for a budget of 5 % · waits for the answer to end"
+    assert meter.take(Report("tune", 3, 60, "timings", "timing qkv")).line == "Tuning for a budget of 5 % · timing qkv"
+    assert figures.tuning_title(0.0) == "Switching compensation off"
