@@ -16,12 +16,10 @@ MAX_SPLITS = 64
 """Most splits of one row: the merge holds them all in registers."""
 DOT_ROWS = 16
 """Fewest rows of a matrix product of the tensor cores."""
-TILE_ROWS = 64
-"""Rows of the matrix products in a step of many rows; half of it where a head is wider than 128 channels, whose sums
-would not fit in registers."""
-
-TILE_POSITIONS = 32
-"""Positions of one iteration of a step of many rows; 64 need more registers than a thread has at some widths."""
+WIDE_TILE_ROWS = 32
+"""Rows of the matrix products in a step of many rows where a head is wider than 128 channels: more would not fit in
+registers. Narrower heads take as many rows as channels, at least 64: the compiler then gives every warp rows of its
+own, and each holds only these of q."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +63,10 @@ def launch_config(M: int, group: int, kv_heads: int, dim: int, seen: int) -> Lau
     """
     block_d = max(16, power_of_two(dim))
     few = M <= SPLIT_ROWS
-    tile = TILE_ROWS if block_d <= 128 else TILE_ROWS // 2
+    tile = WIDE_TILE_ROWS if block_d > 128 else max(64, block_d)
     block_m = max(DOT_ROWS if few else tile, power_of_two(group))
     rows = 1 if few else block_m // group
-    block_t = max(32, min(128, 8192 // block_d)) if few else TILE_POSITIONS
+    block_t = 64 if few and block_d <= 128 else 32
     tiles = -(-M // rows) * kv_heads
     wanted = (DECODE_PROGRAMS if few else TILED_PROGRAMS) // tiles
     splits = max(1, min(wanted, MAX_SPLITS, -(-seen // block_t)))
@@ -78,6 +76,6 @@ def launch_config(M: int, group: int, kv_heads: int, dim: int, seen: int) -> Lau
         block_t=block_t,
         block_d=block_d,
         splits=splits,
-        num_warps=4,
+        num_warps=8 if block_m >= 128 else 4,
         num_stages=2,
     )

@@ -24,29 +24,32 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _segment(
-    slots_ptr, positions_ptr, row, slot_m, window, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr
-):
+def _blocks(lowest, last, window, BLOCK_T: tl.constexpr):
+    """First block, and number of blocks, of what rows from position `lowest` to `last` of a slot see."""
+    first = tl.maximum(lowest - window + 1, 0) // BLOCK_T
+    return first, last // BLOCK_T + 1 - first
+
+
+@triton.jit
+def _segment(slots_ptr, positions_ptr, row, slot_m, window, GROUP: tl.constexpr, BLOCK_T: tl.constexpr):
     """The rows of one slot that start at `row` of a tile: slot, their number, last position, first block, blocks."""
     slot = tl.load(slots_ptr + row)
-    count = 1
-    if ROWS > 1:
-        count = tl.sum((slot_m == slot).to(tl.int32), axis=0) // GROUP
-    lowest = tl.load(positions_ptr + row)
+    count = tl.sum((slot_m == slot).to(tl.int32), axis=0) // GROUP
     last = tl.load(positions_ptr + row + count - 1)
-    first_block = tl.maximum(lowest - window + 1, 0) // BLOCK_T
-    return slot, count, last, first_block, last // BLOCK_T + 1 - first_block
+    first_block, number = _blocks(tl.load(positions_ptr + row), last, window, BLOCK_T)
+    return slot, count, last, first_block, number
 
 
 @triton.jit
 def _visit(
-    q, keys_ptr, values_ptr, peak, total, acc, own_m, position_m, last, window, begin, end, scale,
+    q, keys_ptr, values_ptr, peak, total, acc, position_m, last, window, begin, end, scale,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Add the blocks [begin, end) of one slot to the running softmax of a tile's rows.
 
-    keys, values [T, D] of one slot and head. q [BLOCK_M, BLOCK_D] float16. own_m [BLOCK_M] says which rows belong to
-    the slot, the others see nothing. peak, total [BLOCK_M], acc [BLOCK_M, BLOCK_D] are the state, float32, to base 2.
+    keys, values [T, D] of one slot and head. q [BLOCK_M, BLOCK_D] float16. position_m [BLOCK_M], or [1] for all,
+    is -1 for rows of other slots, which see nothing. peak, total [BLOCK_M] and acc [BLOCK_M, BLOCK_D] are the state,
+    float32, to base 2.
     """
     offs_t = tl.arange(0, BLOCK_T)
     offs_d = tl.arange(0, BLOCK_D)
@@ -62,7 +65,7 @@ def _visit(
         )
         scores = tl.dot(q, k) * scale
         visible = (positions[None, :] <= position_m[:, None]) & (positions[None, :] > position_m[:, None] - window)
-        scores = tl.where(visible & own_m[:, None], scores, float("-inf"))
+        scores = tl.where(visible, scores, float("-inf"))
         next_peak = tl.maximum(peak, tl.max(scores, axis=1))
         shift = tl.where(next_peak == float("-inf"), 0.0, next_peak)
         p = tl.exp2(scores - shift[:, None])
@@ -78,81 +81,126 @@ def _visit(
     return peak, total, acc
 
 
+@triton.jit
+def _leave(
+    x_ptr, partial_ptr, peak, total, acc, M, first_head, head_m, mask_m,
+    H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store what a program found: the output where it saw everything, else its split for `_merge_kernel`.
+
+    head_m [BLOCK_M] counts heads of [M, H] from `first_head` on. x [M, H, D]. partial: acc [M, H, SPLITS, D], then peak
+    and total [M, H, SPLITS] each; a split that saw nothing has peak -inf and total 0, and leaves acc unwritten.
+    """
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    if SPLITS > 1:
+        first_split = first_head * SPLITS + tl.program_id(2)
+        peak_ptr = partial_ptr + M.to(tl.int64) * (H * SPLITS * D) + first_split
+        total_ptr = peak_ptr + M.to(tl.int64) * (H * SPLITS)
+        tl.store(peak_ptr + head_m * SPLITS, peak, mask=mask_m)
+        tl.store(total_ptr + head_m * SPLITS, total, mask=mask_m)
+        offs = head_m[:, None] * (SPLITS * D) + offs_d[None, :]
+        seen_m = mask_m & (total != 0)  # true for a NaN as well
+        tl.store(partial_ptr + first_split * D + offs, acc, mask=seen_m[:, None] & mask_d[None, :])
+    else:
+        x = acc / tl.where(mask_m, total, 1.0)[:, None]
+        offs = head_m[:, None] * D + offs_d[None, :]
+        tl.store(x_ptr + first_head * D + offs, x.to(tl.float16), mask=mask_m[:, None] & mask_d[None, :])
+
+
+@triton.jit
+def _nothing(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Peak, total and acc before the first block."""
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    return peak, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+
 @triton.jit(do_not_specialize=["M", "T", "window"])
-def _attend_kernel(
+def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, positions_ptr, slots_ptr, x_ptr, partial_ptr, M, T, window, scale,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, h, s): rows [tile * ROWS, ...), the query heads of key-value head h, split s of what they see.
+    """Program (m, h, s): row m, the query heads of key-value head h, split s of the positions that the row sees.
 
-    q, x [M, H, D]; keys, values [slots, H_kv, T, D]. partial, with more than one split: acc [M, H, SPLITS, D], then
-    peak and total [M, H, SPLITS] each; a split that sees nothing has peak -inf and total 0, and leaves acc unwritten.
+    q, x [M, H, D]; keys, values [slots, H_kv, T, D]; partial as `_leave` says.
     """
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    offs_m = tl.arange(0, BLOCK_M)
+    mask_m = offs_m < GROUP
+    offs_d = tl.arange(0, BLOCK_D)
+    slot = tl.load(slots_ptr + row)
+    position = tl.load(positions_ptr + row)
+    first_head = row.to(tl.int64) * H + kv_head * GROUP
+    first_block, number = _blocks(position, position, window, BLOCK_T)
+    span = tl.cdiv(number, SPLITS)
+    begin = tl.program_id(2) * span
+    peak, total, acc = _nothing(BLOCK_M, BLOCK_D)
+    if begin >= number:
+        _leave(x_ptr, partial_ptr, peak, total, acc, M, first_head, offs_m, mask_m, H, D, SPLITS, BLOCK_D)
+        return
+    offs_q = offs_m[:, None] * D + offs_d[None, :]
+    q = tl.load(q_ptr + first_head * D + offs_q, mask=mask_m[:, None] & (offs_d < D)[None, :], other=0.0)
+    start = (slot.to(tl.int64) * (H // GROUP) + kv_head) * T * D
+    peak, total, acc = _visit(
+        q, keys_ptr + start, values_ptr + start, peak, total, acc, tl.full([1], position, tl.int32), position, window,
+        first_block + begin, first_block + tl.minimum(begin + span, number), scale, D, BLOCK_T, BLOCK_D,
+    )  # fmt: skip
+    _leave(x_ptr, partial_ptr, peak, total, acc, M, first_head, offs_m, mask_m, H, D, SPLITS, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["M", "T", "window"])
+def _tiled_kernel(
+    q_ptr, keys_ptr, values_ptr, positions_ptr, slots_ptr, x_ptr, partial_ptr, M, T, window, scale,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, h, s): as many rows as fit a tile, the query heads of key-value head h, split s of what they see.
+
+    The rows of a tile may belong to several slots: the tile passes over the positions of one after another, and splits
+    divide the blocks of all of them. Shapes as in `_decode_kernel`.
+    """
+    ROWS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     first_row = tl.program_id(0) * ROWS
     end_row = tl.minimum(first_row + ROWS, M)
     offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
     row_m = first_row + offs_m // GROUP
-    mask_m = (offs_m < ROWS * GROUP) & (row_m < M)
+    mask_m = row_m < end_row
     slot_m = tl.load(slots_ptr + row_m, mask=mask_m, other=-1)
     position_m = tl.load(positions_ptr + row_m, mask=mask_m, other=-1)
-    head_m = row_m.to(tl.int64) * H + kv_head * GROUP + offs_m % GROUP  # index in [M, H]
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
-
+    first_head = first_row.to(tl.int64) * H + kv_head * GROUP
+    head_m = offs_m // GROUP * H + offs_m % GROUP
     begin = 0
     end = 2147483647
-    if SPLITS > 1:  # the blocks of all segments, one after another, in SPLITS equal spans
+    if SPLITS > 1:
         blocks = 0
         row = first_row
         while row < end_row:
-            _, count, _, _, number = _segment(slots_ptr, positions_ptr, row, slot_m, window, GROUP, ROWS, BLOCK_T)
+            _, count, _, _, number = _segment(slots_ptr, positions_ptr, row, slot_m, window, GROUP, BLOCK_T)
             blocks += number
             row += count
         span = tl.cdiv(blocks, SPLITS)
         begin = tl.program_id(2) * span
         end = begin + span
-        offs_split = head_m * SPLITS + tl.program_id(2)
-        peak_ptr = partial_ptr + M.to(tl.int64) * (H * SPLITS * D)
-        total_ptr = peak_ptr + M.to(tl.int64) * (H * SPLITS)
-        if begin >= blocks:
-            tl.store(peak_ptr + offs_split, float("-inf"), mask=mask_m)
-            tl.store(total_ptr + offs_split, 0.0, mask=mask_m)
-            return
-
-    q = tl.load(q_ptr + head_m[:, None] * D + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    offs_q = head_m[:, None] * D + offs_d[None, :]
+    q = tl.load(q_ptr + first_head * D + offs_q, mask=mask_m[:, None] & (offs_d < D)[None, :], other=0.0)
+    peak, total, acc = _nothing(BLOCK_M, BLOCK_D)
     before = 0
     row = first_row
-    while row < end_row:
-        slot, count, last, first_block, number = _segment(
-            slots_ptr, positions_ptr, row, slot_m, window, GROUP, ROWS, BLOCK_T
-        )
+    while (row < end_row) & (before < end):
+        slot, count, last, first_block, number = _segment(slots_ptr, positions_ptr, row, slot_m, window, GROUP, BLOCK_T)
         start = (slot.to(tl.int64) * (H // GROUP) + kv_head) * T * D
         peak, total, acc = _visit(
-            q, keys_ptr + start, values_ptr + start, peak, total, acc, slot_m == slot, position_m, last, window,
-            first_block + tl.maximum(begin - before, 0), first_block + tl.minimum(end - before, number), scale,
+            q, keys_ptr + start, values_ptr + start, peak, total, acc, tl.where(slot_m == slot, position_m, -1), last,
+            window, first_block + tl.maximum(begin - before, 0), first_block + tl.minimum(end - before, number), scale,
             D, BLOCK_T, BLOCK_D,
         )  # fmt: skip
         before += number
         row += count
-
-    if SPLITS > 1:
-        tl.store(peak_ptr + offs_split, peak, mask=mask_m)
-        tl.store(total_ptr + offs_split, total, mask=mask_m)
-        tl.store(
-            partial_ptr + offs_split[:, None] * D + offs_d[None, :],
-            acc,
-            mask=(mask_m & (total != 0))[:, None] & mask_d[None, :],
-        )
-    else:
-        x = acc / tl.where(mask_m, total, 1.0)[:, None]
-        tl.store(
-            x_ptr + head_m[:, None] * D + offs_d[None, :], x.to(tl.float16), mask=mask_m[:, None] & mask_d[None, :]
-        )
+    _leave(x_ptr, partial_ptr, peak, total, acc, M, first_head, head_m, mask_m, H, D, SPLITS, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -160,7 +208,7 @@ def _merge_kernel(
     partial_ptr, x_ptr, M, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, h) merges the splits of query head h of row m; partial as `_attend_kernel` leaves it, x [M, H, D]."""
+    """Program (m, h) merges the splits of query head h of row m; partial as `_leave` says, x [M, H, D]."""
     head = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
     offs_s = tl.arange(0, BLOCK_S)
     offs_d = tl.arange(0, BLOCK_D)
@@ -215,7 +263,8 @@ def attend(
     config = launch_config(M, H // H_kv, H_kv, D, seen)
     splits = config.splits
     partial = workspace.scratch(M * H * splits * (D + 2), torch.float32) if splits > 1 else None
-    _attend_kernel[(triton.cdiv(M, config.rows), H_kv, splits)](
+    kernel = _decode_kernel if config.rows == 1 else _tiled_kernel
+    kernel[(triton.cdiv(M, config.rows), H_kv, splits)](
         q,
         keys,
         values,
@@ -236,12 +285,11 @@ def attend(
 
 
 def _sizes(H: int, H_kv: int, D: int, config: LaunchConfig) -> dict[str, int]:
-    """Constants of `_attend_kernel`."""
+    """Constants of `_decode_kernel` and `_tiled_kernel`."""
     return {
         "H": H,
         "GROUP": H // H_kv,
         "D": D,
-        "ROWS": config.rows,
         "SPLITS": config.splits,
         "BLOCK_M": config.block_m,
         "BLOCK_T": config.block_t,
@@ -285,7 +333,7 @@ def _ahead(kind: str, *, M: int, H: int, H_kv: int, D: int, seen: int = 8192) ->
         constants["partial_ptr"] = None
     return Ahead(
         name=f"attend {kind} H{H}/{H_kv} D{D}",
-        kernel=_attend_kernel,
+        kernel=_decode_kernel if config.rows == 1 else _tiled_kernel,
         signature={
             **dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "x_ptr"), "*fp16"),
             **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i32"),

@@ -79,13 +79,14 @@ HEADS = {
     "H6-2-D40": (6, 2, 40),
     "H2-1-D256": (2, 1, 256),
     "H17-1-D32": (17, 1, 32),
+    "H3-1-D8": (3, 1, 8),
 }
 MIXED = [(0, 130), *_run_of(2, 0, 6), *_run_of(1, 40, 3), (3, 149)]
 
 
-@pytest.mark.parametrize("position", [0, 1, 31, 32, 127, 128, 149])
+@pytest.mark.parametrize("position", [0, 1, 63, 64, 149])
 def test_decode_sees_every_position_up_to_its_own(device: str, position: int) -> None:
-    _Case([(0, position)], 4, 2, 64, 150).check(device)
+    _Case([(0, position)], 2, 1, 64, 150).check(device)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -93,7 +94,7 @@ def test_decode_of_any_head_shape(device: str, heads: str) -> None:
     _Case([(0, 140)], *HEADS[heads], 150).check(device)
 
 
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", ["H4-2-D64", "H7-1-D80", "H3-1-D8", "H2-1-D256", "H17-1-D32"])
 def test_many_rows_of_any_head_shape(device: str, heads: str) -> None:
     _Case(MIXED, *HEADS[heads], 150).check(device)
 
@@ -101,7 +102,7 @@ def test_many_rows_of_any_head_shape(device: str, heads: str) -> None:
 @pytest.mark.parametrize("M", [SPLIT_ROWS, SPLIT_ROWS + 1])
 def test_rows_of_several_slots_at_several_lengths(device: str, M: int) -> None:
     lengths = [0, 299, 5, 64, 130, 1, 250, 33, 298]
-    _Case([(M - 1 - slot, lengths[slot]) for slot in range(M)], 4, 1, 32, 300).check(device)
+    _Case([(M - 1 - slot, lengths[slot]) for slot in range(M)], 2, 1, 32, 300).check(device)
 
 
 def test_a_few_rows_of_one_slot_each_see_their_own_past(device: str) -> None:
@@ -110,11 +111,11 @@ def test_a_few_rows_of_one_slot_each_see_their_own_past(device: str) -> None:
 
 @pytest.mark.parametrize("first", [0, 70])
 def test_prefill_in_pieces(device: str, first: int) -> None:
-    """Rows that fill two tiles of 21 and a part of a third."""
-    _Case(_run_of(0, first, 45), 3, 1, 32, 150).check(device)
+    """Rows that fill two tiles of 12 and a part of a third."""
+    _Case(_run_of(0, first, 26), 5, 1, 32, 110).check(device)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 64])
+@pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("rows", [[(1, 149)], MIXED], ids=["decode", "mixed"])
 def test_any_number_of_splits(
     device: str, rows: list[tuple[int, int]], splits: int, monkeypatch: pytest.MonkeyPatch
@@ -123,7 +124,7 @@ def test_any_number_of_splits(
     _Case(rows, 2, 1, 64, 150).check(device)
 
 
-@pytest.mark.parametrize("window", [1, 2, 33, 64, 150, 4096])
+@pytest.mark.parametrize("window", [1, 2, 65, 4096])
 @pytest.mark.parametrize("rows", [[(0, 149)], [(0, 0)], MIXED], ids=["last", "first", "mixed"])
 def test_windows(device: str, rows: list[tuple[int, int]], window: int) -> None:
     _Case(rows, 2, 1, 64, 150, window).check(device)
