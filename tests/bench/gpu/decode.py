@@ -34,6 +34,8 @@ from tuner.timer import Timer
 from tuner.verify import hold
 
 _SHARED_BYTES = 48 << 10
+SLOWDOWN_SECONDS = 0.7
+"""One measurement of the slowdown, where a configuration is held to its budget."""
 
 
 class Copied:
@@ -141,7 +143,7 @@ def _timer(decoder: TritonDecoder, bits: int, device: torch.device) -> Timer:
 
 def _held(decoder: TritonDecoder, found: Configuration, budget: float, readings: int) -> tuple[Configuration, float]:
     """Back off until the measured slowdown keeps the budget."""
-    return hold(found, DecodeTimer(decoder).slowdown, budget, readings=readings)
+    return hold(found, DecodeTimer(decoder, seconds=SLOWDOWN_SECONDS).slowdown, budget, readings=readings)
 
 
 def _seconds_per_token(decoder: TritonDecoder, tokens: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,13 @@ from models.packed import PackedLinear, PackedResidual
 from models.packing import packed_width
 from models.spec import ModelSpec
 from runtime.kernels.select.budget import layer_kind
-from runtime.triton.layout import GpuLinear
+from runtime.triton.layout import GpuLinear, dequantize, repack
+from tests.bench.gpu.report import Row
 
 GROUP_SIZE = 128
 RESIDUAL_BITS = 4
+TOLERANCE = 5e-3
+"""Largest error of a product, relative to its largest output: dequantized weights are rounded to half precision."""
 _LARGEST_OF = 16
 """Random activations whose largest make up the thresholds of the selection."""
 
@@ -48,9 +52,23 @@ def random_linear(name: str, shape: tuple[int, int], bits: int, *, residual: boo
     )
 
 
+@cache
+def random_weight(shape: tuple[int, int], bits: int, device: torch.device) -> GpuLinear:
+    """Such a matrix on the device, without residuals; repacking takes long, so each is made once."""
+    return repack(random_linear("random", shape, bits, residual=False), device)
+
+
 def copies(weight: GpuLinear, count: int) -> list[GpuLinear]:
     """`weight` and count - 1 more of it elsewhere in memory."""
     return [weight, *(replace(weight, codes=weight.codes.clone()) for _ in range(count - 1))]
+
+
+def check_row(weight: GpuLinear, x: torch.Tensor, out: torch.Tensor) -> Row:
+    """Whether `out` is the product of the weights and x [M, K]: the speed of wrong numbers means nothing."""
+    expected = x.float() @ dequantize(weight).to(x.device).T
+    error = float((out - expected).abs().max() / expected.abs().max())
+    row: Row = {"what": "check", "bits": weight.bits, "M": x.shape[0], "N": weight.shape[0], "K": weight.shape[1]}
+    return row | {"largest_error": float(f"{error:.2g}"), "correct": error < TOLERANCE}
 
 
 def activations(rows: int, K: int, device: torch.device) -> torch.Tensor:

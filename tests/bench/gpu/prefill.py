@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.gemm.triton import gemm
-from runtime.triton.layout import repack
+from runtime.triton.workspace import Workspace
 from tests.bench.gpu import peers
 from tests.bench.gpu.clock import copies_past_cache, race
-from tests.bench.gpu.matrices import activations, copies, random_linear
+from tests.bench.gpu.matrices import activations, check_row, copies, random_weight
 from tests.bench.gpu.peers import Peer
 from tests.bench.gpu.report import Part
 from tests.bench.gpu.sizes import Sizes
@@ -16,6 +16,13 @@ from tests.bench.gpu.sizes import Sizes
 
 def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
     """A row for each matrix, number of rows and way to multiply."""
+    for bits in sizes.bits:
+        for rows in sizes.prefill_rows:
+            N, K = sizes.spec.linear_shape("o")
+            weight, x = random_weight((N, K), bits, device), activations(rows, K, device)
+            out = torch.full((rows, N), float("nan"), device=device)
+            gemm(x, weight, out, Workspace(device))
+            part.add(check_row(weight, x, out))
     for rows in sorted(sizes.prefill_rows, key=lambda rows: abs(rows - 128)):
         for kind, shape in sizes.shapes.items():
             if part.late():
@@ -34,7 +41,7 @@ def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
 
 def _ours(shape: tuple[int, int], bits: int, rows: int, sizes: Sizes, device: torch.device) -> Peer:
     N, K = shape
-    weight = repack(random_linear("gemm", shape, bits, residual=False), device)
-    x, out = activations(rows, K, device), torch.empty(rows, N, device=device)
+    weight = random_weight(shape, bits, device)
+    x, out, workspace = activations(rows, K, device), torch.empty(rows, N, device=device), Workspace(device)
     weights = copies(weight, copies_past_cache(weight.nbytes, sizes.rotated_bytes))
-    return Peer([lambda w=w: gemm(x, w, out) for w in weights], weight.nbytes)
+    return Peer([lambda w=w: gemm(x, w, out, workspace) for w in weights], weight.nbytes)
