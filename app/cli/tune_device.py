@@ -257,14 +257,13 @@ def _show(result: _Result, output: Output) -> None:
     blocks = found.n_tb_max is not None
     output.text(result.title)
     output.text()
-    rows = [["layer", "outputs", "inputs", "k_chunk", *(["n_tb"] if blocks else []), "time"]]
+    rows = [["layer", "outputs", "inputs", "k_chunk", *(["n_tb"] if blocks else []), "slower"]]
     chosen = [curve for curve in result.curves if curve.n_tb == found.n_tb[curve.kind]]
-    at = {curve.kind: dict(curve.points).get(found.k_chunk[curve.kind]) for curve in chosen}
+    at = {curve.kind: _between(curve.points, found.k_chunk[curve.kind]) for curve in chosen}
     for layer in result.layers:
         k_chunk = found.k_chunk[layer.kind]
-        ratio = at.get(layer.kind)
         extra = [str(found.n_tb[layer.kind])] if blocks else []
-        share = "-" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
+        share = f"{100 * (at[layer.kind] - 1):.1f} %"
         rows.append([layer.kind, str(layer.n), str(layer.k), str(k_chunk), *extra, share])
     output.table(rows)
     output.text()
@@ -272,6 +271,13 @@ def _show(result: _Result, output: Output) -> None:
     color = sys.stdout.isatty()
     output.picture(terminal(chosen, width=min(size.columns, 100), height=min(20, size.lines), color=color))
     output.text(_verdict(result))
+
+
+def _between(points: Sequence[tuple[int, float]], k_chunk: int) -> float:
+    """The time at k_chunk on the line through the points that were timed."""
+    import numpy as np
+
+    return float(np.interp(k_chunk, *zip(*points, strict=True)))
 
 
 def _verdict(result: _Result) -> str:

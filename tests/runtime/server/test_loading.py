@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
 
@@ -13,13 +14,18 @@ from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation
 from models.errors import CheckpointError, QuantizationError, StoreError
 from models.progress import Progress, ignore_progress, never_cancelled
 from models.store import Store
+from runtime import tuning
+from runtime.clocks import Clocks
 from runtime.errors import BackendError, Cancelled, RequestError
+from runtime.sampling import SamplingOptions
 from runtime.server.app import create_app
 from runtime.server.errors import ApiError
+from runtime.server.inspecting import MachineInspector
 from runtime.server.loading import Bundle, StoreCatalogue, StoreLoader, open_service
 from runtime.server.making import StoreWorkshop
-from runtime.server.records import LoadRequest, QuantizeRequest
+from runtime.server.records import LoadRequest, QuantizeRequest, TuneRequest
 from runtime.server.security import Security
+from runtime.tuning import DEFAULT_BUDGET_PERCENT
 
 BUNDLE = Bundle(models={"demo": demo_path()}, calibration=calibration_file(), evaluation=evaluation_file())
 
@@ -105,6 +111,116 @@ def test_a_load_can_be_stopped_at_every_step(loader: StoreLoader, asks: int) -> 
     asked = iter(range(100))
     with pytest.raises(Cancelled):
         loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, lambda: next(asked) >= asks)
+
+
+class Clock:
+    """Compensation of 16 channels per 1024 costs a percent, of every layer type."""
+
+    measured = True
+
+    def __init__(self) -> None:
+        self.readings = 0
+
+    def seconds(self, _kind: str, _n_tb: int, k_chunk: int) -> float:
+        self.readings += 1
+        return 1e-3 * (1 + k_chunk / 1600)
+
+    def slowdown(self, k_chunk: Mapping[str, int], _n_tb: Mapping[str, int]) -> float:
+        return sum(k_chunk.values()) / len(k_chunk) / 16
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(tuning, "clocks", lambda *_: Clocks(layers=clock, slowdown=clock.slowdown))
+    return clock
+
+
+def test_a_load_is_tuned_to_its_budget(loader: StoreLoader, clock: Clock) -> None:
+    reports: list[Progress] = []
+    loaded = loader.load(LoadRequest(model="demo", budget=10, context=64), reports.append, never_cancelled)
+    try:
+        assert loaded.tuning is not None
+        assert (loaded.tuning.budget_percent, loaded.tuning.cached) == (10, False)
+        assert loaded.k_chunk == loaded.tuning.k_chunk
+        assert min(loaded.k_chunk.values()) > 0
+        assert {report.phase for report in reports} >= {"open", "tune"}
+        wider = loader.tune(loaded, TuneRequest(budget=20), ignore_progress, never_cancelled)
+        assert sum(wider.k_chunk.values()) > sum(loaded.k_chunk.values())
+        readings = clock.readings
+        back = loader.tune(wider, TuneRequest(budget=10), ignore_progress, never_cancelled)
+        assert (back.k_chunk, clock.readings) == (loaded.k_chunk, readings)
+        assert back.tuning is not None
+        assert back.tuning.cached
+        loader.tune(back, TuneRequest(budget=10, force=True), ignore_progress, never_cancelled)
+        assert clock.readings > readings
+        fixed = loader.tune(back, TuneRequest(k_chunk={"down": 5}), ignore_progress, never_cancelled)
+        assert (fixed.tuning, fixed.k_chunk["down"], fixed.k_chunk["qkv"]) == (None, 5, 0)
+        assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
+    finally:
+        loaded.engine.close()
+
+
+def test_what_was_cached_is_forgotten_when_a_model_is_tuned(loader: StoreLoader, clock: Clock) -> None:
+    loaded = loader.load(LoadRequest(model="demo", k_chunk=0, context=64), ignore_progress, never_cancelled)
+    options = SamplingOptions(temperature=0, max_tokens=4)
+    cached = []
+    for step in range(3):
+        *_, last = loaded.engine.generate(loaded.engine.text_prompt("hello there"), options, never_cancelled)
+        assert last.usage is not None
+        cached.append(last.usage.cached_tokens)
+        if step == 1:
+            loader.tune(loaded, TuneRequest(budget=10), ignore_progress, never_cancelled)
+    loaded.engine.close()
+    assert cached[1] > 0
+    assert cached[2] == 0, "the clocks wrote over the cache"
+
+
+def test_without_a_word_the_loaders_compensation_applies(
+    catalogue: StoreCatalogue, clock: Clock, tmp_path: Path
+) -> None:
+    for compensation, expected in (
+        (None, DEFAULT_BUDGET_PERCENT),
+        (TuneRequest(budget=20), 20),
+        (TuneRequest(k_chunk=7), None),
+    ):
+        loader = StoreLoader(catalogue, tmp_path / "profiles", compensation)
+        loaded = loader.load(LoadRequest(model="demo", context=64), ignore_progress, never_cancelled)
+        loaded.engine.close()
+        assert (loaded.tuning.budget_percent if loaded.tuning else None) == expected
+        assert expected is not None or set(loaded.k_chunk.values()) == {7}
+
+
+def test_a_load_that_cannot_be_tuned_says_why(loader: StoreLoader, clock: Clock) -> None:
+    request = LoadRequest(model="demo", budget=10, context=64, backend="reference")
+    loaded = loader.load(request, ignore_progress, never_cancelled)
+    loaded.engine.close()
+    assert loaded.tuning is None
+    assert "reference" in loaded.problems[0].what
+    clock.seconds = lambda *_: float("nan")  # type: ignore[method-assign]
+    loaded = loader.load(LoadRequest(model="demo", budget=10, context=64), ignore_progress, never_cancelled)
+    loaded.engine.close()
+    assert (loaded.tuning, set(loaded.k_chunk.values())) == (None, {0})
+    assert "without error compensation" in loaded.problems[0].what
+
+
+def test_a_load_can_be_stopped_while_it_is_tuned(loader: StoreLoader, clock: Clock) -> None:
+    request = LoadRequest(model="demo", budget=10, context=64)
+    with pytest.raises(Cancelled):
+        loader.load(request, ignore_progress, lambda: clock.readings > 5)
+    readings = clock.readings
+    loader.load(request, ignore_progress, never_cancelled).engine.close()
+    resumed = clock.readings - readings
+    loader.load(LoadRequest(model="org/copy", budget=10, context=64), ignore_progress, never_cancelled).engine.close()
+    assert resumed < clock.readings - readings - resumed, "what was measured before it was stopped is kept"
+
+
+def test_the_machine(tmp_path: Path) -> None:
+    inspector = MachineInspector(tmp_path)
+    assert inspector(False).bandwidth_gb_s is None
+    facts = inspector(False)
+    assert facts.machine["cpu"]["name"]
+    assert facts.machine.keys() == {"cpu", "memory", "gpu", "pcie"}
 
 
 async def test_the_bundled_model_answers_over_http(tmp_path: Path) -> None:
