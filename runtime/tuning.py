@@ -355,6 +355,8 @@ def _measure(
     except RuntimeError as error:  # torch's, when a card stops answering
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BackendError(f"{device} failed while it was measured ({reason}); is it still there?") from error
+    if 2 * sum(held.k_chunk.values()) < sum(found.k_chunk.values()):
+        journal.unlink(missing_ok=True)  # whole steps belie these timings, so they are of no use to other budgets
     curve = tuple(
         Curve(kind=layer.kind, n_tb=held.n_tb[layer.kind], points=readings.curve(layer.kind, held.n_tb[layer.kind]))
         for layer in layers

@@ -141,8 +141,11 @@ class ModelSlot:
             loaded, target = self._loaded, self._target
         if target is None:
             raise ApiError(409, "no model is loaded, so there is nothing to tune: load one first", code="no_model")
+        wanted = replace(target, k_chunk=request.k_chunk, budget=request.budget)
         if loaded is None:
-            loaded = self.load(target, progress, cancelled)
+            loaded = self.load(wanted, progress, cancelled)
+            if not request.force:
+                return loaded
         self.tuning = True
         try:
             tuned = self._loader.tune(loaded, request, progress, cancelled)
@@ -150,7 +153,7 @@ class ModelSlot:
             self.tuning = False
         with self._lock:
             self._loaded = tuned
-            self._target = replace(target, k_chunk=request.k_chunk, budget=request.budget)
+            self._target = wanted
         return tuned
 
     @contextmanager

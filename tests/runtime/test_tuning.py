@@ -115,6 +115,15 @@ def test_the_promise_is_of_whole_steps(lab: Lab) -> None:
     assert any(found.k_chunk.values())
 
 
+def test_timings_that_whole_steps_belie_are_not_used_again(lab: Lab) -> None:
+    lab.factor = 5.0
+    lab.tune(5)
+    before = set(lab.points)
+    lab.points.clear()
+    lab.tune(6)
+    assert {point for point in lab.points if point[1]} & before
+
+
 def test_another_budget_reuses_the_timings(lab: Lab) -> None:
     lab.tune(5)
     before = set(lab.points)

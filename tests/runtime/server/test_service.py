@@ -175,6 +175,19 @@ async def test_hanging_up_stops_tuning_and_changes_nothing(service: Service, hou
     assert service.device().bandwidth_gb_s == 10.0
 
 
+async def test_a_model_that_rested_is_loaded_for_the_new_budget(house: FakeHouse) -> None:
+    service, _ = make_service(house, idle_unload_s=0.05)
+    await load(service, kv="int8", k_chunk=8)
+    await until(lambda: service.status().state == "empty")
+    await tune(service, budget=20.0)
+    assert house.loads[-1] == LoadRequest(model="small", kv="int8", budget=20.0)
+    assert not house.tunes, "loading tunes already"
+    await until(lambda: service.status().state == "empty")
+    await tune(service, budget=20.0, force=True)
+    assert house.tunes == [TuneRequest(budget=20.0, force=True)]
+    assert service.close()
+
+
 async def test_a_model_loaded_again_keeps_the_budget_it_was_tuned_for(service: Service, house: FakeHouse) -> None:
     await load(service, k_chunk=8)
     await tune(service, budget=20.0)
