@@ -71,7 +71,7 @@ Budget = Annotated[
         min=0,
         max=100,
         callback=_finite,
-        help="Slowdown of decoding that compensation may cost, in percent; 0: none. Excludes --k-chunk.",
+        help="Slowdown of decoding that compensation may cost, in percent; 0: none.",
         show_default=False,
     ),
 ]

@@ -277,7 +277,7 @@ def _between(points: Sequence[tuple[int, float]], k_chunk: int) -> float:
     """The time at k_chunk on the line through the points that were timed."""
     import numpy as np
 
-    return float(np.interp(k_chunk, *zip(*points, strict=True)))
+    return float(np.interp(k_chunk, [at for at, _ in points], [time for _, time in points]))
 
 
 def _verdict(result: _Result) -> str:
