@@ -120,7 +120,7 @@ class DeviceScreen(Screen[None]):
         problems = self.query_one("#device-problems", Static)
         problems.display = bool(report.problems)
         problems.update(printable("\n".join(f"! {problem.what}\n  → {problem.fix}" for problem in report.problems)))
-        tuning = report.tuning
+        tuning = report.tuning if report.tuning is not None and report.tuning.budget_percent else None
         self.query_one("#device-tuning", Static).update(
             Text(self._untuned()) if tuning is None else listed(tuning_lines(tuning))
         )

@@ -92,6 +92,7 @@ def tuned(budget: float) -> Tuning:
     knees = tuple(
         KneeCurve(kind=kind, n_tb=0, points=tuple((k, 1 + max(0, k - at) * 0.004) for k in range(0, 129, 8)))
         for kind, at in chunks.items()
+        if at
     )
     return Tuning(
         device="Example 7840U", budget_percent=budget, n_tb_max=None, n_tb={}, k_chunk=chunks,
@@ -218,7 +219,7 @@ class Client:
             runtime.problems = [runtime.untunable]
             runtime.status = replace(runtime.status, k_chunk=dict.fromkeys(CHUNKS, 0))
             return
-        runtime.tuning = None if k_chunk is not None or not budget else tuned(budget)
+        runtime.tuning = None if k_chunk is not None else tuned(budget)
         if runtime.tuning is not None:
             chunks, slowdown = runtime.tuning.k_chunk, runtime.tuning.measured_slowdown_percent
         else:
