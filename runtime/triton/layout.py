@@ -45,8 +45,8 @@ WORDS = {3: 3, 4: 4}
 """Words of a block by bits."""
 SPARE_PIECE = 15
 """The piece of a block whose bits lie in the top bits of the three words, at 3 bits."""
-ROWS_AT_ONCE = 2048
-"""Output channels repacked together, which bounds the memory that repacking takes."""
+ROWS_AT_ONCE = 128
+"""Output channels repacked together: their words stay in the cache, which makes it several times as fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,19 +197,20 @@ def _repack_codes(name: str, shape: tuple[int, int], bits: int, codes: npt.NDArr
 def _interleave(codes: npt.NDArray[np.uint8], blocks: int, bits: int) -> npt.NDArray[np.uint32]:
     """Codes uint8 [R, K] -> words uint32 [blocks, words, R, 16]."""
     rows, K = codes.shape
-    padded = np.zeros((rows, blocks * BLOCK), dtype=np.uint8)
-    padded[:, :K] = codes
-    # [R, block, piece, l // 2 % 2, l // 4, l % 2, half] -> [block, piece, R, l // 4, l // 2 % 2, l % 2, half]
-    ordered = padded.reshape(rows, blocks, BLOCK // PIECE, 2, 4, 2, 2).transpose(1, 2, 0, 4, 3, 5, 6)
-    pairs = ordered.reshape(blocks, BLOCK // PIECE, rows, LANES, 2).astype(np.uint16)
-    words = np.zeros((blocks, WORDS[bits], rows, LANES, 2), dtype=np.uint16)
+    if K % BLOCK:
+        codes = np.pad(codes, ((0, 0), (0, blocks * BLOCK - K)))
+    bytes_of_pairs = codes.view("<u2").reshape(rows, blocks, BLOCK // PIECE, LANES).astype(np.uint32)
+    pairs = bytes_of_pairs & np.uint32(0xFF) | bytes_of_pairs >> np.uint32(8) << np.uint32(16)
+    words = np.zeros((rows, blocks, WORDS[bits], LANES), dtype=np.uint32)
     each = 16 // bits
     for piece in range(each * WORDS[bits]):
-        words[:, piece // each] |= pairs[:, piece] << np.uint16(bits * (piece % each))
+        words[:, :, piece // each] |= pairs[:, :, piece] << np.uint32(bits * (piece % each))
     if bits == 3:
         for bit in range(3):
-            words[:, bit] |= (pairs[:, SPARE_PIECE] >> np.uint16(bit) & np.uint16(1)) << np.uint16(15)
-    return words.astype("<u2", copy=False).view("<u4")[..., 0].astype(np.uint32, copy=False)
+            words[:, :, bit] |= (pairs[:, :, SPARE_PIECE] >> np.uint32(bit) & np.uint32(0x00010001)) << np.uint32(15)
+    # [R, block, word, l // 2 % 2, l // 4, l % 2] -> [block, word, R, l // 4, l // 2 % 2, l % 2]
+    lanes = words.reshape(rows, blocks, WORDS[bits], 2, 4, 2).transpose(1, 2, 0, 4, 3, 5)
+    return lanes.reshape(blocks, WORDS[bits], rows, LANES)
 
 
 def _read_codes(weight: GpuLinear) -> torch.Tensor:
