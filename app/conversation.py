@@ -38,6 +38,8 @@ class Statistics:
     bits: float | None = None
     k_chunk: Mapping[str, int] | int | None = None
     """Compensated channels per 1024, one number or by layer type."""
+    slowdown_percent: float | None = None
+    """By how much compensation slowed decoding down, as it was measured."""
     memory_bytes: int | None = None
     estimated: bool = False
     """Whether the UI counted itself, because the answer ended before the runtime could report."""

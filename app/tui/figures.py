@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from rich.cells import cell_len
 
 from app.conversation import Statistics
-from app.tui.tally import AnswerStatistics
 
 SEPARATOR = " · "
 TWO_LINES = 56
@@ -108,7 +107,7 @@ def compensation_parts(statistics: Statistics) -> list[str]:
     chunk = k_chunk_text(statistics.k_chunk)
     if not chunk:
         return []
-    slowdown = statistics.slowdown_percent if isinstance(statistics, AnswerStatistics) else None
+    slowdown = statistics.slowdown_percent
     return [chunk] if slowdown is None else [chunk, f"slowdown {percent(slowdown)}"]
 
 

@@ -8,14 +8,6 @@ from app.conversation import Statistics
 from app.tui.runtime import StatusLike, TimingsLike
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerStatistics(Statistics):
-    """What an answer cost, the price of compensation included."""
-
-    slowdown_percent: float | None = None
-    """By how much compensation slowed decoding down, as it was measured."""
-
-
 @dataclass(slots=True)
 class Tally:
     """What the UI itself sees of an answer: pieces of text, which are tokens but for held-back ones."""
@@ -42,9 +34,9 @@ class Tally:
         return (self.pieces - 1) / (self.last - self.first) if self.pieces > 1 and self.last > self.first else None
 
 
-def reported(timings: TimingsLike, status: StatusLike | None) -> AnswerStatistics:
+def reported(timings: TimingsLike, status: StatusLike | None) -> Statistics:
     """Statistics of an answer that the runtime reported on."""
-    return AnswerStatistics(
+    return Statistics(
         tokens=timings.completion_tokens,
         tokens_per_s=timings.decode_tokens_per_s,
         first_after_s=timings.ttft_s,
@@ -57,9 +49,9 @@ def reported(timings: TimingsLike, status: StatusLike | None) -> AnswerStatistic
     )
 
 
-def tallied(tally: Tally, status: StatusLike | None) -> AnswerStatistics:
+def tallied(tally: Tally, status: StatusLike | None) -> Statistics:
     """Statistics of an answer whose end the runtime did not report."""
-    return AnswerStatistics(
+    return Statistics(
         tokens=tally.pieces,
         tokens_per_s=tally.per_s,
         first_after_s=tally.first_after_s,

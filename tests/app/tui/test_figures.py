@@ -10,7 +10,6 @@ from app.conversation import Statistics
 from app.tui import figures
 from app.tui.jobs import Meter
 from app.tui.printable import printable
-from app.tui.tally import AnswerStatistics
 from app.tui.widgets.composer import context_line
 from app.tui.widgets.progress_panel import bar
 
@@ -135,7 +134,7 @@ def test_the_bar() -> None:
 
 
 def test_what_compensation_costs_gets_a_line_of_its_own_where_it_would_not_fit() -> None:
-    statistics = AnswerStatistics(
+    statistics = Statistics(
         tokens=412, tokens_per_s=58.1, first_after_s=0.21, context_used=1300, context=8192, bits=3.0,
         k_chunk={"qkv": 41, "o": 48}, slowdown_percent=4.21, memory_bytes=812_000_000,
     )  # fmt: skip
@@ -144,7 +143,7 @@ def test_what_compensation_costs_gets_a_line_of_its_own_where_it_would_not_fit()
     assert figures.statistics_lines(statistics, 104) == f"{first} · k_chunk 41–48 · slowdown 4.2 %"
     assert figures.statistics_lines(statistics, 74) == f"{first}\nk_chunk 41–48 · slowdown 4.2 % · 3-bit · 812 MB"
     assert figures.statistics_lines(statistics, 36, ["stopped"]) == "stopped · 412 tokens · 58.1 tok/s"
-    plain = AnswerStatistics(tokens=412, tokens_per_s=58.1, first_after_s=0.21, k_chunk={"qkv": 0}, slowdown_percent=0)
+    plain = Statistics(tokens=412, tokens_per_s=58.1, first_after_s=0.21, k_chunk={"qkv": 0}, slowdown_percent=0)
     assert figures.statistics_lines(plain, 200) == "412 tokens · 58.1 tok/s · first after 0.21 s"
 
 
