@@ -38,6 +38,8 @@ LEAST_CONTEXT = 16
 """Positions that a decoder needs for being timed."""
 _READINGS_A_KIND = 10
 """About how many readings the search takes of a layer type, for the progress bar."""
+_BLOCK_COUNTS = 5
+"""About how many times as many there are on a GPU, whose thread blocks are searched too."""
 logger = logging.getLogger(__name__)
 
 
@@ -297,7 +299,7 @@ class _Work:
         self._progress(Progress(phase="tune", done=done, total=self._total or None, unit="timings", message=message))
 
     def expect(self, kinds: int) -> None:
-        """Guess how long it will be."""
+        """Guess how long it will be, from how many layer types are to be searched."""
         self._total = (kinds + 1) * _READINGS_A_KIND
 
     def reading(self, kind: str, k_chunk: int) -> None:
@@ -329,7 +331,7 @@ def _measure(
     began = time.perf_counter()
     work = _Work(model, device, key.budget_percent, progress)
     layers = layers_of(decoder)
-    work.expect(len(layers))
+    work.expect(len(layers) * (1 if device.sm_count is None else _BLOCK_COUNTS))
     journal = profiles.journal(key)
     if force:
         journal.unlink(missing_ok=True)

@@ -288,7 +288,7 @@ def test_ratios_use_one_plain_time(lab: Lab) -> None:
     assert told == [("qkv", 100), ("qkv", 0)]
 
 
-@pytest.mark.parametrize(("slowdown", "measured"), [(4.4, 3), (5.5, 3), (30.0, 1), (0.1, 1)])
+@pytest.mark.parametrize(("slowdown", "measured"), [(4.4, 3), (5.5, 3), (30.0, 1), (0.1, 1), (-0.5, 1), (-20.0, 3)])
 def test_what_is_clear_is_measured_once(slowdown: float, measured: int) -> None:
     told: list[Any] = []
     decided = Decided(lambda _k, _n: slowdown, 5.0, told.append)
