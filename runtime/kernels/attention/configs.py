@@ -16,10 +16,13 @@ MAX_SPLITS = 64
 """Most splits of one row: the merge holds them all in registers."""
 DOT_ROWS = 16
 """Fewest rows of a matrix product of the tensor cores."""
+TILE_ROWS = 128
+"""Rows of the matrix products in a step of many rows. At least as many rows as channels: the compiler then gives every
+warp rows of its own, and each holds only these of q."""
+LONG_STEP = 128
+"""Steps of more rows take half of TILE_ROWS up to 64 channels: there the whole tile, not split, spills registers."""
 WIDE_TILE_ROWS = 32
-"""Rows of the matrix products in a step of many rows where a head is wider than 128 channels: more would not fit in
-registers. Narrower heads take as many rows as channels, at least 64: the compiler then gives every warp rows of its
-own, and each holds only these of q."""
+"""The same where a head is wider than 128 channels: more rows would not fit in registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,8 @@ def launch_config(M: int, group: int, kv_heads: int, dim: int, seen: int) -> Lau
     """
     block_d = max(16, power_of_two(dim))
     few = M <= SPLIT_ROWS
-    tile = WIDE_TILE_ROWS if block_d > 128 else max(64, block_d)
+    narrow = TILE_ROWS // 2 if block_d <= 64 and M > LONG_STEP else TILE_ROWS
+    tile = WIDE_TILE_ROWS if block_d > 128 else narrow
     block_m = max(DOT_ROWS if few else tile, power_of_two(group))
     rows = 1 if few else block_m // group
     block_t = 64 if few and block_d <= 128 else 32

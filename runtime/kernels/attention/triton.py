@@ -309,14 +309,14 @@ def _merge_sizes(H: int, D: int, config: LaunchConfig) -> dict[str, int]:
 
 
 def ahead() -> tuple[Ahead, ...]:
-    """Decode and prefill of Llama-3-8B at 8192 positions, decode of Phi-3-mini's heads, prefill of wide ones."""
+    """Decode and prefill of Llama-3-8B at 8192 positions, decode of Phi-3-mini, prefill of Llama-3.2-1B."""
     llama = {"H": 32, "H_kv": 8, "D": 128}
     wide = {"H": 16, "H_kv": 8, "D": 256}
     return (
         _ahead("decode", M=1, **llama),
         _ahead("decode", M=1, H=32, H_kv=32, D=96),
         _ahead("prefill", M=128, **llama),
-        _ahead("prefill", M=512, **wide),
+        _ahead("prefill", M=128, H=32, H_kv=8, D=64),
         _ahead_merge(M=1, **llama),
         _ahead_merge(M=1, **wide),
     )

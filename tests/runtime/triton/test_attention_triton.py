@@ -111,7 +111,7 @@ def test_a_few_rows_of_one_slot_each_see_their_own_past(device: str) -> None:
 
 @pytest.mark.parametrize("first", [0, 70])
 def test_prefill_in_pieces(device: str, first: int) -> None:
-    """Rows that fill two tiles of 12 and a part of a third."""
+    """Rows that fill a tile of 25, and one of the next."""
     _Case(_run_of(0, first, 26), 5, 1, 32, 110).check(device)
 
 
