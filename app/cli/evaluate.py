@@ -129,8 +129,14 @@ def _stored(
 
 def _k_chunk(model: StoredModel, plan: LoadPlan, services: Services, output: Output) -> Mapping[str, int] | int:
     """The compensation to evaluate; a budget is tuned with a decoder of its own, that need not measure recall."""
+    from runtime.tuning import obstacle
+
     if not plan.budget:
         return plan.options.k_chunk
+    if (problem := obstacle(plan.backend, model, plan.options.context)) is not None:
+        if plan.asked:
+            output.note(f"{problem.what}; {problem.fix}")
+        return 0
     decoder, _ = services.open_decoder(model, replace(plan.options, select="approx"), plan.backend)
     try:
         compensate(decoder, model, plan, services, output)

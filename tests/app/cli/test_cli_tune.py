@@ -229,6 +229,18 @@ def test_eval_with_a_budget(answer: Answer, clock: Clock, tmp_path: Path) -> Non
     assert answer("eval", "demo", "--text", file, "--budget", 0)["recall"] is None
 
 
+@pytest.mark.parametrize("hindrance", [("--backend", "reference"), ("--window", 8)], ids=lambda value: value[0])
+def test_eval_where_a_budget_has_no_effect(
+    run: Callable[..., Any], tmp_path: Path, services: Any, hindrance: tuple[object, ...]
+) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("The quick brown fox jumps over the lazy dog.\n")
+    services.within_budget = None  # must not even be tried
+    result = run("eval", "demo", "--text", file, "--budget", 8, *hindrance, "--json")
+    assert set(json.loads(result.stdout)["k_chunk"].values()) == {0}
+    assert "fixed k_chunk" in result.stderr
+
+
 def test_bench_measures_what_it_costs(answer: Answer, run: Callable[..., Any], clock: Clock, services: Any) -> None:
     services.slowdown = lambda decoder, _cancelled: clock.slowdown(decoder.options.k_chunk)
     lengths = ("--prompt-tokens", 20, "--decode-tokens", 10)
