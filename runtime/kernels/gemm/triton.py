@@ -59,7 +59,8 @@ def _gemm_kernel(
     half = tl.arange(0, BLOCK_N // 2)
     first_n = pid_n * BLOCK_N + half // (8 * WARPS) * (16 * WARPS) + half // 8 % WARPS * 8 + half % 8
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = x_ptr + tl.minimum(offs_m, M - 1).to(tl.int64) * K
+    stride_xm = K // 512 * 512 if EVEN_K else K  # the same, but seen to keep rows aligned
+    rows = x_ptr + tl.minimum(offs_m, M - 1).to(tl.int64) * stride_xm
     book = book_ptr + (load_n << BITS)[:, None]
     words = codes_ptr + load_n[:, None] * 16 + tl.arange(0, 16)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)

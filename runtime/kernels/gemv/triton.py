@@ -222,6 +222,7 @@ def _gemv_kernel(
     first_n = pid_n * BLOCK_N + half // (8 * WARPS) * (16 * WARPS) + half // 8 % WARPS * 8 + half % 8
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
+    stride_xm = K // 512 * 512 if EVEN_K else K  # the same, but seen to keep rows aligned
     book = book_ptr + (load_n << BITS)[:, None]
     words = codes_ptr + load_n[:, None] * 16 + tl.arange(0, 16)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -242,7 +243,7 @@ def _gemv_kernel(
                     x = tl.load(x_ptr + offs_k) if EVEN_K else tl.load(x_ptr + offs_k, offs_k < K, 0.0)
                     x = x[:, None]
                 else:
-                    x_at = x_ptr + offs_k[:, None] + (tl.minimum(offs_m, M - 1) * K)[None, :]
+                    x_at = x_ptr + offs_k[:, None] + (tl.minimum(offs_m, M - 1) * stride_xm)[None, :]
                     x = tl.load(x_at) if EVEN_K else tl.load(x_at, mask=(offs_k < K)[:, None], other=0.0)
                 w = values_of(c0, c1, c2, c3, book, exponent, start // 32, DOT, BITS, BLOCK_N, WARPS, CODEBOOK)
                 sums = tl.dot(w, x, sums)

@@ -168,6 +168,26 @@ def test_counters_return_to_zero_and_a_second_run_gives_the_same_bits(device):
     assert torch.equal(outs[0], outs[2])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize(("N", "K"), [(4096, 4096), (6144, 2560)])
+def test_a_captured_graph_replays_with_the_same_bits(N, K, bits, cuda):
+    weight, workspace = uniform(N, K, bits, 128, True, cuda, 20), Workspace(cuda)
+    x, out = activations(1, K, cuda, 21)[0], torch.full((N,), float("nan"), device=cuda)
+    gemv(x, weight, out, workspace)  # compiles, and takes its memory
+    assert_product(out[None], x[None], weight)
+    first, graph = out.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gemv(x, weight, out, workspace)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, first)
+    x.copy_(activations(1, K, cuda, 22)[0])
+    graph.replay()
+    assert_product(out[None], x[None], weight)
+
+
 def test_a_nan_is_passed_on_for_selection_to_report(device):
     """The product raises no flag of its own: selection sees the same activations and does."""
     weight = uniform(48, 512, 4, 128, False, device, 11)
