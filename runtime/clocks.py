@@ -20,7 +20,7 @@ READING_S = 0.02
 """How long one reading of a layer type may take; a large model's takes longer, for it needs a few passes."""
 DECODING_S = 0.3
 """How long one comparison of decoding with and without compensation may take, for a small model."""
-_CLEAR_PERCENT = 2.0
+NOISE_PERCENT = 2.0
 """A slowdown so much and a quarter of the allowed one away from it needs no second opinion. One that is negative by
 more than this does: something else held up the machine."""
 Slowdown = Callable[[Mapping[str, int], Mapping[str, int]], float]
@@ -133,7 +133,7 @@ class Decided:
             return self._clear[1]
         self._tell(k_chunk)
         found = self._slowdown(k_chunk, n_tb)
-        away = abs(found - self._allowed) > _CLEAR_PERCENT + self._allowed / 4
-        if away and found > -_CLEAR_PERCENT:
+        away = abs(found - self._allowed) > NOISE_PERCENT + self._allowed / 4
+        if away and found > -NOISE_PERCENT:
             self._clear = (dict(k_chunk), found)
         return found

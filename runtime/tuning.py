@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.errors import ModelError
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
-from runtime.clocks import Decided, Ratios, Readings, clocks
+from runtime.clocks import NOISE_PERCENT, Decided, Ratios, Readings, clocks
 from runtime.decoder import Decoder
 from runtime.device import Device, device_of
 from runtime.errors import BackendError, Cancelled, RequestError, RuntimeFailure
@@ -197,7 +197,7 @@ def tune(
         except BaseException:
             decoder.set_k_chunk(before.k_chunk, before.n_tb)
             raise
-        _save(profiles, profile)
+        _keep(profiles, profile)
         cached = False
     else:
         cached = True
@@ -258,10 +258,14 @@ def layers_of(decoder: Decoder) -> list[LayerShape]:
     ]
 
 
-def _save(profiles: ProfileStore, profile: Profile) -> None:
-    """Keep a profile; where that is not possible, tuning is done again next time."""
+def _keep(profiles: ProfileStore, profile: Profile) -> None:
+    """Save a profile; where that is not possible, or its number can't be true, tuning is done again next time."""
     from tuner.errors import ProfileError
 
+    if profile.measured_slowdown_percent < -NOISE_PERCENT:
+        profiles.journal(profile.key).unlink(missing_ok=True)
+        logger.warning("something else kept this machine busy while it was tuned, so it will be tuned again next time")
+        return
     try:
         profiles.save(profile)
     except ProfileError as error:

@@ -30,7 +30,7 @@ def profile_report(services: Services, machine: Machine, gpu: GpuChoice, choice:
     except (SettingsError, ModelError):
         return None
     from app.cli.load import compensation
-    from runtime.tuning import obstacle
+    from runtime.tuning import obstacle, tuning_of
 
     fixed, budget = compensation(settings)
     report: dict[str, Any] = {
@@ -53,13 +53,14 @@ def profile_report(services: Services, machine: Machine, gpu: GpuChoice, choice:
             f"not tuned yet for {budget:g} % slowdown; done at its first use, or by: lowbit-chat tune-device {name}"
         )
         return {**report, "reason": reason}
-    chosen = ", ".join(f"{kind} {count}" for kind, count in profile.configuration.k_chunk.items())
-    measured = profile.measured_slowdown_percent
+    found = tuning_of(profile, cached=True)
+    chosen = ", ".join(f"{kind} {count}" for kind, count in found.k_chunk.items())
+    measured = found.measured_slowdown_percent
     return {
         **report,
-        "k_chunk": dict(profile.configuration.k_chunk),
+        "k_chunk": dict(found.k_chunk),
         "measured_slowdown_percent": measured,
-        "reason": f"k_chunk {chosen}: what {budget:g} % slowdown pays for, {measured:.1f} % measured {profile.date}",
+        "reason": f"k_chunk {chosen}; {measured:.1f} % of {budget:g} % slowdown measured on {profile.date[:10]}",
     }
 
 

@@ -4,12 +4,15 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.cli import checks
 from app.cli.services import Services
+from runtime import tuning
+from runtime.clocks import Clocks
 from runtime.gpu import GpuChoice
 from runtime.lock import LockRecord
 from tuner.detect import CpuInfo, GpuInfo, Machine, MemoryInfo, PcieLink
@@ -131,13 +134,16 @@ def test_what_is_known_of_tuning(
 def test_the_profile_that_is_used(
     answer: Answer, run: Callable[..., Any], machine: Any, services: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    timer = SimpleNamespace(measured=True, seconds=lambda _kind, _n_tb, k_chunk: 1e-3 * (1 + k_chunk / 1000))
+    clock = Clocks(layers=timer, slowdown=lambda *_: 30.0)
+    monkeypatch.setattr(tuning, "clocks", lambda *_: clock)
     monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "60")
     services.machine = Services.machine.__get__(services)
     answer("tune-device", "demo", "--budget", 60)
     found = answer("doctor")["tuning"]
-    assert found["measured_slowdown_percent"] <= 60
+    assert found["measured_slowdown_percent"] == 30
     assert found["k_chunk"].keys() == {"qkv", "o", "gate_up", "down", "head"}
-    assert "60 % slowdown pays for" in run("doctor").stdout
+    assert "30.0 % of 60 % slowdown measured" in run("doctor").stdout
 
 
 def test_little_memory(answer: Answer, machine: Any) -> None:
