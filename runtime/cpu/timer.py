@@ -2,13 +2,12 @@
 
 A pass runs the products of one layer type of all blocks, and the selections before them, on the pool's threads: the
 machine code of a decode step without what lies between. Blocks differ in their weights, so a large model's come from
-memory, as in a step. Passes with and without compensation alternate, and the median ratio counts; the time without is
-measured once, so that all numbers of a timer share one yardstick.
+memory, as in a step. Passes with and without compensation alternate, and of each the fastest tenth counts, as in
+`runtime.timing`; the time without is measured once, so that all numbers of a timer share one yardstick.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from runtime.cpu.decoder import CpuDecoder
 from runtime.decoder import Step
+from runtime.timing import undisturbed
 
 _LEAST, _MOST = 7, 151
 """Passes of one measurement."""
@@ -51,24 +51,23 @@ class CpuTimer:
         count = 1 if kind == "head" else self._decoder.spec.num_layers
         plain = self._decoder.layer_program(kind, 0)
         if kind not in self._base:
-            self._base[kind] = self._median(plain, None)[0] / count
+            self._base[kind] = undisturbed(self._passes(plain)[0]) / count
         if k_chunk == 0:
             return self._base[kind]
-        return self._base[kind] * self._median(plain, self._decoder.layer_program(kind, k_chunk))[1]
+        without, compensated = self._passes(plain, self._decoder.layer_program(kind, k_chunk))
+        return self._base[kind] * undisturbed(compensated) / undisturbed(without)
 
-    def _median(self, plain: npt.NDArray[np.int64], other: npt.NDArray[np.int64] | None) -> tuple[float, float]:
-        """Median seconds of a plain pass, and median ratio of another's to it."""
-        times: list[float] = []
-        ratios: list[float] = []
+    def _passes(self, *programs: npt.NDArray[np.int64]) -> list[list[float]]:
+        """Seconds of the passes of each program; the programs take turns."""
+        times: list[list[float]] = [[] for _ in programs]
         with self._decoder.session():
-            self._decoder.run_layers(plain)
-            repeats = max(1, int(_PASS_S / self._pass(plain, 3)))
+            self._decoder.run_layers(programs[0])
+            repeats = max(1, int(_PASS_S / self._pass(programs[0], 3)))
             end = time.perf_counter() + self._seconds
-            while len(times) < _LEAST or (time.perf_counter() < end and len(times) < _MOST):
-                times.append(self._pass(plain, repeats))
-                if other is not None:
-                    ratios.append(self._pass(other, repeats) / times[-1])
-        return statistics.median(times), statistics.median(ratios) if ratios else 1.0
+            while len(times[0]) < _LEAST or (time.perf_counter() < end and len(times[0]) < _MOST):
+                for program, own in zip(programs, times, strict=True):
+                    own.append(self._pass(program, repeats))
+        return times
 
     def _pass(self, program: npt.NDArray[np.int64], repeats: int) -> float:
         began = time.perf_counter()

@@ -14,7 +14,7 @@ from runtime.cpu.timer import CpuTimer
 from runtime.decoder import DecoderOptions, Step
 from runtime.errors import Cancelled, RequestError
 from runtime.reference.decoder import ReferenceDecoder
-from runtime.timing import DecodeTimer
+from runtime.timing import DecodeTimer, undisturbed
 
 BACKENDS = {"cpu": CpuDecoder, "reference": ReferenceDecoder}
 ROWS = np.arange(6, dtype=np.int32)
@@ -114,11 +114,18 @@ class Sleeper:
             pass
 
 
+def test_the_fastest_tenth_counts() -> None:
+    assert undisturbed([5.0, 3.0, 4.0]) == 3.0
+    assert undisturbed([1.0] + [2.0] * 9) == 1.0
+    assert undisturbed([1.0] + [2.0] * 10) == 2.0
+    assert undisturbed([float(i) for i in range(100, 0, -1)]) == 10.0
+
+
 def test_the_slowdown_of_a_decoder_whose_times_are_known() -> None:
     decoder = Sleeper(base_s=2e-4, each_s=1e-5)
     timer = DecodeTimer(decoder, seconds=0.0)  # type: ignore[arg-type]
     found = timer.slowdown(20)
-    assert 40 < found < 200  # 100 % but for what else the machine does
+    assert 60 < found < 150  # 100 % but for what else the machine does
     assert decoder.set[-1] == ({"qkv": 3}, {"qkv": 2})
 
 
