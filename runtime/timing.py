@@ -25,7 +25,7 @@ _FIRST = 8
 _TURN_S = 0.012
 """Seconds of one turn, where a token takes less than that."""
 _LONGEST_TURN = 48
-_LEAST_ROUNDS, _MOST_ROUNDS = 11, 201
+_LEAST_ROUNDS, _MOST_ROUNDS = 25, 201
 UNDISTURBED = 0.1
 """The quantile of times that counts as undisturbed."""
 
@@ -40,7 +40,7 @@ class DecodeTimer:
 
     Args:
         decoder: A loaded model.
-        seconds: How long one measurement may take; at least seven rounds are made.
+        seconds: How long one measurement may take; at least 25 rounds are made.
         cancelled: Asked between rounds.
     """
 

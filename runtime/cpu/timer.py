@@ -17,7 +17,7 @@ from runtime.cpu.decoder import CpuDecoder
 from runtime.decoder import Step
 from runtime.timing import undisturbed
 
-_LEAST, _MOST = 7, 151
+_LEAST, _MOST = 15, 151
 """Passes of one measurement."""
 _PASS_S = 5e-4
 """A pass is repeated until it takes about so long, so that starting it does not count."""
@@ -28,7 +28,7 @@ class CpuTimer:
 
     Args:
         decoder: The loaded model.
-        seconds: How long one measurement may take; at least seven passes are made.
+        seconds: How long one measurement may take; at least fifteen passes are made.
     """
 
     measured = True

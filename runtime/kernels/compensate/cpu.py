@@ -1,7 +1,11 @@
-"""Error compensation on the CPU: a gather of residual rows from RAM, four rows at a time, in float32.
+"""Error compensation on the CPU: a gather of residual rows from RAM, in float32.
 
 Residuals stay in the canonical packing of the file (input-channel-major, so one salient channel is one contiguous row)
 and are read through the page cache, never copied.
+
+Rows are added four at a time while the next four come into the cache. At 4 bits, the usual width, 128 outputs of a row
+are a vector of 16 words: field j of all of them, shifted to the top of a float's mantissa under the exponent of 1, is
+the number 1 + code / 16 without any conversion, three operations for 16 products.
 
 Source: QDEC §4.1, steps 2 to 4.
 """
@@ -14,7 +18,22 @@ import numba
 from llvmlite import ir
 from numba import types
 
-from runtime.cpu.emit import FLOATS, I32, WORDS, Builder, define, floats16, load
+from runtime.cpu.emit import (
+    FLOATS,
+    I32,
+    WORDS,
+    Builder,
+    call,
+    constant,
+    define,
+    emit_fma,
+    floats16,
+    load,
+    offset,
+    pointer,
+    splat,
+    words16,
+)
 from runtime.cpu.vector import (
     add,
     fill,
@@ -30,23 +49,102 @@ from runtime.cpu.vector import (
     zero_floats,
 )
 
+_MANTISSA_TOP, _ONE = 23, 0x3F800000
+"""Bits of a float32's mantissa, and the bits of 1.0."""
 
-def _codes(bits: int) -> Any:
-    """Intrinsic: sixteen unsigned residual codes of 2 or 4 bits at a 16-column boundary, as floats."""
-    words = bits // 2
-    lanes = 32 // bits
 
-    def emit(b: Builder, address: Any) -> Any:
-        packed = load(b, ir.VectorType(I32, words), address, 4)
-        spread = ir.Constant(ir.VectorType(I32, 16), [i // lanes for i in range(16)])
-        wide = b.shuffle_vector(packed, ir.Constant(packed.type, ir.Undefined), spread)
-        shifts = ir.Constant(WORDS, [bits * (i % lanes) for i in range(16)])
-        mask = ir.Constant(WORDS, [(1 << bits) - 1] * 16)
-        return b.sitofp(b.and_(b.lshr(wide, shifts), mask), FLOATS)
+@define(floats16, types.int64)
+def _codes_2(b: Builder, address: Any) -> Any:
+    """Sixteen 2-bit codes of one word as floats."""
+    shifts = ir.Constant(WORDS, [2 * i for i in range(16)])
+    word = splat(b, load(b, I32, address, 4), WORDS)
+    return b.sitofp(b.and_(b.lshr(word, shifts), constant(WORDS, 3)), FLOATS)
 
-    emit.__name__ = f"residual_codes{bits}"
-    emit.__doc__ = f"Sixteen {bits}-bit codes as floats."
-    return define(floats16, types.int64)(emit)
+
+def _emit_field(b: Builder, words: Any, j: int) -> Any:
+    """Field j of sixteen words of eight 4-bit codes, as 1 + code / 16."""
+    up = _MANTISSA_TOP - 4 * (j + 1)
+    moved = b.shl(words, constant(WORDS, up)) if up >= 0 else b.lshr(words, constant(WORDS, -up))
+    code = b.and_(moved, constant(WORDS, 15 << (_MANTISSA_TOP - 4)))
+    return b.bitcast(b.or_(code, constant(WORDS, _ONE)), FLOATS)
+
+
+@define(words16, types.int64, types.int64)
+def _load_words(b: Builder, address: Any, count: Any) -> Any:
+    """The first `count` of sixteen words, zeros for the rest."""
+    wide = splat(b, b.trunc(count, I32), WORDS)
+    mask = b.icmp_signed("<", ir.Constant(WORDS, list(range(16))), wide)
+    return call(
+        b, "llvm.masked.load.v16i32.p0", WORDS, pointer(b, address), ir.Constant(I32, 4), mask, constant(WORDS, 0)
+    )
+
+
+@define(types.void, types.int64, *[words16] * 4, *[floats16] * 4)
+def _add_rows(b: Builder, sums: Any, *rows: Any) -> None:
+    """Add four rows of a block to its eight sums: value * (1 + code / 16), row after row."""
+    for j in range(8):
+        at = pointer(b, offset(b, sums, 64 * j))
+        total = b.load(at, typ=FLOATS, align=4)
+        for words, value in zip(rows[:4], rows[4:], strict=True):
+            total = emit_fma(b, _emit_field(b, words, j), value, total)
+        b.store(total, at, align=4)
+
+
+@define(types.void, types.int64)
+def _order_fields(b: Builder, sums: Any) -> None:
+    """Bring the sums of a block, lane w of sum j belonging to output 8 w + j, into the outputs' order."""
+    parts = [load(b, FLOATS, offset(b, sums, 64 * j), 4) for j in range(8)]
+    while len(parts) > 1:  # interleave what stands half the list apart: the last round has all in place
+        half, lanes = len(parts) // 2, parts[0].type.count
+        mask = ir.Constant(ir.VectorType(I32, 2 * lanes), [i // 2 + i % 2 * lanes for i in range(2 * lanes)])
+        parts = [b.shuffle_vector(parts[i], parts[i + half], mask) for i in range(half)]
+    b.store(parts[0], pointer(b, sums), align=4)
+
+
+@numba.njit(nogil=True)
+def _channel(chosen: int, i: int, count: int) -> int:
+    """The i-th chosen channel; the last one beyond the end."""
+    return numba.int64(get_int(chosen + 4 * min(i, count - 1)))
+
+
+@numba.njit(nogil=True)
+def _gather_4(
+    residual: int, row_bytes: int, x: int, chosen: int, count: int, start: int, stop: int, sums: int, _bits: int
+) -> None:
+    """As the others, but sums[n] = sum over chosen channels c of 16 x[c] (1 + code[c, n] / 16)."""
+    first, blocks = residual + start // 2, (stop - start + 127) // 128
+    for t in range(8 * blocks):
+        store_floats(sums + 64 * t, zero_floats())
+    for i in range(0, count, 4):
+        rows = min(4, count - i)
+        c0, c1 = _channel(chosen, i, count), _channel(chosen, i + 1, count)
+        c2, c3 = _channel(chosen, i + 2, count), _channel(chosen, i + 3, count)
+        sixteen, none = numba.float32(16.0), numba.float32(0.0)
+        x0, x1 = fill(sixteen * get_float(x + 4 * c0)), fill(sixteen * get_float(x + 4 * c1) if rows > 1 else none)
+        x2 = fill(sixteen * get_float(x + 4 * c2) if rows > 2 else none)
+        x3 = fill(sixteen * get_float(x + 4 * c3) if rows > 3 else none)
+        r0, r1, r2, r3 = first + c0 * row_bytes, first + c1 * row_bytes, first + c2 * row_bytes, first + c3 * row_bytes
+        n0, n1 = first + _channel(chosen, i + 4, count) * row_bytes, first + _channel(chosen, i + 5, count) * row_bytes
+        n2, n3 = first + _channel(chosen, i + 6, count) * row_bytes, first + _channel(chosen, i + 7, count) * row_bytes
+        for t in range(blocks):
+            at, words = 64 * t, min(16, (stop - start) // 8 - 16 * t)
+            prefetch(n0 + at)  # the next four rows come in while these are added
+            prefetch(n1 + at)
+            prefetch(n2 + at)
+            prefetch(n3 + at)
+            _add_rows(
+                sums + 512 * t,
+                _load_words(r0 + at, words),
+                _load_words(r1 + at, words),
+                _load_words(r2 + at, words),
+                _load_words(r3 + at, words),
+                x0,
+                x1,
+                x2,
+                x3,
+            )
+    for t in range(blocks):
+        _order_fields(sums + 512 * t)
 
 
 def _gather(load_codes: Any) -> Any:
@@ -94,8 +192,7 @@ def _gather(load_codes: Any) -> Any:
     return gather
 
 
-_gather_2, _gather_4 = _gather(_codes(2)), _gather(_codes(4))
-_gather_8, _gather_16 = _gather(load_unsigned), _gather(load_halves)
+_gather_2, _gather_8, _gather_16 = _gather(_codes_2), _gather(load_unsigned), _gather(load_halves)
 
 
 @numba.njit(nogil=True)
@@ -125,7 +222,7 @@ def compensate(
         start: First output channel, a multiple of 16.
         stop: End, a multiple of 16.
         out: Address of the output row, float32.
-        sums: Address of scratch, float32 [stop - start].
+        sums: Address of scratch, float32 [stop - start], and 128 more.
     """
     if bits == 2:
         _gather_2(residual, row_bytes, x, chosen, count, start, stop, sums, bits)
@@ -138,11 +235,12 @@ def compensate(
         for n in range(start, stop, 16):
             store_floats(out + 4 * n, add(load_floats(out + 4 * n), load_floats(sums + 4 * (n - start))))
         return
-    # Codes are stored with an offset of 2^(bits-1), the same for every channel: its share is subtracted once.
+    # Codes are stored with an offset of 2^(bits-1), the same for every channel: its share is subtracted once, and that
+    # of the 1 beside a 4-bit code / 16.
     total = numba.float32(0.0)
     for i in range(count):
         total += get_float(x + 4 * numba.int64(get_int(chosen + 4 * i)))
-    shift = fill(numba.float32(-total * numba.float32(1 << (bits - 1))))
+    shift = fill(numba.float32(-total * numba.float32(24 if bits == 4 else 1 << (bits - 1))))
     for n in range(start, stop, 16):
         value = mul(add(load_floats(sums + 4 * (n - start)), shift), load_halves(scales + 2 * n))
         store_floats(out + 4 * n, add(load_floats(out + 4 * n), value))

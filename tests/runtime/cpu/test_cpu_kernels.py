@@ -273,7 +273,7 @@ def test_recall_is_measured_against_the_whole_row(machine: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("residual_bits", [2, 4, 8, 16])
-@pytest.mark.parametrize(("N", "K", "k"), [(16, 64, 1), (40, 172, 7), (200, 96, 96)])
+@pytest.mark.parametrize(("N", "K", "k"), [(16, 64, 1), (40, 172, 7), (200, 96, 96), (600, 64, 13)])
 def test_compensation(
     machine: Callable[..., Any],
     packed_linear: Callable[..., PackedLinear],
