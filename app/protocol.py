@@ -151,6 +151,8 @@ class Tuning:
     """Of whole decoding steps."""
     seconds: float
     """How long tuning took."""
+    date: str
+    """When, in UTC, as ISO 8601 writes it; empty where nothing was tuned."""
     curve: Sequence[KneeCurve]
     """What its plot shows."""
 

@@ -16,7 +16,7 @@ from runtime.errors import BackendError
 if TYPE_CHECKING:
     from tuner.timer import Timer
 
-READING_S = 0.02
+READING_S = 0.04
 """How long one reading of a layer type may take; a large model's takes longer, for it needs a few passes."""
 DECODING_S = 0.3
 """How long one comparison of decoding with and without compensation may take, for a small model."""

@@ -34,6 +34,8 @@ PROFILES = "profiles"
 """Folder of profiles and timings in the program's home."""
 MARGIN = 0.9
 """Part of the budget that the final check lets a configuration use: the next measurement may be a little higher."""
+_QUIET_S = 0.4
+"""Between two reports of readings, so that the readings are of the model and not of the report."""
 LEAST_CONTEXT = 16
 """Positions that a decoder needs for being timed."""
 _READINGS_A_KIND = 10
@@ -63,6 +65,8 @@ class Tuning:
     """Of whole decoding steps; at most the budget."""
     seconds: float
     """How long tuning took."""
+    date: str
+    """When, in UTC: `2026-11-21T16:40:00+00:00`; empty where nothing was tuned."""
     cached: bool
     """Whether a saved profile had it."""
     curve: tuple[Curve, ...] = ()
@@ -243,6 +247,7 @@ def tuning_of(profile: Profile, *, cached: bool) -> Tuning:
         predicted_slowdown_percent=found.predicted_slowdown_percent,
         measured_slowdown_percent=profile.measured_slowdown_percent,
         seconds=profile.seconds,
+        date=profile.date,
         cached=cached,
         curve=profile.curve,
     )
@@ -283,6 +288,7 @@ def _off(device: str) -> Tuning:
         predicted_slowdown_percent=0.0,
         measured_slowdown_percent=0.0,
         seconds=0.0,
+        date="",
         cached=False,
     )
 
@@ -295,10 +301,12 @@ class _Work:
         self._about = f"{budget_percent:g} %"
         self._done = 0
         self._total = 0
+        self._quiet_until = 0.0
         self.tell(f"tuning {model.name} for {device}: how much compensation {self._about} slowdown pays for; done once")
 
     def tell(self, message: str) -> None:
         """Report."""
+        self._quiet_until = time.monotonic() + _QUIET_S
         done = min(self._done, max(0, self._total - 1))
         self._progress(Progress(phase="tune", done=done, total=self._total or None, unit="timings", message=message))
 
@@ -307,8 +315,9 @@ class _Work:
         self._total = (kinds + 1) * _READINGS_A_KIND
 
     def reading(self, kind: str, k_chunk: int) -> None:
-        """A layer type is about to be timed."""
-        self.tell(f"timing {kind} with {k_chunk} channels per 1024 compensated")
+        """A layer type is about to be timed. Told now and then only: whoever shows it needs the processor as well."""
+        if time.monotonic() >= self._quiet_until:
+            self.tell(f"timing {kind} with {k_chunk} channels per 1024 compensated")
         self._done += 1
 
     def verifying(self, k_chunk: Mapping[str, int]) -> None:

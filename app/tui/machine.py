@@ -67,11 +67,12 @@ def tuning_lines(tuning: TuningLike) -> Lines:
     """What the tuner promised and what was measured."""
     measured = tuning.measured_slowdown_percent
     slowdown = [f"{percent(tuning.predicted_slowdown_percent)} predicted"]
+    taken = f"in {duration(tuning.seconds)}" if tuning.seconds else ""
     slowdown.append("not measured" if measured is None else f"{percent(measured)} measured")
     return [
         ("budget", f"{tuning.budget_percent:g} %"),
         ("slowdown", _joined(slowdown)),
-        ("tuned", _joined([f"on {tuning.device}", f"in {duration(tuning.seconds)}" if tuning.seconds else ""])),
+        ("tuned", _joined([f"on {tuning.device}", taken, tuning.date[:10]])),
     ]
 
 

@@ -213,6 +213,10 @@ class TuningLike(Protocol):
         """How long tuning took."""
 
     @property
+    def date(self) -> str:
+        """When, in UTC; empty where nothing was tuned."""
+
+    @property
     def curve(self) -> Sequence[CurveLike]:
         """Its knee curves."""
 

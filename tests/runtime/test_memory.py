@@ -108,12 +108,12 @@ def test_a_container_is_named() -> None:
         plan(spec(), WEIGHTS, memory=free(500, limit=2 << 30))
 
 
-def test_residuals_are_mapped_and_not_needed() -> None:
+def test_residuals_are_told_and_not_needed() -> None:
     plain = plan(spec(), WEIGHTS, memory=free(16_000))
     compensated = plan(spec(), WEIGHTS, compensated=True, memory=free(16_000))
     assert compensated.needed_bytes == plain.needed_bytes
     assert (plain.residual_bytes, compensated.residual_bytes) == (0, 500 * MIB)
-    assert "residuals 500 MiB mapped" in describe(compensated)
+    assert "beside it residuals 500 MiB" in describe(compensated)
     assert "residuals" not in describe(plain)
 
 

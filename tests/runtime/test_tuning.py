@@ -267,7 +267,8 @@ def test_a_model_whose_manifest_is_gone(lab: Lab, tmp_path: Path) -> None:
         lab.tune(5)
 
 
-def test_progress_is_told_in_words(lab: Lab) -> None:
+def test_progress_is_told_in_words(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_QUIET_S", 0.0)
     reports: list[Progress] = []
     lab.tune(5, progress=reports.append)
     assert {report.phase for report in reports} == {"tune"}
@@ -277,6 +278,14 @@ def test_progress_is_told_in_words(lab: Lab) -> None:
     assert "decoding" in reports[-1].message
     assert all(report.total is None or report.done < report.total for report in reports)
     assert [report.done for report in reports] == sorted(report.done for report in reports)
+
+
+def test_readings_are_told_now_and_then_only(lab: Lab) -> None:
+    """Whoever shows a report takes processor time from the reading that it announces."""
+    reports: list[Progress] = []
+    lab.tune(5, progress=reports.append)
+    assert len(lab.points) > 10
+    assert sum("timing" in report.message for report in reports) == 0
 
 
 def test_the_curve_is_what_was_timed(lab: Lab) -> None:

@@ -96,7 +96,8 @@ def tuned(budget: float) -> Tuning:
     )
     return Tuning(
         device="Example 7840U", budget_percent=budget, n_tb_max=None, n_tb={}, k_chunk=chunks,
-        predicted_slowdown_percent=budget * 0.92, measured_slowdown_percent=budget * 0.84, seconds=42.0, curve=knees,
+        predicted_slowdown_percent=budget * 0.92, measured_slowdown_percent=budget * 0.84, seconds=42.0,
+        date="2026-11-21T16:40:00+00:00", curve=knees,
     )  # fmt: skip
 
 

@@ -159,6 +159,7 @@ def tuning(budget: float) -> Tuning:
         predicted_slowdown_percent=budget - 0.5,
         measured_slowdown_percent=budget - 1,
         seconds=1.5,
+        date="2026-11-21T16:40:00+00:00",
         cached=False,
         curve=(Curve(kind="qkv", n_tb=0, points=((0, 1.0), (8, 1.25))),),
     )
