@@ -17,7 +17,7 @@ def windows(text: str, length: int = 6) -> list[tuple[str, ...]]:
 
 
 def test_sizes() -> None:
-    assert len(assets.calibration_text().encode()) >= 24_000
+    assert len(assets.calibration_text().encode()) >= 60_000
     assert len(assets.evaluation_text().encode()) >= 6_000
 
 
@@ -35,7 +35,7 @@ def test_texts_are_not_made_by_repetition() -> None:
 
 def test_calibration_has_several_scripts_and_code() -> None:
     text = assets.calibration_text()
-    assert all(re.search(f"[{low}-{high}]", text) for low, high in ("ぁゖ", "一龯", "ая"))
+    assert all(re.search(f"[{low}-{high}]", text) for low, high in ("ぁゖ", "一龯", "ая", "αω", "अह", "가힣", "بي"))
     assert text.count("```") >= 8
 
 
