@@ -1,6 +1,7 @@
 """Statistics of a linear layer's input over calibration tokens: what salient-channel selection needs to know.
 
-Source: QDEC §4.3 (Fig. 9) for the rank maxima, §3.3 and Fig. 16 for the mean square.
+Source: QDEC §4.3 (Fig. 9) for the rank maxima, §3.3 and Fig. 16 for the mean square; Frantar et al. 2023 (OPTQ) for the
+Hessian.
 """
 
 from __future__ import annotations
@@ -25,13 +26,21 @@ class InputStatistics:
     """float32 [K]: for every rank r the maximum over tokens of the r-th largest |x|, descending."""
     square_sum: npt.NDArray[np.float64]
     """float64 [K]: sum of x² over tokens."""
+    hessian: FloatArray | None = None
+    """float32 [K, K]: sum of x xᵀ over tokens, the Hessian of the layer's squared output error but for a factor."""
     tokens: int = 0
     """Tokens seen."""
 
     @classmethod
-    def empty(cls, width: int) -> InputStatistics:
-        """Statistics of no tokens, for K = width channels."""
-        return cls(np.zeros(width, np.float32), np.zeros(width, np.float64))
+    def empty(cls, width: int, *, second_moments: bool = False) -> InputStatistics:
+        """Statistics of no tokens.
+
+        Args:
+            width: K.
+            second_moments: Whether to gather the Hessian too, 4 K² bytes.
+        """
+        hessian = np.zeros((width, width), np.float32) if second_moments else None
+        return cls(np.zeros(width, np.float32), np.zeros(width, np.float64), hessian)
 
     def add(self, x: FloatArray, name: str) -> None:
         """Take in activations.
@@ -55,6 +64,8 @@ class InputStatistics:
                 )
             self.rank_maximum = np.maximum(self.rank_maximum, part.max(0)[::-1])
             self.square_sum += np.square(rows[start : start + step]).sum(0, dtype=np.float64)
+            if self.hessian is not None:
+                self.hessian += rows[start : start + step].T @ rows[start : start + step]
             self.tokens += part.shape[0]
 
     def mean_square(self) -> FloatArray:

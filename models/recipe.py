@@ -8,7 +8,7 @@ from typing import Any
 
 from models.errors import QuantizationError
 
-METHOD_BITS: Mapping[str, tuple[int, ...]] = {"rtn": (3, 4)}
+METHOD_BITS: Mapping[str, tuple[int, ...]] = {"rtn": (3, 4), "gptq": (3, 4)}
 """Bit widths of every base quantizer; `models.quantizers.quantizer` finds the code by the same name."""
 RESIDUAL_BITS = (0, 2, 4, 8, 16)
 """Widths of the residuals; 0 keeps none, 16 keeps them in half precision."""
@@ -21,7 +21,7 @@ class Recipe:
     """How a checkpoint becomes a low-bit model."""
 
     method: str = "rtn"
-    """Base quantizer: `rtn` (round-to-nearest with clip search)."""
+    """Base quantizer: `rtn` (round-to-nearest with clip search) or `gptq` (the same with error feedback)."""
     bits: int = 4
     """Bits of every linear layer of the blocks."""
     group_size: int = 128

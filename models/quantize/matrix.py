@@ -28,14 +28,21 @@ class MatrixQuantizer:
         name: The linear layer, for example `layers.0.qkv`.
         shape: (N, K).
         recipe: How to quantize.
+        hessian: Second moments of the layer's inputs, for a method that needs them.
+
+    Raises:
+        QuantizationError: the Hessian is missing or damaged.
     """
 
-    def __init__(self, name: str, shape: tuple[int, int], recipe: Recipe) -> None:
+    def __init__(self, name: str, shape: tuple[int, int], recipe: Recipe, hessian: FloatArray | None = None) -> None:
         self.name = name
         self.shape = shape
         self.recipe = recipe
         self.bits = recipe.layer_bits(name)
-        self._quantize = quantizer(recipe.layer_method(name))
+        try:
+            self._quantize = quantizer(recipe.layer_method(name), hessian)
+        except QuantizationError as error:
+            raise QuantizationError(f"{name}: {error}") from error
         rows, width = shape
         groups = -(-width // recipe.group_size)
         self._codes = np.empty((rows, packed_width(width, self.bits)), np.int32)
@@ -134,10 +141,10 @@ def quantize_matrix(
         watch: Called after each piece; may raise to stop.
 
     Raises:
-        QuantizationError: a weight is NaN or infinite, or out of range.
+        QuantizationError: a weight is NaN or infinite, or out of range, or the statistics lack what the method needs.
     """
     rows, width = weight.shape
-    matrix = MatrixQuantizer(name, (rows, width), recipe)
+    matrix = MatrixQuantizer(name, (rows, width), recipe, statistics.hessian)
     for piece in matrix.pieces():
         matrix.add(piece, weight[piece].to(torch.float32).numpy())
         watch()

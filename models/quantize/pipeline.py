@@ -19,10 +19,12 @@ from models.quantize.text import (
     CALIBRATION_TOKENS,
     EVALUATION_TOKENS,
     LAST_TOKENIZER_FILE,
+    SECOND_MOMENT_TOKENS,
     convert_tokenizer,
     token_windows,
 )
 from models.quantize.work import Work, recipe_file
+from models.quantizers import SECOND_MOMENTS
 from models.recipe import Recipe
 from models.spec import LAYER_TYPES
 from models.store import Store, StoredModelInfo, layout
@@ -50,6 +52,8 @@ class Pipeline:
     ) -> None:
         if calibration is None and recipe.residual_bits:
             raise QuantizationError("residuals need a calibration text; give one, or choose residual_bits 0")
+        if calibration is None and recipe.method in SECOND_MOMENTS:
+            raise QuantizationError(f"{recipe.method} needs a calibration text; give one, or choose rtn")
         self.checkpoint = Checkpoint.open(folder)
         self.store = store
         self.recipe = recipe
@@ -132,11 +136,14 @@ class Pipeline:
     def _tokens(self, work: Work) -> tuple[Batches, Batches]:
         spec, (calibration, evaluation) = self.checkpoint.spec, self.texts
         windows: list[Batches] = []
+        calibrating = SECOND_MOMENT_TOKENS if self.recipe.method in SECOND_MOMENTS else CALIBRATION_TOKENS
         for text, limit, purpose in (
-            (calibration, CALIBRATION_TOKENS, "calibration"),
+            (calibration, calibrating, "calibration"),
             (evaluation, EVALUATION_TOKENS, "evaluation"),
         ):
-            windows.append([] if text is None else token_windows(work.folder, spec, text, limit, purpose))
+            spread = purpose == "calibration"
+            found = [] if text is None else token_windows(work.folder, spec, text, limit, purpose, spread=spread)
+            windows.append(found)
         return windows[0], windows[1]
 
     def _resume(self, work: Work, calibration: Batches, evaluation: Batches) -> tuple[int, Streams]:
@@ -156,7 +163,8 @@ class Pipeline:
             self._report("quantize", layer + min(done, _STEPS) / _STEPS, total, "blocks", message)
 
         step()
-        statistics = streams.run_full(checkpoint, layer, step)
+        needed = self.recipe.method in SECOND_MOMENTS
+        statistics = streams.run_full(checkpoint, layer, step, second_moments=needed)
         linears: dict[str, PackedLinear] = {}
         for name, seen in statistics.items():
             done += 1

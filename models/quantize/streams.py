@@ -71,13 +71,16 @@ class Streams:
             streams[name.rpartition(".")[0]].append(torch.from_numpy(np.array(file[name])))
         return cls(**streams)
 
-    def run_full(self, checkpoint: Checkpoint, layer: int, watch: Callable[[], None]) -> dict[str, InputStatistics]:
+    def run_full(
+        self, checkpoint: Checkpoint, layer: int, watch: Callable[[], None], *, second_moments: bool
+    ) -> dict[str, InputStatistics]:
         """Pass the full-precision streams through a block.
 
         Args:
             checkpoint: Has the weights.
             layer: Which block.
             watch: Called after each batch; may raise to stop.
+            second_moments: Whether the Hessian of each linear layer is wanted.
 
         Returns:
             Statistics of the calibration text at the input of each of the block's linear layers.
@@ -87,7 +90,8 @@ class Streams:
         """
         spec = checkpoint.spec
         statistics = {
-            f"layers.{layer}.{kind}": InputStatistics.empty(spec.linear_shape(kind)[1]) for kind in LAYER_TYPES
+            f"layers.{layer}.{kind}": InputStatistics.empty(spec.linear_shape(kind)[1], second_moments=second_moments)
+            for kind in LAYER_TYPES
         }
         oracle = Oracle(checkpoint, resident=False, observe=lambda name, x: statistics[name].add(x.numpy(), name))
         self.calibration = _pass(oracle, layer, self.calibration, watch)

@@ -18,6 +18,8 @@ WINDOW = 256
 _BATCH = 4
 CALIBRATION_TOKENS = 2048
 """Most tokens of the calibration text that are used."""
+SECOND_MOMENT_TOKENS = 8192
+"""The same for methods that need how channels go together, for which there are many more numbers to be found."""
 EVALUATION_TOKENS = 1024
 """Most tokens of the evaluation text that are used."""
 TOKENIZER_FILES = (
@@ -90,7 +92,9 @@ def _load_tokenizer(checkpoint: Path) -> Any:
     return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
 
 
-def token_windows(folder: Path, spec: ModelSpec, text: str, limit: int, purpose: str) -> list[torch.Tensor]:
+def token_windows(
+    folder: Path, spec: ModelSpec, text: str, limit: int, purpose: str, *, spread: bool = False
+) -> list[torch.Tensor]:
     """Cut a text into sequences for the model.
 
     Every sequence begins with the tokenizer's beginning-of-sequence token if the tokenizer begins texts with it.
@@ -101,6 +105,8 @@ def token_windows(folder: Path, spec: ModelSpec, text: str, limit: int, purpose:
         text: The text.
         limit: Most tokens to use.
         purpose: What the text is for, for errors.
+        spread: Whether to take sequences from all over a text that is too long, so that each kind of writing in it has
+            a share; else its beginning is taken. Of a very long text the first `limit` * 64 characters count.
 
     Returns:
         int64 [B, S] with B <= 4 of whole windows, and int64 [1, S] of the rest of the text; each S >= 2.
@@ -113,7 +119,8 @@ def token_windows(folder: Path, spec: ModelSpec, text: str, limit: int, purpose:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # A token is seldom longer than 16 characters; without the cut a book would be encoded for its first page.
-    tokens: list[int] = tokenizer(text[: limit * 16], verbose=False).input_ids[:limit]
+    tokens: list[int] = tokenizer(text[: limit * (64 if spread else 16)], verbose=False).input_ids
+    tokens = tokens if spread else tokens[:limit]
     if len(tokens) < 2:
         raise QuantizationError(f"the {purpose} text is too short: it has {len(tokens)} tokens, 2 are needed")
     if max(tokens) >= spec.vocab_size:
@@ -122,12 +129,20 @@ def token_windows(folder: Path, spec: ModelSpec, text: str, limit: int, purpose:
             "together"
         )
     begins = tokens[0] == spec.bos_token_id
-    return _cut(tokens[1:] if begins else tokens, [tokens[0]] if begins else [], min(WINDOW, spec.max_context))
+    body, prefix = (tokens[1:], [tokens[0]]) if begins else (tokens, [])
+    return _cut(body, prefix, min(WINDOW, spec.max_context), limit)
 
 
-def _cut(tokens: Sequence[int], prefix: list[int], window: int) -> list[torch.Tensor]:
+def _cut(tokens: Sequence[int], prefix: list[int], window: int, limit: int) -> list[torch.Tensor]:
+    """Sequences of a window; where they are more than the limit allows, as many of them at equal distances."""
     step = window - len(prefix)
-    sequences = [[*prefix, *tokens[start : start + step]] for start in range(0, len(tokens), step)]
+    starts = range(0, len(tokens), step)
+    if len(tokens) + len(prefix) > limit:
+        wanted = max(1, limit // window)
+        starts_kept = [starts[i * len(starts) // wanted] for i in range(wanted)]
+    else:
+        starts_kept = list(starts)
+    sequences = [[*prefix, *tokens[start : start + step]] for start in starts_kept]
     whole = [sequence for sequence in sequences if len(sequence) == window]
     batches = [torch.tensor(whole[start : start + _BATCH]) for start in range(0, len(whole), _BATCH)]
     rest = [sequence for sequence in sequences if 2 <= len(sequence) < window]

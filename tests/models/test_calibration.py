@@ -13,13 +13,15 @@ from models.errors import QuantizationError
 def test_statistics_follow_their_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_CHUNK", 100)
     x = np.random.default_rng(0).standard_normal((3, 17, 24)).astype(np.float32)
-    statistics = InputStatistics.empty(24)
+    statistics = InputStatistics.empty(24, second_moments=True)
     for sequence in x:
         statistics.add(sequence[None], "layers.0.qkv")
     flat = x.reshape(-1, 24)
     expected = [max(sorted(np.abs(row), reverse=True)[rank] for row in flat) for rank in range(24)]
     np.testing.assert_array_equal(statistics.rank_maximum, expected)
     np.testing.assert_allclose(statistics.mean_square(), (flat.astype(np.float64) ** 2).mean(0), rtol=1e-6)
+    np.testing.assert_allclose(statistics.hessian, flat.T @ flat, rtol=1e-4, atol=1e-4)
+    assert InputStatistics.empty(24).hessian is None
     assert statistics.rank_maximum.dtype == statistics.mean_square().dtype == np.float32
     assert statistics.rank_maximum[0] == np.abs(x).max()
     assert (np.diff(statistics.rank_maximum) <= 0).all()

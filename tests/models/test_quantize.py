@@ -25,6 +25,7 @@ from models.errors import (
 from models.oracle import Oracle
 from models.progress import Progress
 from models.quantize import matrix, outer, quantize, streams
+from models.quantize import text as text_module
 from models.quantize.quality import Quality, parameters
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
@@ -441,3 +442,21 @@ def test_collapse_is_warned_about() -> None:
     assert broken.warning is not None
     assert broken.perplexity_after is None
     assert Quality.judge(None, None, recipe).warning is None
+
+
+def test_calibration_is_taken_from_all_over_a_long_text(
+    tiny_checkpoint: Path, short_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, long = Checkpoint.open(tiny_checkpoint).spec, short_text * 4
+    monkeypatch.setattr(text_module, "WINDOW", 32)
+
+    def rows(text: str, limit: int, *, spread: bool) -> list[list[int]]:
+        batches = token_windows(tiny_checkpoint, spec, text, limit, "calibration", spread=spread)
+        return [row for batch in batches for row in batch.tolist()]
+
+    everything = rows(long, 1_000_000, spread=True)
+    beginning, spread = rows(long, 128, spread=False), rows(long, 128, spread=True)
+    assert len(everything) > 12
+    assert beginning == everything[:4]
+    assert spread == [everything[i * len(everything) // 4] for i in range(4)]
+    assert rows(short_text[:40], 128, spread=True) == rows(short_text[:40], 128, spread=False)
