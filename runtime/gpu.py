@@ -6,11 +6,14 @@ Looks without torch first, whose import takes over a second: on a machine withou
 from __future__ import annotations
 
 import importlib.util
+import logging
 from dataclasses import dataclass
 from functools import cache
 
 from tuner.detect import GpuInfo, MemoryInfo
 from tuner.gpu import detect_gpus
+
+logger = logging.getLogger(__name__)
 
 LEAST_CAPABILITY = (8, 0)
 """Compute capability that the kernels are compiled for at least (Ampere)."""
@@ -61,6 +64,23 @@ def look() -> GpuChoice:
         )
     missing, fix = _missing()
     return GpuChoice(usable=missing is None, reason=missing or f"{card.name} was found", fix=fix, gpu=card)
+
+
+@cache
+def link_gb_s() -> float | None:
+    """Measured bandwidth from page-locked main memory to the card, in 10^9 bytes per second; once in a process.
+
+    None where no card can be used, or where it refuses: what it can do is then known from its data sheet only.
+    """
+    if not look().usable:
+        return None
+    from runtime.triton.link import host_to_device_gb_s
+
+    try:
+        return host_to_device_gb_s()
+    except RuntimeError as error:
+        logger.warning("the link to the card could not be measured: %s", error)
+        return None
 
 
 @cache

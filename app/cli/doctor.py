@@ -33,7 +33,7 @@ def doctor(
         "gpu": asdict(machine.gpus[0]) if machine.gpus else None,
         "cpu": {**asdict(machine.cpu), "kernels": choice.variant},
         "memory": {**asdict(machine.memory), "read_gb_s": read_gb_s},
-        "pcie": asdict(machine.gpus[0].pcie) if machine.gpus and machine.gpus[0].pcie else None,
+        "pcie": _link(machine, services),
         "backend": choice.backend,
         "reason": choice.reason,
         "tuning": profile_report(services, machine, gpu, choice),
@@ -52,6 +52,13 @@ def doctor(
         output.text("no problems found")
 
 
+def _link(machine: Machine, services: Services) -> dict[str, Any] | None:
+    """The first card's link to main memory, and what it was measured at."""
+    if not machine.gpus or machine.gpus[0].pcie is None:
+        return None
+    return {**asdict(machine.gpus[0].pcie), "measured_gb_s": services.link_gb_s()}
+
+
 def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list[str]:
     cpu, memory = machine.cpu, machine.memory
     speed = report["memory"]["read_gb_s"]
@@ -63,8 +70,11 @@ def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list
     ]
     for gpu in machine.gpus:
         room = f", {size(gpu.memory_total_bytes)}" if gpu.memory_total_bytes is not None else ""
-        pcie = f", PCIe {gpu.pcie.generation} x{gpu.pcie.lanes}, {gpu.pcie.gb_s:.1f} GB/s" if gpu.pcie else ""
+        pcie = f", PCIe {gpu.pcie.generation} x{gpu.pcie.lanes}, {gpu.pcie.gb_s:.1f} GB/s at most" if gpu.pcie else ""
         lines.append(f"gpu       {gpu.name}{room}{pcie}")
+    measured = report["pcie"] and report["pcie"]["measured_gb_s"]
+    if measured:
+        lines.append(f"link      the card reads main memory at {measured:.1f} GB/s, measured")
     if not machine.gpus:
         lines.append("gpu       none")
     lines.append(f"backend   {report['backend']}: {report['reason']}")

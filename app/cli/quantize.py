@@ -21,7 +21,9 @@ def quantize(
     ctx: typer.Context,
     model: options.Model,
     bits: Annotated[int, typer.Option("--bits", help="Bits of a weight: 3 or 4.")] = 4,
-    method: Annotated[Method, typer.Option("--method", help="Base quantizer: rtn (fast), or gptq (better, slower).")] = "rtn",
+    method: Annotated[
+        Method, typer.Option("--method", help="Base quantizer: rtn (fast), or gptq (better, slower).")
+    ] = "rtn",
     group_size: Annotated[
         int, typer.Option("--group-size", help="Input channels that share a scale; a multiple of 32.")
     ] = 128,

@@ -211,6 +211,12 @@ class Services:
 
         return detect()
 
+    def link_gb_s(self) -> float | None:
+        """Measured bandwidth from main memory to the graphics card; None where none can be used."""
+        from runtime.gpu import link_gb_s
+
+        return link_gb_s()
+
     def bandwidth(self, *, fresh: bool) -> ReadBandwidth:
         """The memory read bandwidth of this machine."""
         from app.paths import cache_dir

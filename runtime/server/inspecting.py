@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from runtime.server.records import DeviceFacts
 from runtime.tuning import Problem
@@ -37,6 +38,7 @@ class MachineInspector:
         self._folder = folder
         self._lock = threading.Lock()
         self._gb_s: float | None = None
+        self._link_gb_s: float | None = None
 
     def __call__(self, idle: bool) -> DeviceFacts:
         """See `runtime.server.records.Inspector`. The memory is measured once, when nothing else is."""
@@ -49,11 +51,21 @@ class MachineInspector:
                 "cpu": asdict(machine.cpu),
                 "memory": asdict(machine.memory),
                 "gpu": None if gpu is None else asdict(gpu),
-                "pcie": None if gpu is None or gpu.pcie is None else asdict(gpu.pcie),
+                "pcie": self._link(gpu, idle=idle),
             },
             bandwidth_gb_s=self._bandwidth(idle=idle),
             problems=link_problems(gpu),
         )
+
+    def _link(self, gpu: GpuInfo | None, *, idle: bool) -> dict[str, Any] | None:
+        if gpu is None or gpu.pcie is None:
+            return None
+        with self._lock:
+            if self._link_gb_s is None and idle:
+                from runtime.gpu import link_gb_s
+
+                self._link_gb_s = link_gb_s()
+            return {**asdict(gpu.pcie), "measured_gb_s": self._link_gb_s}
 
     def _bandwidth(self, *, idle: bool) -> float | None:
         with self._lock:

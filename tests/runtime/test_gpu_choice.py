@@ -13,6 +13,7 @@ from runtime import open as opening
 from runtime.decoder import DecoderOptions
 from runtime.errors import BackendError, OutOfMemoryError
 from runtime.memory import ModelSizes, plan
+from runtime.triton import link
 from tuner.detect import GpuInfo, PcieLink
 
 CARD = GpuInfo(
@@ -96,6 +97,25 @@ def test_the_plan_for_a_card_counts_the_drivers_own_memory(tiny_spec: Callable[.
     assert planned["triton"].available_bytes == 5 << 30
     with pytest.raises(OutOfMemoryError):
         plan(tiny_spec(), ModelSizes(weight_bytes=5 << 30), backend="triton", memory=found.memory)
+
+
+def test_the_link_is_measured_where_there_is_a_card(
+    cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> float:
+        raise RuntimeError("no page-locked memory")
+
+    gpu.link_gb_s.cache_clear()
+    cards()
+    assert gpu.link_gb_s() is None
+    assert link.host_to_device_gb_s("cpu", nbytes=1 << 20) > 0
+    cards(CARD)
+    for measure, found in ((lambda: 12.5, 12.5), (refuse, None)):
+        gpu.link_gb_s.cache_clear()
+        monkeypatch.setattr(link, "host_to_device_gb_s", measure)
+        assert gpu.link_gb_s() == found
+    assert "could not be measured: no page-locked memory" in caplog.text
+    gpu.link_gb_s.cache_clear()
 
 
 def test_the_cards_of_this_machine_can_be_looked_at() -> None:

@@ -155,6 +155,9 @@ class TinyServices(Services):
     def memory(self) -> MemoryInfo:
         return MemoryInfo(total_bytes=8 << 30, available_bytes=self.available, limit_bytes=None)
 
+    def link_gb_s(self) -> float | None:
+        return 12.25
+
     def bandwidth(self, *, fresh: bool) -> ReadBandwidth:
         return ReadBandwidth(gb_s=10.0, threads=1, buffer_bytes=1, boot="")
 

@@ -79,7 +79,8 @@ def test_for_a_person(run: Callable[..., Any], machine: Any) -> None:
     machine(replace(MACHINE, gpus=(GPU,)))
     text = run("doctor").stdout
     assert "Some Processor, 4 of 8 cores" in text
-    assert "Some Card, 6.0 GiB, PCIe 4 x8, 15.8 GB/s" in text
+    assert "Some Card, 6.0 GiB, PCIe 4 x8, 15.8 GB/s at most" in text
+    assert "the card reads main memory at 12.2 GB/s, measured" in text
     assert "torch 2" in text
 
 
@@ -89,6 +90,7 @@ def test_a_card_that_torch_cannot_use(answer: Answer, machine: Any, services: An
     found = answer("doctor")
     assert "built without CUDA" in whats(found)
     assert (found["gpu"]["name"], found["pcie"]["lanes"]) == ("Some Card", 8)
+    assert found["pcie"]["measured_gb_s"] == 12.25
     assert found["backend"] == "cpu"
 
 
