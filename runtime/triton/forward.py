@@ -226,7 +226,7 @@ def product(linear: Linear, x: torch.Tensor, out: torch.Tensor, buffers: Buffers
     if x.shape[0] == 1:
         gemv(x[0], linear.weight, out[0], buffers.main)
     else:
-        gemm(x, linear.weight, out)
+        gemm(x, linear.weight, out, buffers.main)
 
 
 def compensated_product(
