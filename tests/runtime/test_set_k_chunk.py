@@ -125,7 +125,7 @@ def test_the_slowdown_of_a_decoder_whose_times_are_known() -> None:
     decoder = Sleeper(base_s=2e-4, each_s=1e-5)
     timer = DecodeTimer(decoder, seconds=0.0)  # type: ignore[arg-type]
     found = timer.slowdown(20)
-    assert 60 < found < 150  # 100 % but for what else the machine does
+    assert 30 < found < 300  # 100 % but for what else the machine does
     assert decoder.set[-1] == ({"qkv": 3}, {"qkv": 2})
 
 
