@@ -11,7 +11,7 @@ chat: $(READY)
 	$(BIN)/lowbit-chat
 
 demo: $(READY)
-	$(BIN)/lowbit-chat run demo "Hello! What can you do?"
+	$(BIN)/lowbit-chat run demo "What can you do?"
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
