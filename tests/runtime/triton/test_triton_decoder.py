@@ -117,6 +117,15 @@ def test_every_selector_and_a_changed_k_chunk(tiny_model: Any, tiny_spec: Any, d
     assert not np.array_equal(found["0"], found["1024"])
 
 
+def test_random_channels_follow_the_positions_of_the_rows(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+    """The head sees some of the rows only: each keeps the position that its channels are drawn for."""
+    model = tiny_model(tiny_spec(**SMALL), bits=3)
+    options = DecoderOptions(context=16, max_rows=4, select="random", seed=3, k_chunk={"head": 300})
+    several = step([5, 9, 3], 0, rows=[1, 2])
+    found = TritonDecoder(model, options, device).forward(several)
+    assert_close(np.array(found), reference(model, options).forward(several))
+
+
 def test_recall_is_measured(tiny_model: Any, tiny_spec: Any, device: str) -> None:
     options = DecoderOptions(context=16, k_chunk=200, select="exact", measure_recall=True)
     decoder = TritonDecoder(tiny_model(tiny_spec(**SMALL), bits=3), options, device)
