@@ -33,6 +33,11 @@ class GpuChoice:
     """The card."""
 
     @property
+    def because(self) -> str:
+        """Why the GPU backend is chosen, in one sentence; where it can run."""
+        return f"{self.reason}, and Triton's kernels run on it"
+
+    @property
     def memory(self) -> MemoryInfo | None:
         """The card's memory; None where there is no usable card or its driver does not say."""
         if not self.usable or self.gpu is None or self.gpu.memory_total_bytes is None:

@@ -80,7 +80,7 @@ def target(backend: str = "auto") -> Target:
         return Target(backend="cpu", reason="the CPU backend was asked for", memory=None)
     found = look()
     if found.usable:
-        return Target(backend="triton", reason=f"{found.reason}, and Triton's kernels run on it", memory=found.memory)
+        return Target(backend="triton", reason=found.because, memory=found.memory)
     if backend == "triton":
         todo = f": {found.fix}" if found.fix else ""
         raise BackendError(f"the GPU backend cannot run here, for {found.reason}{todo}; or use the CPU backend")

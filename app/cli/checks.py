@@ -50,7 +50,6 @@ def choose(gpu: GpuChoice) -> tuple[Choice, list[Problem]]:
     """Which backend a model would get, and what stands in the way of a better one."""
     from runtime.errors import BackendError
 
-    on_card = f"{gpu.reason}, and Triton's kernels run on it"
     try:
         from runtime.cpu.isa import VARIANT, supported_variants
     except (ImportError, OSError, BackendError) as error:
@@ -59,11 +58,11 @@ def choose(gpu: GpuChoice) -> tuple[Choice, list[Problem]]:
             fix="correct what it says, or reinstall the program with its dependencies",
         )
         if gpu.usable:
-            return Choice(backend="triton", reason=on_card, variant=None), [problem]
+            return Choice(backend="triton", reason=gpu.because, variant=None), [problem]
         reason = "the CPU kernels can't be built, so plain torch runs the model, slowly"
         return Choice(backend="reference", reason=reason, variant=None), [problem]
     if gpu.usable:
-        return Choice(backend="triton", reason=on_card, variant=VARIANT), []
+        return Choice(backend="triton", reason=gpu.because, variant=VARIANT), []
     best = supported_variants()[0]
     forced = "" if best == VARIANT else f" (forced; {best} would run too)"
     reason = f"{gpu.reason}; the CPU kernels use {VARIANT}{forced}"

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from models.errors import QuantizationError
 from models.quantizers import gptq, rtn
 from models.quantizers.groups import FloatArray, GroupCodes
+from models.recipe import METHOD_BITS
 
 Quantizer = Callable[[FloatArray, int, int], GroupCodes]
 """A base method: weight float32 [n, K] of some or all rows of a layer, bits, group_size -> codes."""
 
-METHODS = ("rtn", "gptq")
-"""Base methods: round-to-nearest with clip search; the same with error feedback."""
 SECOND_MOMENTS = frozenset({"gptq"})
 """The methods that need the layer's Hessian, the second moments of its inputs."""
 
@@ -24,7 +23,7 @@ def quantizer(method: str, hessian: FloatArray | None = None) -> Quantizer:
     """The function `quantize(weight, bits, group_size)` of a base method for one layer.
 
     Args:
-        method: One of `METHODS`.
+        method: A key of `models.recipe.METHOD_BITS`.
         hessian: float32 [K, K], see `models.calibration.InputStatistics`; for a method of `SECOND_MOMENTS`.
 
     Raises:
@@ -33,7 +32,7 @@ def quantizer(method: str, hessian: FloatArray | None = None) -> Quantizer:
     if method == "rtn":
         return rtn.quantize
     if method != "gptq":
-        raise QuantizationError(f"unknown method {method!r}; choose one of: {', '.join(METHODS)}")
+        raise QuantizationError(f"unknown method {method!r}; choose one of: {', '.join(METHOD_BITS)}")
     if hessian is None:
         raise QuantizationError(f"{method} needs a calibration text; give one, or choose rtn")
     handed = gptq.feedback(hessian)

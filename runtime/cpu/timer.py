@@ -36,7 +36,7 @@ class CpuTimer:
     def __init__(self, decoder: CpuDecoder, *, seconds: float = 0.25) -> None:
         self._decoder = decoder
         self._seconds = seconds
-        self._base: dict[str, float] = {}
+        self._plain: dict[str, tuple[npt.NDArray[np.int64], float]] = {}
         row = np.zeros(1, np.int32)
         decoder.forward(Step(tokens=row, slots=row, positions=row, logit_rows=row))  # finite numbers in every buffer
 
@@ -48,14 +48,15 @@ class CpuTimer:
             n_tb: Without meaning here.
             k_chunk: Salient channels per 1024; 0 for the product alone.
         """
-        count = 1 if kind == "head" else self._decoder.spec.num_layers
-        plain = self._decoder.layer_program(kind, 0)
-        if kind not in self._base:
-            self._base[kind] = undisturbed(self._passes(plain)[0]) / count
+        if kind not in self._plain:
+            program = self._decoder.layer_program(kind, 0)
+            count = 1 if kind == "head" else self._decoder.spec.num_layers
+            self._plain[kind] = program, undisturbed(self._passes(program)[0]) / count
+        plain, base = self._plain[kind]
         if k_chunk == 0:
-            return self._base[kind]
+            return base
         without, compensated = self._passes(plain, self._decoder.layer_program(kind, k_chunk))
-        return self._base[kind] * undisturbed(compensated) / undisturbed(without)
+        return base * undisturbed(compensated) / undisturbed(without)
 
     def _passes(self, *programs: npt.NDArray[np.int64]) -> list[list[float]]:
         """Seconds of the passes of each program; the programs take turns."""

@@ -57,8 +57,6 @@ class GpuModel:
     def __init__(self, weights: Weights, options: DecoderOptions, device: torch.device) -> None:
         spec = weights.spec
         self.device, self.spec, self.options = device, spec, options
-        self.warning: str | None = None
-        """What could not be brought into page-locked memory, and what to do; None if nothing is missing."""
         self._refused: set[str] = set()
         self.linears = {
             name: Linear(packed, index, repack(packed, device))
@@ -123,7 +121,6 @@ class GpuModel:
             self.linears[name].residual = loaded.layers.get(name)
         if loaded.warning:
             self._refused.update(name for name in missing if name not in loaded.layers)
-            self.warning = loaded.warning
             logger.warning("%s", loaded.warning)
 
     def _blocks(self, linear: Linear, n_tb: Mapping[str, int]) -> int:

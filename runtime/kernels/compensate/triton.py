@@ -69,14 +69,6 @@ def _load_rows(indices_ptr, values_ptr, tile, k, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _following(tile, line, tiles):
-    """The tile after this one, and the line that it belongs to; without a division."""
-    tile += 1
-    ended = tile == tiles
-    return tl.where(ended, 0, tile), line + ended.to(tl.int32)
-
-
-@triton.jit
 def _load_words(codes_ptr, channels, line, lines):
     """One line of each row of a tile, int32 [ROWS, 32, 1]; nothing is fetched where the channel is -1.
 
