@@ -26,9 +26,10 @@ class PackedResidual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
-    """One linear layer: Ŵ[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size.
+    """One linear layer, uniform or with a codebook.
 
-    The last group of a row is shorter where group_size does not divide K.
+    Uniform: Ŵ[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size; the last group of a row is
+    shorter where group_size does not divide K. With a codebook: Ŵ[n, k] = codebook[n, code[n, k]] * scale[n, 0].
     """
 
     name: str
@@ -38,13 +39,15 @@ class PackedLinear:
     bits: int
     """3 or 4 (canonical packing knows 2, 3, 4 and 8)."""
     group_size: int
-    """Input channels that share a scale; a multiple of 32."""
+    """Input channels that share a scale; a multiple of 32. With a codebook, those of an activation do."""
     codes: npt.NDArray[np.int32]
     """int32 [N, ceil(K / 32) * bits] = [N, K] unsigned codes in canonical packing."""
     scales: npt.NDArray[np.float16]
-    """float16 [N, G], G = ceil(K / group_size)."""
-    zeros: npt.NDArray[np.uint8]
-    """uint8 [N, G], integer zero-points in [0, 2^bits)."""
+    """float16 [N, G], G = ceil(K / group_size); with a codebook [N, 1]."""
+    zeros: npt.NDArray[np.uint8] | None
+    """uint8 [N, G], integer zero-points in [0, 2^bits); None with a codebook."""
+    codebook: npt.NDArray[np.int8] | None = None
+    """int8 [N, 2^bits], ascending, in [-127, 127]; None where the matrix is uniform."""
     bias: npt.NDArray[np.float32] | None
     """float32 [N] or None."""
     residual: PackedResidual | None

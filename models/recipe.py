@@ -8,12 +8,18 @@ from typing import Any
 
 from models.errors import QuantizationError
 
-METHOD_BITS: Mapping[str, tuple[int, ...]] = {"rtn": (3, 4), "gptq": (3, 4)}
-"""Bit widths of every base quantizer; `models.quantizers.quantizer` finds the code by the same name."""
+METHODS = ("rtn", "gptq", "awq", "awq-gptq", "squeezellm")
+"""Base quantizers; `models.quantizers.quantizer` finds the code by the same name."""
+CODEBOOK_METHODS = frozenset({"squeezellm"})
+"""The methods whose matrices have a codebook for each output channel instead of scales and zero-points of groups."""
+SMALLEST_BITS, LARGEST_BITS = 3, 4
+"""Range of `Recipe.bits`; a number between is an average over blocks."""
 RESIDUAL_BITS = (0, 2, 4, 8, 16)
 """Widths of the residuals; 0 keeps none, 16 keeps them in half precision."""
 HEAD_BITS = (3, 4)
 """Widths of the output head."""
+_LATER = frozenset({"block_bits"})
+"""Keys that a recipe's JSON object leaves out at their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,26 +27,28 @@ class Recipe:
     """How a checkpoint becomes a low-bit model."""
 
     method: str = "rtn"
-    """Base quantizer: `rtn` (round-to-nearest with clip search) or `gptq` (the same with error feedback)."""
-    bits: int = 4
-    """Bits of every linear layer of the blocks."""
+    """Base quantizer: `rtn` (round-to-nearest with clip search), `gptq` (the same with error feedback), `awq`
+    (activation-aware scales and clipping), `awq-gptq` (error feedback after AWQ's scales) or `squeezellm` (a codebook
+    for each output channel)."""
+    bits: float = 4
+    """Bits of the linear layers of the blocks: 3, 4, or a number between, the average over blocks of 3 and of 4."""
+    block_bits: tuple[int, ...] | None = None
+    """Bits of every block, 3 or 4, where `bits` is a number between; None until they are allocated."""
     group_size: int = 128
-    """Input channels that share a scale and a zero-point; a multiple of 32."""
+    """Input channels that share a scale and a zero-point; a multiple of 32. With a codebook, those of an activation."""
     residual_bits: int = 4
     """Bits of the residuals W - Ŵ kept in RAM for error compensation: 0 (none), 2, 4, 8 or 16 (half precision)."""
     head_bits: int = 4
-    """Bits of the output head, round-to-nearest whatever the method."""
+    """Bits of the output head."""
 
     def __post_init__(self) -> None:
-        if self.method not in METHOD_BITS:
-            raise QuantizationError(f"unknown method {self.method!r}; choose one of: {', '.join(METHOD_BITS)}")
-        for name in ("bits", "group_size", "residual_bits", "head_bits"):
+        if self.method not in METHODS:
+            raise QuantizationError(f"unknown method {self.method!r}; choose one of: {', '.join(METHODS)}")
+        for name in ("group_size", "residual_bits", "head_bits"):
             value = getattr(self, name)
             if type(value) is not int:
                 raise QuantizationError(f"{name} must be a whole number, not {value!r}")
-        if self.bits not in METHOD_BITS[self.method]:
-            choices = _listed(METHOD_BITS[self.method])
-            raise QuantizationError(f"{self.method} does not make {self.bits}-bit models; choose one of: {choices}")
+        self._check_bits()
         if self.group_size < 32 or self.group_size % 32:
             raise QuantizationError(f"group_size must be a multiple of 32, not {self.group_size}")
         if self.residual_bits not in RESIDUAL_BITS:
@@ -48,17 +56,51 @@ class Recipe:
         if self.head_bits not in HEAD_BITS:
             raise QuantizationError(f"head_bits must be one of {_listed(HEAD_BITS)}, not {self.head_bits}")
 
-    def layer_bits(self, name: str) -> int:
-        """Bits of the linear layer `name` (`layers.3.qkv`, `head`)."""
-        return self.head_bits if name == "head" else self.bits
+    def _check_bits(self) -> None:
+        number = isinstance(self.bits, int | float) and not isinstance(self.bits, bool)
+        if not number or not SMALLEST_BITS <= self.bits <= LARGEST_BITS:
+            raise QuantizationError(
+                f"bits must be {SMALLEST_BITS}, {LARGEST_BITS} or a number between, not {self.bits!r}"
+            )
+        if self.bits == int(self.bits):
+            object.__setattr__(self, "bits", int(self.bits))
+        if self.block_bits is None:
+            return
+        object.__setattr__(self, "block_bits", tuple(self.block_bits))
+        if not self.mixed or any(type(bits) is not int or bits not in (3, 4) for bits in self.block_bits):
+            raise QuantizationError(
+                f"block_bits must hold 3 or 4 for every block of a model of mixed bits, not {self.block_bits!r}"
+            )
 
-    def layer_method(self, name: str) -> str:
-        """Base quantizer of the linear layer `name`."""
-        return "rtn" if name == "head" else self.method
+    @property
+    def mixed(self) -> bool:
+        """Whether some blocks have 3 bits and others 4."""
+        return not isinstance(self.bits, int)
+
+    def layer_bits(self, name: str) -> int:
+        """Bits of the linear layer `name` (`layers.3.qkv`, `head`).
+
+        Raises:
+            QuantizationError: the recipe is mixed and says nothing of that block.
+        """
+        if name == "head":
+            return self.head_bits
+        if not self.mixed:
+            return int(self.bits)
+        layer = int(name.split(".")[1])
+        if self.block_bits is None or layer >= len(self.block_bits):
+            raise QuantizationError(f"the recipe has {self.bits} bits on average, and none for the block of {name}")
+        return self.block_bits[layer]
+
+    @property
+    def codebook(self) -> bool:
+        """Whether matrices have a codebook for each output channel."""
+        return self.method in CODEBOOK_METHODS
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
-        return asdict(self)
+        data = asdict(self)
+        return {key: value for key, value in data.items() if key not in _LATER or value != _DEFAULTS[key]}
 
     @classmethod
     def from_json(cls, data: object) -> Recipe:
@@ -69,13 +111,18 @@ class Recipe:
         """
         if not isinstance(data, dict):
             raise QuantizationError(f"a recipe is a JSON object, not {type(data).__name__}")
-        known = {field.name for field in fields(cls)}
-        unknown, missing = sorted(map(str, data.keys() - known)), sorted(known - data.keys())
+        known = _DEFAULTS.keys()
+        unknown, missing = sorted(map(str, data.keys() - known)), sorted(known - data.keys() - _LATER)
         if unknown:
             raise QuantizationError(f"unknown recipe keys: {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
         if missing:
             raise QuantizationError(f"recipe keys are missing: {', '.join(missing)}")
+        if not isinstance(data.get("block_bits", []), list):
+            raise QuantizationError(f"block_bits must be a list, not {data['block_bits']!r}")
         return cls(**data)
+
+
+_DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Recipe)}
 
 
 def _listed(values: tuple[int, ...]) -> str:

@@ -11,7 +11,8 @@ from models.calibration import InputStatistics
 from models.errors import QuantizationError
 from models.packed import PackedLinear, PackedResidual
 from models.packing import RUN, pack, packed_width
-from models.quantizers import quantizer
+from models.quantizers import Codes, quantizer
+from models.quantizers.codebook import CodebookCodes
 from models.quantizers.groups import FloatArray
 from models.quantizers.residual import quantize_residual
 from models.recipe import Recipe
@@ -29,25 +30,35 @@ class MatrixQuantizer:
         shape: (N, K).
         recipe: How to quantize.
         hessian: Second moments of the layer's inputs, for a method that needs them.
+        sensitivity: Of the loss to each weight [N, K], for a method that needs it.
 
     Raises:
         QuantizationError: the Hessian is missing or damaged.
     """
 
-    def __init__(self, name: str, shape: tuple[int, int], recipe: Recipe, hessian: FloatArray | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        recipe: Recipe,
+        *,
+        hessian: FloatArray | None = None,
+        sensitivity: FloatArray | None = None,
+    ) -> None:
         self.name = name
         self.shape = shape
         self.recipe = recipe
         self.bits = recipe.layer_bits(name)
         try:
-            self._quantize = quantizer(recipe.layer_method(name), hessian)
+            self._quantize = quantizer(recipe.method, hessian=hessian, sensitivity=sensitivity)
         except QuantizationError as error:
             raise QuantizationError(f"{name}: {error}") from error
         rows, width = shape
-        groups = -(-width // recipe.group_size)
+        groups = 1 if recipe.codebook else -(-width // recipe.group_size)
         self._codes = np.empty((rows, packed_width(width, self.bits)), np.int32)
         self._scales = np.empty((rows, groups), np.float16)
-        self._zeros = np.empty((rows, groups), np.uint8)
+        self._zeros = None if recipe.codebook else np.empty((rows, groups), np.uint8)
+        self._codebook = np.empty((rows, 2**self.bits), np.int8) if recipe.codebook else None
         self._residual: Array | None = None
         self._residual_scales: Array | None = None
         if recipe.residual_bits == 16:
@@ -76,15 +87,24 @@ class MatrixQuantizer:
             QuantizationError: a weight is NaN or infinite, or out of range.
         """
         try:
-            groups = self._quantize(weight, self.bits, self.recipe.group_size)
-            dequantized = groups.dequantize()
-            self._codes[rows] = pack(groups.codes, self.bits)
-            self._scales[rows] = groups.scales
-            self._zeros[rows] = groups.zeros
+            found = self._quantize(weight, rows, self.bits, self.recipe.group_size)
+            dequantized = found.dequantize()
+            self._codes[rows] = pack(found.codes, self.bits)
+            self._scales[rows] = found.scales
+            self._keep(rows, found)
             self._add_residual(rows, weight - dequantized)
         except QuantizationError as error:
             raise QuantizationError(f"{self.name}: {error}") from error
         return dequantized
+
+    def _keep(self, rows: slice, found: Codes) -> None:
+        """Store what stands beside codes and scales."""
+        if isinstance(found, CodebookCodes):
+            assert self._codebook is not None
+            self._codebook[rows] = found.codebook
+        else:
+            assert self._zeros is not None
+            self._zeros[rows] = found.zeros
 
     def _add_residual(self, rows: slice, residual: FloatArray) -> None:
         bits = self.recipe.residual_bits
@@ -115,6 +135,7 @@ class MatrixQuantizer:
             codes=self._codes,
             scales=self._scales,
             zeros=self._zeros,
+            codebook=self._codebook,
             bias=None if bias is None else bias.to(torch.float32).numpy(),
             residual=residual,
             rank_maximum=statistics.rank_maximum if keep else None,
@@ -129,6 +150,7 @@ def quantize_matrix(
     recipe: Recipe,
     statistics: InputStatistics,
     watch: Callable[[], None],
+    sensitivity: FloatArray | None = None,
 ) -> PackedLinear:
     """Quantize a whole linear layer.
 
@@ -139,12 +161,13 @@ def quantize_matrix(
         recipe: How to quantize.
         statistics: Of the layer's inputs.
         watch: Called after each piece; may raise to stop.
+        sensitivity: Of the loss to each weight [N, K], for a method that needs it.
 
     Raises:
         QuantizationError: a weight is NaN or infinite, or out of range, or the statistics lack what the method needs.
     """
     rows, width = weight.shape
-    matrix = MatrixQuantizer(name, (rows, width), recipe, statistics.hessian)
+    matrix = MatrixQuantizer(name, (rows, width), recipe, hessian=statistics.hessian, sensitivity=sensitivity)
     for piece in matrix.pieces():
         matrix.add(piece, weight[piece].to(torch.float32).numpy())
         watch()
@@ -158,6 +181,7 @@ def stored_tensors(linear: PackedLinear) -> dict[str, Array]:
         "codes": linear.codes,
         "scales": linear.scales,
         "zeros": linear.zeros,
+        "codebook": linear.codebook,
         "bias": linear.bias,
         "residual": None if residual is None else residual.codes,
         "residual_scales": None if residual is None else residual.scales,

@@ -34,7 +34,7 @@ class Quality:
         if before is not None and after is not None and not after <= COLLAPSE * before:
             grown = f"from {before:.2f} to {after:.2f}" if math.isfinite(after) else "beyond all numbers"
             warning = (
-                f"perplexity rises {grown} at {recipe.bits} bits: expect poor answers without error compensation; "
+                f"perplexity rises {grown} at {recipe.bits:g} bits: expect poor answers without error compensation; "
                 + ("choose 4 bits, " if recipe.bits < 4 else "choose a smaller group size, ")
                 + "a larger k_chunk or a larger model"
             )
@@ -68,7 +68,7 @@ def summarize(spec: ModelSpec, recipe: Recipe, quality: Quality, files: Mapping[
     for file in layout.tensor_files(spec):
         for tensor, (dtype, shape) in layout.file_tensors(spec, recipe, file).items():
             size, kind = dtype.itemsize * math.prod(shape), tensor.rsplit(".", 1)[-1]
-            if kind in ("codes", "scales", "zeros"):
+            if kind in ("codes", "scales", "zeros", "codebook"):
                 code_bytes += size
             if kind == "residual":
                 residual_bytes += size

@@ -1,4 +1,4 @@
-"""Quantizers: base methods that turn a weight matrix into group codes, and the residual quantizer.
+"""Quantizers: base methods that turn a weight matrix into codes, and the residual quantizer.
 
 `quantizer` finds a base method by the name that a recipe carries, and prepares it for one linear layer.
 """
@@ -9,31 +9,38 @@ from collections.abc import Callable
 
 from models.errors import QuantizationError
 from models.quantizers import gptq, rtn
+from models.quantizers.codebook import CodebookCodes
 from models.quantizers.groups import FloatArray, GroupCodes
-from models.recipe import METHOD_BITS
+from models.recipe import METHODS
 
-Quantizer = Callable[[FloatArray, int, int], GroupCodes]
-"""A base method: weight float32 [n, K] of some or all rows of a layer, bits, group_size -> codes."""
+Codes = GroupCodes | CodebookCodes
+"""What a base method makes of a matrix."""
+Quantizer = Callable[[FloatArray, slice, int, int], Codes]
+"""A base method: weight float32 [n, K], which rows of the layer these are, bits, group_size -> codes."""
 
-SECOND_MOMENTS = frozenset({"gptq"})
+SECOND_MOMENTS = frozenset({"gptq", "awq", "awq-gptq"})
 """The methods that need the layer's Hessian, the second moments of its inputs."""
+SENSITIVITIES = frozenset({"squeezellm"})
+"""The methods that need the sensitivity of the loss to each weight."""
 
 
-def quantizer(method: str, hessian: FloatArray | None = None) -> Quantizer:
-    """The function `quantize(weight, bits, group_size)` of a base method for one layer.
+def quantizer(method: str, *, hessian: FloatArray | None = None, sensitivity: FloatArray | None = None) -> Quantizer:
+    """The function `quantize(weight, rows, bits, group_size)` of a base method for one layer.
 
     Args:
-        method: A key of `models.recipe.METHOD_BITS`.
+        method: One of `models.recipe.METHODS`.
         hessian: float32 [K, K], see `models.calibration.InputStatistics`; for a method of `SECOND_MOMENTS`.
+        sensitivity: floating point [N, K], see `models.quantize.fisher`; for a method of `SENSITIVITIES`.
 
     Raises:
-        QuantizationError: no such method, or the Hessian is missing or damaged.
+        QuantizationError: no such method, or what it needs is missing or damaged.
     """
-    if method == "rtn":
-        return rtn.quantize
-    if method != "gptq":
-        raise QuantizationError(f"unknown method {method!r}; choose one of: {', '.join(METHOD_BITS)}")
-    if hessian is None:
+    if method not in METHODS:
+        raise QuantizationError(f"unknown method {method!r}; choose one of: {', '.join(METHODS)}")
+    if (method in SECOND_MOMENTS and hessian is None) or (method in SENSITIVITIES and sensitivity is None):
         raise QuantizationError(f"{method} needs a calibration text; give one, or choose rtn")
-    handed = gptq.feedback(hessian)
-    return lambda weight, bits, group_size: gptq.quantize(weight, bits, group_size, handed)
+    if method == "gptq":
+        assert hessian is not None
+        handed = gptq.feedback(hessian)
+        return lambda weight, _, bits, group_size: gptq.quantize(weight, bits, group_size, handed)
+    return lambda weight, _, bits, group_size: rtn.quantize(weight, bits, group_size)

@@ -12,7 +12,12 @@ from models.packing import unpack
 def dequantize(linear: PackedLinear) -> npt.NDArray[np.float32]:
     """Ŵ of a stored linear layer, float32 [N, K]."""
     width = linear.shape[1]
-    weight = unpack(linear.codes, linear.bits, width).astype(np.float32)
+    codes = unpack(linear.codes, linear.bits, width)
+    if linear.codebook is not None:
+        values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
+        return np.take_along_axis(values, codes.astype(np.intp), axis=1)
+    assert linear.zeros is not None
+    weight = codes.astype(np.float32)
     for group in range(linear.scales.shape[1]):
         part = weight[:, group * linear.group_size : (group + 1) * linear.group_size]
         part -= linear.zeros[:, group, None]

@@ -24,7 +24,8 @@ OUTER = "outer.safetensors"
 TensorTypes = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of each tensor of a file."""
 
-_I32, _F32, _F16, _U8 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint8)
+_I32, _F32, _F16 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.float16)
+_U8, _I8 = np.dtype(np.uint8), np.dtype(np.int8)
 
 
 def block_file(layer: int) -> str:
@@ -60,12 +61,13 @@ def has_bias(spec: ModelSpec, name: str) -> bool:
 def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
     """Tensors of one linear layer."""
     rows, width = spec.linear_shape(name.rsplit(".", 1)[-1])
-    groups = -(-width // recipe.group_size)
-    tensors: TensorTypes = {
-        f"{name}.codes": (_I32, (rows, packed_width(width, recipe.layer_bits(name)))),
-        f"{name}.scales": (_F16, (rows, groups)),
-        f"{name}.zeros": (_U8, (rows, groups)),
-    }
+    bits = recipe.layer_bits(name)
+    tensors: TensorTypes = {f"{name}.codes": (_I32, (rows, packed_width(width, bits)))}
+    if recipe.codebook:
+        tensors |= {f"{name}.scales": (_F16, (rows, 1)), f"{name}.codebook": (_I8, (rows, 2**bits))}
+    else:
+        groups = -(-width // recipe.group_size)
+        tensors |= {f"{name}.scales": (_F16, (rows, groups)), f"{name}.zeros": (_U8, (rows, groups))}
     if has_bias(spec, name):
         tensors[f"{name}.bias"] = (_F32, (rows,))
     if recipe.residual_bits == 0:

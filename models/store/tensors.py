@@ -27,6 +27,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
 }
 """Types that a stored model uses, by their safetensors names."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from models.errors import QuantizationError
 from models.quantizers import quantizer
-from models.recipe import METHOD_BITS, Recipe
+from models.recipe import METHODS, Recipe
 
 
 def test_json_round_trip() -> None:
@@ -22,9 +23,12 @@ def test_json_round_trip() -> None:
     ("field", "value", "message"),
     [
         ("method", "magic", "unknown method 'magic'; choose one of: rtn"),
-        ("bits", 5, "does not make 5-bit models; choose one of: 3, 4"),
-        ("bits", 3.0, "whole number"),
-        ("bits", True, "whole number"),
+        ("bits", 5, "bits must be 3, 4 or a number between, not 5"),
+        ("bits", 2.5, "bits must be 3, 4 or a number between, not 2.5"),
+        ("bits", float("nan"), "bits must be"),
+        ("bits", True, "bits must be"),
+        ("bits", "3", "bits must be"),
+        ("block_bits", (3, 4), "of a model of mixed bits"),
         ("group_size", 48, "multiple of 32"),
         ("group_size", 0, "multiple of 32"),
         ("group_size", -32, "multiple of 32"),
@@ -47,13 +51,26 @@ def test_unknown_and_missing_keys_are_errors() -> None:
         Recipe.from_json([])
 
 
-def test_the_head_has_bits_and_method_of_its_own() -> None:
+def test_the_head_has_bits_of_its_own() -> None:
     recipe = Recipe(bits=3)
     assert recipe.layer_bits("layers.0.qkv") == 3
     assert recipe.layer_bits("head") == 4
-    assert recipe.layer_method("head") == "rtn"
 
 
-@pytest.mark.parametrize("method", METHOD_BITS)
+def test_blocks_of_a_mixed_model_have_their_own_bits() -> None:
+    recipe = Recipe(bits=3.5)
+    assert recipe.mixed and not Recipe(bits=3.0).mixed
+    with pytest.raises(QuantizationError, match=r"none for the block of layers\.1\.o"):
+        recipe.layer_bits("layers.1.o")
+    allocated = dataclasses.replace(recipe, block_bits=(4, 3))
+    assert [allocated.layer_bits(name) for name in ("layers.0.o", "layers.1.o", "head")] == [4, 3, 4]
+    assert Recipe.from_json(json.loads(json.dumps(allocated.to_json()))) == allocated
+    assert "block_bits" not in recipe.to_json()
+    with pytest.raises(QuantizationError, match="must hold 3 or 4"):
+        dataclasses.replace(recipe, block_bits=(5, 3))
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_code(method: str) -> None:
-    assert callable(quantizer(method, np.eye(8, dtype=np.float32)))
+    found = quantizer(method, hessian=np.eye(8, dtype=np.float32), sensitivity=np.ones((4, 8), np.float32))
+    assert callable(found)
