@@ -1,0 +1,251 @@
+"""Which blocks get 4 bits where the recipe asks for an average between 3 and 4.
+
+A block is as sensitive as the model's next-token distribution changes when that block alone is at 3 bits and everything
+else in full precision: the Kullback-Leibler divergence, averaged over the tokens of the calibration text. The most
+sensitive blocks get 4 bits. The 3-bit weights are those of round-to-nearest, whatever the recipe's method: better
+methods need statistics of the inputs and much more time, and the block's place among the others is what matters.
+
+One pass over the checkpoint serves all blocks. The hidden states of the untouched model and of one copy for every block
+passed so far move on together, so each block's weights are read twice, and the head's once. Beyond one block in float32
+this takes `STATES_BYTES` for the hidden states and what a batch of a few windows needs inside a block.
+
+Source: QDEC §5.1 (3.5 bits: half of the blocks at 3 bits and half at 4, by KL-divergence sensitivity).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.checkpoint import Checkpoint
+from models.errors import QuantizationError
+from models.oracle import Oracle
+from models.quantize.streams import Batches
+from models.quantizers import rtn
+from models.recipe import LARGEST_BITS, SMALLEST_BITS, Recipe
+from models.spec import ModelSpec
+
+MOST_TOKENS = 2048
+"""Most tokens of the calibration text that are used."""
+STATES_BYTES = 384 << 20
+"""Room for the hidden states of all copies of the model; with many wide blocks fewer tokens are used."""
+_FEWEST_TOKENS = 16
+_BATCH = 4
+"""Copies that pass a block together."""
+_PIECE = 1 << 23
+"""Weights handled at a time."""
+
+
+def allocate(
+    checkpoint: Checkpoint, recipe: Recipe, windows: Batches, watch: Callable[[float], None]
+) -> tuple[int, ...]:
+    """Choose the bits of every block.
+
+    Args:
+        checkpoint: The full-precision model.
+        recipe: `bits` is the average wanted, `group_size` that of the 3-bit weights that are tried.
+        windows: int64 [B, S] token windows of the calibration text.
+        watch: Called with the share that is done; may raise to stop.
+
+    Returns:
+        3 or 4 for every block. Their average is the nearest to `recipe.bits` that there is, the larger of two.
+
+    Raises:
+        QuantizationError: there is no calibration text, or a weight or activation is NaN or infinite.
+    """
+    blocks = checkpoint.spec.num_layers
+    large = _large_blocks(recipe.bits, blocks)
+    if large in (0, blocks):
+        return (SMALLEST_BITS if large == 0 else LARGEST_BITS,) * blocks
+    return most_sensitive(divergences(checkpoint, recipe.group_size, windows, watch), recipe.bits)
+
+
+def most_sensitive(sensitivity: Sequence[float] | npt.NDArray[np.float64], bits: float) -> tuple[int, ...]:
+    """4 bits for the blocks with the largest sensitivities, the earlier of equals; 3 for the others.
+
+    Args:
+        sensitivity: Of every block.
+        bits: The average wanted, 3 to 4.
+    """
+    blocks = len(sensitivity)
+    order = sorted(range(blocks), key=lambda block: (-sensitivity[block], block))
+    chosen = set(order[: _large_blocks(bits, blocks)])
+    return tuple(LARGEST_BITS if block in chosen else SMALLEST_BITS for block in range(blocks))
+
+
+def divergences(
+    checkpoint: Checkpoint, group_size: int, windows: Batches, watch: Callable[[float], None]
+) -> npt.NDArray[np.float64]:
+    """KL(full precision || one block at 3 bits) of the next-token distribution, in nats, averaged over tokens.
+
+    Args:
+        checkpoint: The full-precision model.
+        group_size: Input channels that share a scale in the 3-bit block.
+        windows: int64 [B, S] token windows; sequences from all over them are used, see `MOST_TOKENS`.
+        watch: Called with the share that is done; may raise to stop.
+
+    Returns:
+        float64 [blocks]; infinity where the 3-bit block makes the model compute NaN or infinity.
+
+    Raises:
+        QuantizationError: there are no windows, or a weight or activation is NaN or infinite.
+    """
+    spec = checkpoint.spec
+    tokens = _sample(windows, _token_limit(spec))
+    if not tokens:
+        raise QuantizationError("an average number of bits needs a calibration text; give one, or choose 3 or 4 bits")
+    states = _embed(checkpoint, tokens)
+    passes = [layer + 2 for layer in range(spec.num_layers)]  # through each block: every copy, and the new one
+    total = sum(passes) + spec.num_layers + 1
+    for layer in range(spec.num_layers):
+        _advance(checkpoint, group_size, layer, states)
+        watch(sum(passes[: layer + 1]) / total)
+    norm = checkpoint.vector("norm")
+    for state in states:
+        for copy in state:
+            copy.mul_(torch.rsqrt(copy.square().mean(-1, keepdim=True) + spec.norm_eps)).mul_(norm)
+    return _compare(checkpoint, states, lambda share: watch(1 - (1 - share) * (spec.num_layers + 1) / total))
+
+
+def _large_blocks(bits: float, blocks: int) -> int:
+    """How many blocks get 4 bits."""
+    exact = (bits - SMALLEST_BITS) * blocks
+    return min(blocks, math.floor(round(exact, 6) + 0.5))
+
+
+def _token_limit(spec: ModelSpec) -> int:
+    fitting = STATES_BYTES // (4 * (spec.num_layers + 1) * spec.hidden_size)
+    return max(_FEWEST_TOKENS, min(MOST_TOKENS, fitting))
+
+
+def _sample(windows: Batches, limit: int) -> list[torch.Tensor]:
+    """Sequences int64 [S] at equal distances in the text, `limit` tokens in all; a single one may be cut."""
+    sequences = [sequence for window in windows for sequence in window]
+    if sum(map(len, sequences)) <= limit:
+        return sequences
+    wanted = max(1, limit // max(map(len, sequences)))
+    return [sequences[index * len(sequences) // wanted][:limit] for index in range(wanted)]
+
+
+def _embed(checkpoint: Checkpoint, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Hidden states of each sequence, float32 [1 + blocks, S, C]: the untouched model's, and room for the copies'."""
+    table = checkpoint.embedding()
+    states = []
+    for sequence in tokens:
+        state = torch.zeros(checkpoint.spec.num_layers + 1, len(sequence), table.shape[1])
+        state[0] = table[sequence]
+        states.append(state)
+    return states
+
+
+def _advance(checkpoint: Checkpoint, group_size: int, layer: int, states: list[torch.Tensor]) -> None:
+    """Pass a block: the copies so far in full precision, and one more from the untouched model at 3 bits."""
+    low = Oracle(_CoarseBlock(checkpoint, group_size), resident=False)
+    for state in states:
+        state[layer + 1] = low.block(layer, state[:1])[0]
+    del low
+    full = Oracle(checkpoint, resident=False)
+    for state in states:
+        for start in range(0, layer + 1, _BATCH):
+            part = state[start : min(start + _BATCH, layer + 1)]
+            part.copy_(full.block(layer, part))
+        if not torch.isfinite(state[0]).all():
+            raise QuantizationError(
+                f"the full-precision model computes NaN or infinity in block {layer}; the checkpoint is damaged"
+            )
+
+
+def _compare(
+    checkpoint: Checkpoint, states: list[torch.Tensor], watch: Callable[[float], None]
+) -> npt.NDArray[np.float64]:
+    """Divergences of the copies' next-token distributions, from head inputs float32 [1 + blocks, S, C]."""
+    divergence = [Divergence(state) for state in states]
+    weight, _ = checkpoint.linear("head")
+    rows, width = weight.shape
+    step = max(1, _PIECE // width)
+    for start in range(0, rows, step):
+        piece = weight[start : start + step].to(torch.float32)
+        for part in divergence:
+            part.add(piece)
+        watch(min(rows, start + step) / rows)
+    found = sum(part.total() for part in divergence) / sum(state.shape[1] for state in states)
+    return np.where(np.isfinite(found), np.maximum(found, 0), np.inf)
+
+
+class Divergence:
+    """KL divergence between next-token distributions, from logits that arrive a piece of the vocabulary at a time.
+
+    Args:
+        x: float32 [1 + copies, S, C], inputs of the head: of the model to compare with, and of the others.
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+        self._maximum = torch.full(x.shape[:2], -torch.inf, dtype=torch.float64)
+        self._sum = torch.zeros(x.shape[:2], dtype=torch.float64)  # Σ exp(logit - maximum)
+        self._cross = torch.zeros(x.shape[:2], dtype=torch.float64)  # Σ exp(z - maximum) (z - logit), z the first's
+
+    def add(self, weight: torch.Tensor) -> None:
+        """Take in further rows of the head, float32 [n, C]."""
+        reference = (self._x[0] @ weight.T).to(torch.float64)
+        before = self._maximum[0].clone()
+        shares = self._accumulate(0, reference)
+        self._cross *= (before - self._maximum[0]).exp()
+        for copy in range(1, len(self._x)):
+            logits = (self._x[copy] @ weight.T).to(torch.float64)
+            self._cross[copy] += (shares * (reference - logits)).sum(1)
+            self._accumulate(copy, logits)
+
+    def _accumulate(self, copy: int, logits: torch.Tensor) -> torch.Tensor:
+        """Add to a row's sum. Returns exp(logits - maximum)."""
+        maximum = torch.maximum(self._maximum[copy], logits.amax(1))
+        self._sum[copy] *= (self._maximum[copy] - maximum).exp()
+        shares = (logits - maximum[:, None]).exp()
+        self._sum[copy] += shares.sum(1)
+        self._maximum[copy] = maximum
+        return shares
+
+    def total(self) -> npt.NDArray[np.float64]:
+        """float64 [copies]: the divergences, summed over the S positions."""
+        normalizer = self._sum.log() + self._maximum
+        found = self._cross[1:] / self._sum[0] - normalizer[0] + normalizer[1:]
+        return found.sum(1).numpy()
+
+
+class _CoarseBlock:
+    """Weights for the oracle: linear layers rounded to 3 bits when asked for, and a checkpoint's norms."""
+
+    def __init__(self, checkpoint: Checkpoint, group_size: int) -> None:
+        self._checkpoint = checkpoint
+        self._group_size = group_size
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The architecture."""
+        return self._checkpoint.spec
+
+    def vector(self, name: str) -> torch.Tensor:
+        """A norm's weight, float32 [width]."""
+        return self._checkpoint.vector(name)
+
+    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A linear layer's weight at 3 bits as float32 [N, K], and its bias."""
+        weight, bias = self._checkpoint.linear(name)
+        rounded = torch.empty(weight.shape, dtype=torch.float32)
+        step = max(1, _PIECE // weight.shape[1])
+        try:
+            for start in range(0, len(weight), step):
+                rows = weight[start : start + step].to(torch.float32).numpy()
+                codes = rtn.quantize(rows, SMALLEST_BITS, self._group_size)
+                rounded[start : start + step] = torch.from_numpy(codes.dequantize())
+        except QuantizationError as error:
+            raise QuantizationError(f"{name}: {error}") from error
+        return rounded, bias
+
+    def embedding(self) -> torch.Tensor:
+        """The embedding table [V, C]."""
+        return self._checkpoint.embedding()
