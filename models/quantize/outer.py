@@ -14,6 +14,8 @@ from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
 from models.quantize.matrix import MatrixQuantizer, stored_tensors
 from models.quantize.streams import Batches, Streams
+from models.quantizers import SECOND_MOMENTS
+from models.quantizers.groups import FloatArray
 from models.recipe import Recipe
 from models.store.tensors import Array, PiecewiseTensor
 
@@ -62,7 +64,12 @@ class Likelihood:
 
 
 def quantize_outer(
-    checkpoint: Checkpoint, recipe: Recipe, streams: Streams, evaluation: Batches, watch: Callable[[float], None]
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    streams: Streams,
+    evaluation: Batches,
+    watch: Callable[[float], None],
+    sensitivity: FloatArray | None = None,
 ) -> Outer:
     """Quantize the head and measure perplexity before and after.
 
@@ -72,20 +79,22 @@ def quantize_outer(
         streams: Hidden states after the last block.
         evaluation: int64 [B, S] token windows of the evaluation text.
         watch: Called with the share that is done; may raise to stop.
+        sensitivity: Of the loss to each weight of the head [V, C], for a method that needs it.
 
     Raises:
         QuantizationError: a weight or activation is NaN or infinite, or out of range.
     """
     spec = checkpoint.spec
     norm = checkpoint.vector("norm")
-    statistics = InputStatistics.empty(spec.hidden_size)
+    statistics = InputStatistics.empty(spec.hidden_size, second_moments=recipe.method in SECOND_MOMENTS)
     for x in streams.calibration:
         statistics.add(_normed(x, norm, spec.norm_eps).numpy(), "head")
     full, low = (
         Likelihood(*_scored(batches, evaluation, norm, spec.norm_eps)) for batches in (streams.full, streams.low)
     )
     weight, bias = checkpoint.linear("head")
-    matrix = MatrixQuantizer("head", (spec.vocab_size, spec.hidden_size), recipe)
+    shape = (spec.vocab_size, spec.hidden_size)
+    matrix = MatrixQuantizer("head", shape, recipe, hessian=statistics.hessian, sensitivity=sensitivity)
     for piece in matrix.pieces():
         rows = weight[piece].to(torch.float32)
         full.add(piece, rows)

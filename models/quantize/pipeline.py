@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from models.checkpoint import Checkpoint
@@ -16,22 +18,23 @@ from models.quantize.quality import Quality, summarize
 from models.quantize.source import identity_of, read_source
 from models.quantize.streams import Batches, Streams
 from models.quantize.text import (
-    CALIBRATION_TOKENS,
     EVALUATION_TOKENS,
     LAST_TOKENIZER_FILE,
-    SECOND_MOMENT_TOKENS,
+    calibration_limit,
     convert_tokenizer,
     token_windows,
 )
 from models.quantize.work import Work, recipe_file
-from models.quantizers import SECOND_MOMENTS
-from models.recipe import Recipe
+from models.quantizers import SECOND_MOMENTS, SENSITIVITIES
+from models.quantizers.groups import FloatArray
+from models.recipe import LARGEST_BITS, Recipe
 from models.spec import LAYER_TYPES
 from models.store import Store, StoredModelInfo, layout
 from models.store.durable import remove_folder
 from models.store.manifest import Manifest, verify
 from models.store.names import check_name, default_name
 
+_SENSITIVITIES = "sensitivities"
 _STEPS = len(LAYER_TYPES) + 2
 """Reports of a block: full-precision pass, each linear layer, low-bit pass."""
 
@@ -52,8 +55,12 @@ class Pipeline:
     ) -> None:
         if calibration is None and recipe.residual_bits:
             raise QuantizationError("residuals need a calibration text; give one, or choose residual_bits 0")
-        if calibration is None and recipe.method in SECOND_MOMENTS:
+        if calibration is None and recipe.method in SECOND_MOMENTS | SENSITIVITIES:
             raise QuantizationError(f"{recipe.method} needs a calibration text; give one, or choose rtn")
+        if calibration is None and recipe.mixed and recipe.block_bits is None:
+            raise QuantizationError(
+                f"{recipe.bits:g} bits on average need a calibration text; give one, or choose 3 or 4"
+            )
         self.checkpoint = Checkpoint.open(folder)
         self.store = store
         self.recipe = recipe
@@ -100,6 +107,8 @@ class Pipeline:
         self._check_space(name, work)
         self._save_small_files(work)
         calibration, evaluation = self._tokens(work)
+        self._allocate(work, calibration)
+        self._sensitivities(work, calibration)
         layer, streams = self._resume(work, calibration, evaluation)
         for index in range(layer, self.checkpoint.spec.num_layers):
             self._block(work, index, streams)
@@ -109,12 +118,14 @@ class Pipeline:
         Manifest(summary=summary, files=files).write(work.folder)
 
     def _check_space(self, name: str, work: Work) -> None:
-        spec = self.checkpoint.spec
+        spec, recipe = self.checkpoint.spec, self.recipe
+        if recipe.mixed and recipe.block_bits is None:  # not known yet: at most this
+            recipe = replace(recipe, bits=LARGEST_BITS)
         needed = sum(
             dtype.itemsize * math.prod(shape)
             for file in layout.tensor_files(spec)
             if not work.has(file)
-            for dtype, shape in layout.file_tensors(spec, self.recipe, file).values()
+            for dtype, shape in layout.file_tensors(spec, recipe, file).values()
         )
         free = shutil.disk_usage(work.folder).free
         if needed > free:
@@ -136,15 +147,50 @@ class Pipeline:
     def _tokens(self, work: Work) -> tuple[Batches, Batches]:
         spec, (calibration, evaluation) = self.checkpoint.spec, self.texts
         windows: list[Batches] = []
-        calibrating = SECOND_MOMENT_TOKENS if self.recipe.method in SECOND_MOMENTS else CALIBRATION_TOKENS
         for text, limit, purpose in (
-            (calibration, calibrating, "calibration"),
+            (calibration, calibration_limit(self.recipe.method), "calibration"),
             (evaluation, EVALUATION_TOKENS, "evaluation"),
         ):
             spread = purpose == "calibration"
             found = [] if text is None else token_windows(work.folder, spec, text, limit, purpose, spread=spread)
             windows.append(found)
         return windows[0], windows[1]
+
+    def _allocate(self, work: Work, calibration: Batches) -> None:
+        """Find the bits of every block where the recipe says an average alone."""
+        if not self.recipe.mixed or self.recipe.block_bits is not None:
+            return
+        found = work.block_bits()
+        if found is None:
+            from models.quantize.allocation import allocate
+
+            watch = self._shares("allocate", "Finding the blocks that need 4 bits")
+            found = allocate(self.checkpoint, self.recipe, calibration, watch)
+            work.save_block_bits(found)
+        self.recipe = replace(self.recipe, block_bits=found)
+
+    def _sensitivities(self, work: Work, calibration: Batches) -> None:
+        """Find what each weight does to the loss, for a method that needs it."""
+        if self.recipe.method not in SENSITIVITIES or work.marked(_SENSITIVITIES):
+            return
+        from models.quantize.fisher import sensitivities
+
+        watch = self._shares(_SENSITIVITIES, "Finding the weights that matter most")
+        sensitivities(self.checkpoint, calibration, work, watch)
+        work.mark(_SENSITIVITIES)
+
+    def _sensitivity(self, work: Work, name: str) -> FloatArray | None:
+        """Of the loss to the weights of a linear layer, where the method needs it."""
+        if self.recipe.method not in SENSITIVITIES:
+            return None
+        from models.quantize.fisher import load
+
+        return load(work, name)
+
+    def _shares(self, phase: str, message: str) -> Callable[[float], None]:
+        """Report a phase whose work tells its share that is done."""
+        blocks = float(self.checkpoint.spec.num_layers + 1)
+        return lambda share: self._report(phase, share * blocks, blocks, "blocks", message)
 
     def _resume(self, work: Work, calibration: Batches, evaluation: Batches) -> tuple[int, Streams]:
         found = work.resume()
@@ -169,7 +215,8 @@ class Pipeline:
         for name, seen in statistics.items():
             done += 1
             weight, bias = checkpoint.linear(name)
-            linears[name] = quantize_matrix(name, weight, bias, self.recipe, seen, step)
+            sensitivity = self._sensitivity(work, name)
+            linears[name] = quantize_matrix(name, weight, bias, self.recipe, seen, step, sensitivity)
         done += 1
         streams.run_low(checkpoint, layer, linears, step)
         tensors = {name: checkpoint.vector(name).numpy() for name in layout.block_vectors(checkpoint.spec, layer)}
@@ -188,10 +235,12 @@ class Pipeline:
         def watch(share: float) -> None:
             self._report("quantize", layers + share, layers + 1, "blocks", "Output head and perplexity")
 
-        outer = quantize_outer(self.checkpoint, self.recipe, streams, evaluation, watch)
+        sensitivity = self._sensitivity(work, "head")
+        outer = quantize_outer(self.checkpoint, self.recipe, streams, evaluation, watch, sensitivity)
         work.save_tensors(layout.OUTER, outer.tensors)
         quality = Quality.judge(outer.perplexity_before, outer.perplexity_after, self.recipe)
-        work.save(layout.RECIPE, [recipe_file(self.identity, quality.to_json())])
+        made = {**self.identity, "recipe": self.recipe.to_json()}
+        work.save(layout.RECIPE, [recipe_file(made, quality.to_json())])
         return quality
 
     def _publish(self, name: str, work: Work) -> None:

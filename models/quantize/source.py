@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from models.quantize.text import CALIBRATION_TOKENS, EVALUATION_TOKENS, TOKENIZER_FILES, WINDOW
+from models.quantize.text import EVALUATION_TOKENS, TOKENIZER_FILES, WINDOW, calibration_limit
 from models.recipe import Recipe
 from models.store import layout
 from models.store.manifest import describe
@@ -76,7 +76,7 @@ def identity_of(
         "source": {"name": source_name(folder), "revision": revision, "files": dict(source.files)},
         "texts": {
             "window": WINDOW,
-            "calibration": _text(calibration, CALIBRATION_TOKENS),
+            "calibration": _text(calibration, calibration_limit(recipe.method)),
             "evaluation": _text(evaluation, EVALUATION_TOKENS),
         },
         "versions": {name: version(name) for name in _VERSIONED},

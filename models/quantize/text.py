@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from models.errors import CheckpointError, QuantizationError
+from models.quantizers import SECOND_MOMENTS, SENSITIVITIES
 from models.spec import ModelSpec
 from models.store.durable import TEMPORARY, explained, private_folder, remove_folder
 
@@ -19,7 +20,7 @@ _BATCH = 4
 CALIBRATION_TOKENS = 2048
 """Most tokens of the calibration text that are used."""
 SECOND_MOMENT_TOKENS = 8192
-"""The same for methods that need how channels go together, for which there are many more numbers to be found."""
+"""The same for methods that need more than one number a channel: how channels go together, or what each weight does."""
 EVALUATION_TOKENS = 1024
 """Most tokens of the evaluation text that are used."""
 TOKENIZER_FILES = (
@@ -39,6 +40,11 @@ TOKENIZER_FILES = (
 _DESCRIBING_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 LAST_TOKENIZER_FILE = "tokenizer_config.json"
 """Saved after the others, so that it tells whether all are there."""
+
+
+def calibration_limit(method: str) -> int:
+    """Most tokens of the calibration text that a method uses."""
+    return SECOND_MOMENT_TOKENS if method in SECOND_MOMENTS | SENSITIVITIES else CALIBRATION_TOKENS
 
 
 def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes], None]) -> None:

@@ -23,6 +23,8 @@ STATE = "state.json"
 _ENTRY = ".entry"
 _STREAMS = "streams-"
 _QUALITY = "quality"
+_ALLOCATION = "allocation.json"
+_DONE = ".done"
 
 
 class Work:
@@ -49,13 +51,19 @@ class Work:
         Raises:
             StoreError: the disk refuses.
         """
-        recipe = _read_object(self.folder / RECIPE)
-        recipe.pop(_QUALITY, None)
-        if identity not in (self.state().get("identity"), recipe):
+        if identity not in (self.state().get("identity"), self._finished_identity(identity)):
             remove_folder(self.folder)
         private_folder(self.folder)
         if not self.complete() and self.state() != {"identity": identity, "stamps": stamps}:
             write_file(self.folder / STATE, [json_bytes({"identity": identity, "stamps": stamps})])
+
+    def _finished_identity(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """What recipe.json says the model was made from. Bits of blocks that were not asked for are left out."""
+        found = _read_object(self.folder / RECIPE)
+        found.pop(_QUALITY, None)
+        if found and "block_bits" not in wanted["recipe"]:
+            found["recipe"].pop("block_bits", None)
+        return found
 
     def save(self, file: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write a file of the model and its entry.
@@ -84,6 +92,31 @@ class Work:
             StoreError: the disk refuses.
         """
         self.save(file, tensor_file(tensors))
+
+    def save_block_bits(self, bits: tuple[int, ...]) -> None:
+        """Keep the bits that were allocated to the blocks.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        write_file(self.folder / _ALLOCATION, [json_bytes({"block_bits": list(bits)})])
+
+    def block_bits(self) -> tuple[int, ...] | None:
+        """What `save_block_bits` kept; None if nothing."""
+        found = _read_object(self.folder / _ALLOCATION).get("block_bits")
+        return None if found is None else tuple(found)
+
+    def mark(self, phase: str) -> None:
+        """Note that a phase before the blocks is done.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        write_file(self.folder / f"{phase}{_DONE}", [json_bytes({})])
+
+    def marked(self, phase: str) -> bool:
+        """Whether a phase before the blocks is done."""
+        return (self.folder / f"{phase}{_DONE}").is_file()
 
     def save_streams(self, layer: int, tensors: Mapping[str, Array]) -> None:
         """Keep the hidden states before block `layer`, and drop those of earlier blocks.

@@ -200,6 +200,6 @@ def test_stored_form_dequantizes_to_the_same_numbers(shape: tuple[int, int]) -> 
 
 
 def test_methods_are_found_by_name() -> None:
-    assert isinstance(quantizer("rtn")(random_weights((2, 32)), 4, 32), GroupCodes)
+    assert isinstance(quantizer("rtn")(random_weights((2, 32)), slice(0, 2), 4, 32), GroupCodes)
     with pytest.raises(QuantizationError, match="unknown method 'nearest'"):
         quantizer("nearest")
