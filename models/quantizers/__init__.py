@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from models.errors import QuantizationError
-from models.quantizers import gptq, rtn
+from models.quantizers import gptq, rtn, squeezellm
 from models.quantizers.codebook import CodebookCodes
 from models.quantizers.groups import FloatArray, GroupCodes
 from models.recipe import METHODS
@@ -43,4 +43,7 @@ def quantizer(method: str, *, hessian: FloatArray | None = None, sensitivity: Fl
         assert hessian is not None
         handed = gptq.feedback(hessian)
         return lambda weight, _, bits, group_size: gptq.quantize(weight, bits, group_size, handed)
+    if method == "squeezellm":
+        assert sensitivity is not None
+        return lambda weight, rows, bits, _: squeezellm.quantize(weight, sensitivity[rows], bits)
     return lambda weight, _, bits, group_size: rtn.quantize(weight, bits, group_size)
