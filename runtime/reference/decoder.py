@@ -30,8 +30,8 @@ from runtime.weights import Weights
 
 def _packed_bytes(linear: PackedLinear) -> int:
     """Bytes that one product with the matrix reads, bias included, residuals not."""
-    bias = 0 if linear.bias is None else linear.bias.nbytes
-    return linear.codes.nbytes + linear.scales.nbytes + linear.zeros.nbytes + bias
+    parts = (linear.codes, linear.scales, linear.zeros, linear.codebook, linear.bias)
+    return sum(part.nbytes for part in parts if part is not None)
 
 
 def _norm_names(spec: ModelSpec) -> list[str]:

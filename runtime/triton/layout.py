@@ -85,13 +85,24 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
     """Bring a stored matrix to the device in the layout of the kernels.
 
     Args:
-        packed: Uniform groups in canonical packing.
+        packed: Codes in canonical packing, uniform or with codebooks, whose entries become half precision values.
         device: Where the result lies.
 
     Raises:
         BackendError: bits, group size or shape are not what the kernels compute with.
     """
+    if packed.codebook is not None:
+        return repack_codebook(
+            name=packed.name,
+            shape=packed.shape,
+            bits=packed.bits,
+            codes=packed.codes,
+            codebook=(packed.codebook.astype(np.float32) * packed.scales.astype(np.float32)).astype(np.float16),
+            bias=packed.bias,
+            device=device,
+        )
     N, K = packed.shape
+    assert packed.zeros is not None
     if packed.group_size <= 0 or packed.group_size % PIECE:
         raise BackendError(
             f"{packed.name}: groups of {packed.group_size} channels; the GPU takes multiples of {PIECE}: "

@@ -35,9 +35,6 @@ def pack_linear(
     zeros = np.clip(np.rint(-low / wide), 0, 2**bits - 1).astype(np.uint8)
     codes = np.clip(np.rint(padded / wide[..., None]) + zeros[..., None], 0, 2**bits - 1)
     restored = ((codes - zeros[..., None]) * wide[..., None]).reshape(N, -1)[:, :K]
-    residual = None if residual_bits == 0 else _pack_residual((weight - restored).astype(np.float32), residual_bits)
-    rng = np.random.default_rng(K)
-    samples = -np.sort(-np.abs(rng.standard_normal((16, K))), axis=1) * typical
     return PackedLinear(
         name=name,
         shape=(N, K),
@@ -47,10 +44,53 @@ def pack_linear(
         scales=scales,
         zeros=zeros,
         bias=bias,
-        residual=residual,
-        rank_maximum=None if residual is None else samples.max(0).astype(np.float32),
-        mean_square=None if residual is None else rng.random(K).astype(np.float32),
+        **_pack_compensation(weight - restored, residual_bits, typical),
     )
+
+
+def pack_codebook_linear(
+    weight: npt.NDArray[np.float32],
+    *,
+    name: str = "layers.0.o",
+    bits: int = 4,
+    group_size: int = 32,
+    residual_bits: int = 8,
+    bias: npt.NDArray[np.float32] | None = None,
+    typical: float = 1.0,
+) -> PackedLinear:
+    """Like `pack_linear` with a codebook for each row: the row's quantiles, from -127 to 127."""
+    N, K = weight.shape
+    scales = np.maximum(np.abs(weight).max(1, keepdims=True) / 127, 1e-6).astype(np.float16)
+    levels = np.quantile(weight / scales.astype(np.float32), np.linspace(0, 1, 2**bits), axis=1).T
+    codebook = np.clip(np.rint(levels), -127, 127).astype(np.int8)
+    values = codebook * scales.astype(np.float32)
+    codes = np.abs(weight[:, :, None] - values[:, None, :]).argmin(-1).astype(np.uint8)
+    return PackedLinear(
+        name=name,
+        shape=(N, K),
+        bits=bits,
+        group_size=group_size,
+        codes=pack(codes, bits),
+        scales=scales,
+        zeros=None,
+        codebook=codebook,
+        bias=bias,
+        **_pack_compensation(weight - np.take_along_axis(values, codes.astype(np.intp), 1), residual_bits, typical),
+    )
+
+
+def _pack_compensation(error: npt.NDArray[np.float32], residual_bits: int, typical: float) -> dict[str, Any]:
+    """What a layer keeps of its error [N, K] for compensation, as fields of `PackedLinear`."""
+    if residual_bits == 0:
+        return {"residual": None, "rank_maximum": None, "mean_square": None}
+    K = error.shape[1]
+    rng = np.random.default_rng(K)
+    samples = -np.sort(-np.abs(rng.standard_normal((16, K))), axis=1) * typical
+    return {
+        "residual": _pack_residual(error.astype(np.float32), residual_bits),
+        "rank_maximum": samples.max(0).astype(np.float32),
+        "mean_square": rng.random(K).astype(np.float32),
+    }
 
 
 def _pack_residual(residual: npt.NDArray[np.float32], bits: int) -> PackedResidual:
@@ -106,7 +146,13 @@ def make_spec(**changes: Any) -> ModelSpec:
 
 
 def make_model(
-    spec: ModelSpec | None = None, *, bits: int = 4, group_size: int = 32, residual_bits: int = 8, seed: int = 0
+    spec: ModelSpec | None = None,
+    *,
+    bits: int = 4,
+    group_size: int = 32,
+    residual_bits: int = 8,
+    codebook: bool = False,
+    seed: int = 0,
 ) -> TinyModel:
     """Random weights of a spec, packed. Biases appear where the spec asks for them."""
     spec = spec or make_spec()
@@ -117,7 +163,7 @@ def make_model(
         kind = name.rsplit(".", 1)[-1]
         N, K = spec.linear_shape(kind)
         full[name] = (rng.standard_normal((N, K)) * 1.5 / np.sqrt(K)).astype(np.float32)
-        linears[name] = pack_linear(
+        linears[name] = (pack_codebook_linear if codebook else pack_linear)(
             full[name],
             name=name,
             bits=bits,
@@ -157,3 +203,9 @@ def tiny_model() -> Callable[..., TinyModel]:
 def packed_linear() -> Callable[..., PackedLinear]:
     """`pack_linear`: one weight [N, K] packed with residuals."""
     return pack_linear
+
+
+@pytest.fixture(scope="session")
+def packed_codebook_linear() -> Callable[..., PackedLinear]:
+    """`pack_codebook_linear`: one weight [N, K] packed with a codebook for each row, and residuals."""
+    return pack_codebook_linear

@@ -22,7 +22,7 @@ def _spread(per_group: np.ndarray[tuple[int, ...], np.dtype[np.generic]], linear
 
 
 def dequantize(linear: PackedLinear) -> torch.Tensor:
-    """The matrix that the packed codes stand for: (code - zero) * scale.
+    """The matrix that the packed codes stand for: (code - zero) * scale, or the codebook's entry times the row's scale.
 
     Args:
         linear: Packed matrix of shape (N, K).
@@ -30,6 +30,10 @@ def dequantize(linear: PackedLinear) -> torch.Tensor:
     Returns:
         float32 [N, K].
     """
+    if linear.codebook is not None:
+        values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
+        return torch.from_numpy(values).gather(1, _codes(linear).long())
+    assert linear.zeros is not None
     return (_codes(linear) - _spread(linear.zeros, linear)) * _spread(linear.scales, linear)
 
 
@@ -51,8 +55,8 @@ def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -
     """The same product with INT8 activations: integer sums within a group, scaled and added up in floating point.
 
     y[m, n] = bias[n] + sum over groups g of scales[m, g] * s[n, g] * (sum_k a[m, k] w[n, k] - zero[n, g] sum_k a[m, k])
-    with k over the channels of g. The integer sums are exact; the rest is float64, so that a float32 kernel can be held
-    against it.
+    with k over the channels of g; with a codebook w is the entry that a code stands for, s the row's and zero 0. The
+    integer sums are exact; the rest is float64, so that a float32 kernel can be held against it.
 
     Args:
         codes: int8 [M, K], from `runtime.kernels.activation.reference.quantize` with the matrix' group size.
@@ -67,9 +71,15 @@ def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -
     weights = _codes(linear).to(torch.int64)
     activations = codes.to(torch.int64)
     weight_scales = torch.from_numpy(linear.scales.astype(np.float64))
-    zeros = torch.from_numpy(linear.zeros.astype(np.int64))
+    groups = scales.shape[1]
+    if linear.codebook is not None:
+        weights = torch.from_numpy(linear.codebook.astype(np.int64)).gather(1, weights)
+        weight_scales = weight_scales.expand(-1, groups)
+    zeros = torch.zeros(linear.shape[0], groups, dtype=torch.int64)
+    if linear.zeros is not None:
+        zeros = torch.from_numpy(linear.zeros.astype(np.int64))
     y = torch.zeros(codes.shape[0], linear.shape[0], dtype=torch.float64)
-    for g in range(zeros.shape[1]):
+    for g in range(groups):
         group = slice(g * linear.group_size, (g + 1) * linear.group_size)
         dots = activations[:, group] @ weights[:, group].T
         sums = activations[:, group].sum(dim=1, keepdim=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.packing import unpack
 from runtime.errors import InvalidActivationError
 from runtime.kernels.activation import reference as activation
 from runtime.kernels.attention.reference import attend
@@ -43,6 +44,20 @@ def test_dequantize_follows_the_formula(
     np.testing.assert_allclose(codes, np.rint(codes), atol=1e-3)
 
 
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize(("N", "K"), [(1, 1), (5, 64), (7, 172)])
+def test_a_codebook_is_looked_up_by_every_row(
+    packed_codebook_linear: Callable[..., Any], bits: int, N: int, K: int
+) -> None:
+    weight = np.random.default_rng(1).standard_normal((N, K)).astype(np.float32)
+    packed = packed_codebook_linear(weight, bits=bits)
+    codes = unpack(packed.codes, bits, K)
+    restored = dequantize(packed).numpy()
+    for n in range(N):
+        for k in range(K):
+            assert restored[n, k] == np.float32(packed.codebook[n, codes[n, k]]) * np.float32(packed.scales[n, 0])
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 def test_base_and_residual_together_restore_the_weight(packed_linear: Callable[..., Any], bits: int) -> None:
     weight = np.random.default_rng(2).standard_normal((6, 100)).astype(np.float32)
@@ -52,9 +67,10 @@ def test_base_and_residual_together_restore_the_weight(packed_linear: Callable[.
     assert after < before * {2: 1.0, 4: 0.1, 8: 0.006, 16: 0.001}[bits]
 
 
-def test_gemv_int8_equals_the_product_of_the_dequantized(packed_linear: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("factory", ["packed_linear", "packed_codebook_linear"])
+def test_gemv_int8_equals_the_product_of_the_dequantized(request: pytest.FixtureRequest, factory: str) -> None:
     weight = np.random.default_rng(3).standard_normal((9, 172)).astype(np.float32)
-    packed = packed_linear(weight, group_size=64, bias=np.arange(9, dtype=np.float32))
+    packed = request.getfixturevalue(factory)(weight, group_size=64, bias=np.arange(9, dtype=np.float32))
     codes, scales = activation.quantize(normal(4, 172), 64)
     x = activation.dequantize(codes, scales, 64)
     expected = gemv(x, dequantize(packed), torch.arange(9.0))

@@ -90,9 +90,10 @@ class FullPrecision(_Pass):
         return x @ torch.from_numpy(self.full[name]).T
 
 
+@pytest.mark.parametrize("codebook", [False, True])
 @pytest.mark.parametrize("bits", [3, 4])
-def test_every_channel_at_8_bits_restores_full_precision(tiny_model: Factory, bits: int) -> None:
-    model = tiny_model(bits=bits)
+def test_every_channel_at_8_bits_restores_full_precision(tiny_model: Factory, bits: int, codebook: bool) -> None:
+    model = tiny_model(bits=bits, codebook=codebook)
 
     def error(k_chunk: int, **more: Any) -> float:
         logits = run(ReferenceDecoder(model, options(k_chunk=k_chunk, select="exact")), TOKENS, **more)
@@ -171,3 +172,10 @@ def test_sizes_are_those_of_the_buffers(tiny_model: Factory) -> None:
     assert half.weight_bytes == packed + 5 * 64 * 4
     half.close()
     half.close()
+
+
+def test_codebooks_count_as_weights(tiny_model: Factory) -> None:
+    model = tiny_model(codebook=True)
+    linears: list[PackedLinear] = list(model.linears.values())
+    packed = sum(p.codes.nbytes + p.scales.nbytes + p.codebook.nbytes for p in linears)
+    assert ReferenceDecoder(model, options()).weight_bytes == packed + 5 * 64 * 4
