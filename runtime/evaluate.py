@@ -36,6 +36,8 @@ class EvalResult:
     """Mean recall of the selector against exact top-k, where the decoder measures it."""
     seconds: float
     """Wall time."""
+    window_nll: tuple[float, ...] = ()
+    """The part of each window in `nll_sum`, in the order of `windows`: for comparing two models on the same text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +202,22 @@ def _evaluate(
 ) -> EvalResult:
     """Sum the scores of all windows, with progress in tokens."""
     begin = time.perf_counter()
-    nll, count = 0.0, 0
+    nll, count, scores = 0.0, 0, []
     for part in windows(text.size, window, stride):
-        nll += score(part)
+        scores.append(score(part))
+        nll += scores[-1]
         count += part.end - part.first
         message = f"perplexity {safe_exp(nll / count):.2f} after {count} of about {text.size} tokens"
         progress(Progress(phase="eval", done=part.end, total=text.size, unit="tokens", message=message))
     seconds = time.perf_counter() - begin
-    return EvalResult(perplexity=safe_exp(nll / count), nll_sum=nll, tokens=count, recall=recall(), seconds=seconds)
+    return EvalResult(
+        perplexity=safe_exp(nll / count),
+        nll_sum=nll,
+        tokens=count,
+        recall=recall(),
+        seconds=seconds,
+        window_nll=tuple(scores),
+    )
 
 
 def safe_exp(value: float) -> float:

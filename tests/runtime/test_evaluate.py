@@ -75,6 +75,8 @@ def test_perplexity_is_the_definition(tiny_model: Callable[..., Any], window: in
     assert result.tokens == count
     assert result.nll_sum == pytest.approx(expected, rel=1e-4)
     assert result.perplexity == pytest.approx(math.exp(expected / count), rel=1e-4)
+    assert len(result.window_nll) == len(list(windows(len(TOKENS), window, stride)))
+    assert math.fsum(result.window_nll) == pytest.approx(result.nll_sum)
     assert result.recall is None
     assert reports[-1].done == reports[-1].total == len(TOKENS)
 
