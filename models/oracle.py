@@ -25,6 +25,9 @@ _HEAD_ROWS = 8192
 Observer = Callable[[str, Tensor], None]
 """Called with a linear layer's name and its input [B, S, K] before the layer runs."""
 
+Trace = Callable[[str, Tensor, Tensor], None]
+"""Called with a linear layer's name, its input [B, S, K] and its output [B, S, N] after the layer ran."""
+
 
 class Weights(Protocol):
     """Where the oracle takes its weights from; `models.checkpoint.Checkpoint` is one."""
@@ -71,6 +74,7 @@ class Oracle:
         weights: A checkpoint, or anything else that provides `Weights`.
         dtype: Of weights and activations: float32 or bfloat16. Norms and softmax are float32 inside.
         observe: Sees the input of every linear layer; None for no observer.
+        trace: Sees input and output of every linear layer; with it, what `block` does is recorded for autograd.
         resident: Whether weights stay in memory once used. If not, only those of the block (or table, or head) that
             ran last do.
     """
@@ -81,11 +85,13 @@ class Oracle:
         dtype: torch.dtype = torch.float32,
         *,
         observe: Observer | None = None,
+        trace: Trace | None = None,
         resident: bool = True,
     ) -> None:
         self.spec = weights.spec
         self.dtype = dtype
         self.observe = observe
+        self.trace = trace
         self._weights = weights
         self._resident = resident
         self._table: Tensor | None = None
@@ -130,9 +136,8 @@ class Oracle:
             self._table = table
         return functional.embedding(tokens, table).to(self.dtype)
 
-    @torch.inference_mode()
     def block(self, layer: int, x: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """Run one block; the observer sees the inputs of its linear layers.
+        """Run one block; observer and trace see its linear layers.
 
         Args:
             layer: Which block.
@@ -146,7 +151,8 @@ class Oracle:
         if positions is None:
             start = cache.length if cache else 0
             positions = torch.arange(start, start + x.shape[1])
-        return architecture.block(self._operations(positions, cache), self.spec, layer, x)
+        with torch.inference_mode(self.trace is None):
+            return architecture.block(self._operations(positions, cache), self.spec, layer, x)
 
     @torch.inference_mode()
     def head(self, x: Tensor) -> Tensor:
@@ -219,7 +225,10 @@ class _Operations(architecture.Operations[Tensor]):
             self.oracle.observe(name, x)
         weight, bias = self.oracle.parameters(name)
         if weight.dtype == x.dtype:
-            return functional.linear(x, weight, bias)
+            y = functional.linear(x, weight, bias)
+            if self.oracle.trace is not None:
+                self.oracle.trace(name, x, y)
+            return y
         # A head of 128,256 × 4096 in 32 bits would be the largest thing in memory: convert it in parts.
         parts = (weight[n : n + _HEAD_ROWS].to(x.dtype) for n in range(0, len(weight), _HEAD_ROWS))
         return torch.cat([functional.linear(x, part) for part in parts], dim=-1)

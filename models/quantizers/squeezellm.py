@@ -28,7 +28,7 @@ from models.quantizers.rows import each_chunk
 TOP = 127
 """Largest absolute entry."""
 FLOOR = 1e-3
-"""Added to every sensitivity, in units of the row's mean: a weight that the calibration never used still has a place."""
+"""Added to every sensitivity, in units of the row's mean: weights that the calibration never used count a little."""
 _RANGES = 40
 """Ranges that a row is cut into for the dynamic programme."""
 _ITERATIONS = 30
@@ -65,7 +65,7 @@ def quantize(weight: FloatArray, sensitivity: npt.NDArray[np.floating[Any]], bit
             importance = _importance(sensitivity[part])
             line = _Line.of(weight[part], importance)
             entries = _lloyd(line, line.means(_partition(line, 2**bits)))
-            scales, whole = _to_whole(entries, line)
+            scales, whole = _to_whole(entries)
             result.scales[part] = scales
             result.codebook[part] = whole
             result.codes[part] = _nearest(weight[part], scales, whole)
@@ -149,7 +149,8 @@ def _importance(sensitivity: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.fl
         raise QuantizationError("the sensitivities hold NaN, infinity or negative numbers")
     found /= np.where(largest > 0, largest, 1)
     found += np.maximum(FLOOR * found.mean(1, keepdims=True), 1e-6)
-    return (found / found.max(1, keepdims=True)).astype(np.float16)
+    shares: npt.NDArray[np.float16] = (found / found.max(1, keepdims=True)).astype(np.float16)
+    return shares
 
 
 def _partition(line: _Line, cells: int) -> Places:
@@ -211,7 +212,7 @@ def _lloyd(line: _Line, entries: Doubles) -> Doubles:
     return entries
 
 
-def _to_whole(entries: Doubles, line: _Line) -> tuple[FloatArray, npt.NDArray[np.int8]]:
+def _to_whole(entries: Doubles) -> tuple[FloatArray, npt.NDArray[np.int8]]:
     """Scales float32 [n, 1] holding fp16 numbers, and entries int8 [n, E] in these units."""
     largest = np.abs(entries).max(1, keepdims=True)
     scales = to_fp16_scale((largest / TOP).astype(np.float32))
