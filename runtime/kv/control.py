@@ -1,0 +1,278 @@
+"""What every backend's cache can be asked, and the bookkeeping that they share: lengths, pages and windows.
+
+A cache's numbers are a backend's business (`PageStore`); when tokens move from the window into a page, what is dropped,
+shared and copied is decided here, once, and is therefore the same on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from models.spec import ModelSpec
+from runtime.errors import RequestError
+from runtime.kv.kinds import CacheKind, cache_bytes, page_bytes, window_token_bytes
+from runtime.kv.pages import PageTable
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class KVCache(Protocol):
+    """The cache of a loaded model, between steps."""
+
+    @property
+    def kind(self) -> CacheKind:
+        """What it stores; `kind.has_draft` says whether a draft can read less."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use: pages that are held, shared ones once, and the tokens in windows."""
+        ...
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all buffers."""
+        ...
+
+    def length(self, slot: int) -> int:
+        """Tokens of a slot."""
+        ...
+
+    def exact_from(self, slot: int) -> int:
+        """The shortest length that `trim` and `fork` reach without loss; below it, a page is reopened."""
+        ...
+
+    def rows_until_flush(self, slot: int) -> int:
+        """Rows that a step after the slot's tokens may have so that all of them see what decoding one by one sees."""
+        ...
+
+    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
+        """Make ready for a step: cut back, flush what is due, make room. The rows count as tokens from now on.
+
+        A slot whose first row stands below its length is cut back to there. Then, where `flush`, pages are cut off
+        windows that hold keep + page tokens or more. The step's rows see pages and windows as they are after that.
+
+        Args:
+            slots: int32 [M] as in `runtime.decoder.Step`.
+            positions: int32 [M], consecutive in each slot.
+            flush: Whether pages may be cut off; a draft leaves that to its verification.
+
+        Raises:
+            RequestError: a gap before a slot's first row or between rows, or more tokens than there is room for.
+            OutOfMemoryError: no page is free.
+        """
+        ...
+
+    def trim(self, slot: int, length: int) -> None:
+        """Drop a slot's tokens behind its first `length`.
+
+        Where that ends inside a quantized page, the rest of the page returns to the window as what it reads back as.
+
+        Raises:
+            RequestError: the slot has fewer tokens.
+        """
+        ...
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        """Let `target` begin with the first `length` tokens of `source`; what it held is dropped. Pages are shared.
+
+        Raises:
+            RequestError: the source has fewer tokens.
+        """
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Drop all tokens of a slot."""
+        ...
+
+
+class PageStore(Protocol):
+    """Where a backend keeps the numbers of pages and windows; every call means all layers, keys and values."""
+
+    def flush(self, slot: int, page: int, rest: int) -> None:
+        """Quantize the first page of tokens of a slot's window; the `rest` behind them move to its front."""
+        ...
+
+    def restore(self, page: int, slot: int, count: int) -> None:
+        """Write the first `count` tokens of a page, dequantized, at the front of a slot's window."""
+        ...
+
+    def copy_window(self, source: int, target: int, count: int) -> None:
+        """Copy the first `count` tokens of a window to another slot's."""
+        ...
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page."""
+        ...
+
+
+class PagedCache:
+    """Implements `KVCache` over a backend's `PageStore`.
+
+    Args:
+        kind: What is stored.
+        spec: The model.
+        store: The backend's buffers.
+        context: Tokens of a slot.
+        slots: Sequences kept at the same time.
+        max_rows: Most rows of a step.
+    """
+
+    def __init__(
+        self, kind: CacheKind, spec: ModelSpec, store: PageStore, *, context: int, slots: int, max_rows: int
+    ) -> None:
+        self._kind = kind
+        self._store = store
+        self._context = context
+        self._max_rows = max_rows
+        self._page_bytes = page_bytes(kind, spec)
+        self._token_bytes = window_token_bytes(kind, spec)
+        self._capacity_bytes = cache_bytes(kind, spec, context=context, slots=slots, max_rows=max_rows)
+        self._lengths = [0] * slots
+        self.table = PageTable(slots, kind.max_pages(context))
+        """Which pages each slot holds."""
+
+    @property
+    def kind(self) -> CacheKind:
+        """See `KVCache.kind`."""
+        return self._kind
+
+    @property
+    def nbytes(self) -> int:
+        """See `KVCache.nbytes`."""
+        windows = sum(self.window_length(slot) for slot in range(len(self._lengths)))
+        return self.table.used * self._page_bytes + windows * self._token_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """See `KVCache.capacity_bytes`."""
+        return self._capacity_bytes
+
+    def length(self, slot: int) -> int:
+        """See `KVCache.length`."""
+        return self._lengths[slot]
+
+    def paged_length(self, slot: int) -> int:
+        """Tokens of a slot that are in pages; in the running step they stand before the window's."""
+        return min(self.table.count(slot) * self._kind.page, self._lengths[slot])
+
+    def window_length(self, slot: int) -> int:
+        """Tokens of a slot that are in its window."""
+        return self._lengths[slot] - self.paged_length(slot)
+
+    def exact_from(self, slot: int) -> int:
+        """See `KVCache.exact_from`."""
+        return self.paged_length(slot) if self._kind.windowed else 0
+
+    def rows_until_flush(self, slot: int) -> int:
+        """See `KVCache.rows_until_flush`."""
+        if not self._kind.windowed:
+            return self._context - self._lengths[slot]
+        kept, page = self._kind.keep, self._kind.page
+        window = self.window_length(slot)
+        return kept + page - window if window < kept + page else page - (window - kept) % page
+
+    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
+        """See `KVCache.begin`."""
+        runs = list(_runs(slots, positions))
+        for slot, start, end in runs:
+            self._check_run(slot, start, end, flush=flush)
+        for slot, start, end in runs:
+            if start < self._lengths[slot]:
+                self.trim(slot, start)
+            if not self._kind.windowed:
+                self._make_room(slot, start, end)
+            elif flush:
+                self._flush(slot)
+            self._lengths[slot] = end
+
+    def trim(self, slot: int, length: int) -> None:
+        """See `KVCache.trim`."""
+        self._check_length(slot, length)
+        page = self._kind.page
+        if not self._kind.windowed:
+            self.table.truncate(slot, -(-length // page))
+        elif length < self.paged_length(slot):
+            whole, rest = divmod(length, page)
+            if rest:
+                self._store.restore(self.table.held(slot)[whole], slot, rest)
+            self.table.truncate(slot, whole)
+        self._lengths[slot] = length
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        """See `KVCache.fork`."""
+        self._check_length(source, length)
+        if source == target:
+            self.trim(source, length)
+            return
+        self.clear(target)
+        page, paged = self._kind.page, self.paged_length(source)
+        if not self._kind.windowed:
+            self.table.share(source, target, -(-length // page))
+        elif length >= paged:
+            self.table.share(source, target, paged // page)
+            self._store.copy_window(source, target, length - paged)
+        else:
+            whole, rest = divmod(length, page)
+            self.table.share(source, target, whole)
+            if rest:
+                self._store.restore(self.table.held(source)[whole], target, rest)
+        self._lengths[target] = length
+
+    def clear(self, slot: int) -> None:
+        """See `KVCache.clear`."""
+        self.table.truncate(slot, 0)
+        self._lengths[slot] = 0
+
+    def _flush(self, slot: int) -> None:
+        """Cut pages off a slot's window while it holds keep + page tokens or more."""
+        page = self._kind.page
+        while (window := self.window_length(slot)) >= self._kind.keep + page:
+            self._store.flush(slot, self.table.append(slot), window - page)
+
+    def _make_room(self, slot: int, start: int, end: int) -> None:
+        """Pages of its own for the tokens start .. end - 1 of a slot."""
+        page = self._kind.page
+        if start % page and (copied := self.table.own(slot, start // page)):
+            self._store.copy_page(*copied)
+        while self.table.count(slot) * page < end:
+            self.table.append(slot)
+
+    def _check_run(self, slot: int, start: int, end: int, *, flush: bool) -> None:
+        """Raise RequestError where a slot's rows do not follow its tokens, or do not fit."""
+        length = self._lengths[slot]
+        if start > length:
+            raise RequestError(
+                f"a step writes position {start} of slot {slot}, which has {length} tokens: positions must follow on"
+            )
+        if end > self._context:
+            raise RequestError(f"a step writes position {end - 1} of slot {slot}; the context is {self._context}")
+        window = start - min(self.paged_length(slot), start)
+        if self._kind.windowed and not flush and window + end - start > self._kind.window_capacity(self._max_rows):
+            raise RequestError(f"the window of slot {slot} is full: let a step flush it before drafting further")
+
+    def _check_length(self, slot: int, length: int) -> None:
+        """Raise RequestError where a slot has fewer tokens."""
+        if not 0 <= length <= self._lengths[slot]:
+            raise RequestError(f"slot {slot} has {self._lengths[slot]} tokens and cannot be cut back to {length}")
+
+
+def _runs(slots: Int32Array, positions: Int32Array) -> Iterator[tuple[int, int, int]]:
+    """Slot, first position and end of every slot's rows in a step.
+
+    Raises:
+        RequestError: a slot's rows do not stand together in consecutive positions.
+    """
+    ends = [*(np.flatnonzero(np.diff(slots)) + 1).tolist(), slots.size]
+    start, seen = 0, set()
+    for end in ends:
+        slot, first = int(slots[start]), int(positions[start])
+        if slot in seen or not np.array_equal(positions[start:end], np.arange(first, first + end - start)):
+            raise RequestError(f"the rows of slot {slot} must stand together in a step, in consecutive positions")
+        seen.add(slot)
+        yield slot, first, first + end - start
+        start = end

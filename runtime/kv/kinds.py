@@ -1,0 +1,236 @@
+"""The kinds of KV cache: what a page of each holds, and how many bytes that is. Nothing here imports torch.
+
+Every kind keeps *pages* of so many tokens in packed form. Kinds whose scales span several tokens also keep a *window*
+of recent tokens in half precision, from which whole pages are cut: what is stored of a sequence depends on its tokens
+alone, not on the steps in which they arrived.
+
+Source: QServe §4.3 (`int4`), QuantSpec §4.2-4.3 (`hierarchical`), KIVI as in GEAR §3 (`kivi2`), GEAR §3 (the rest).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from models.spec import ModelSpec
+
+KVKind = Literal["fp16", "int8", "int4", "hierarchical", "kcvt4", "kivi2", "gear4", "gear2", "gear-l4", "gear-l2"]
+Axis = Literal["token", "channel"]
+Part = Literal["keys", "values"]
+
+PARTS: tuple[Part, Part] = ("keys", "values")
+"""The two halves of a cache."""
+LOW_RANK = 4
+"""Rank of GEAR's correction of a page (GEAR §3: rank 4 for a prompt)."""
+SPARSITY = 0.02
+"""Share of every vector that GEAR keeps aside as outliers, half of it at either end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """How the keys, or the values, of a page are quantized.
+
+    A *vector* is what one token has (axis `token`, D numbers) or what one channel has over the page's tokens (axis
+    `channel`, as many numbers as the page has tokens). Each group of a vector has a scale of its own.
+    """
+
+    bits: int
+    """Bits of a code: 2, 4 or 8; 16: half precision, not quantized. A hierarchical code counts both planes, 8."""
+    axis: Axis = "token"
+    """What a vector is."""
+    group: int = 0
+    """Numbers of a vector that share a scale and a zero; 0 = all of it. The last group may be shorter."""
+    symmetric: bool = False
+    """Whether there is a scale alone (x = code * scale), else a zero beside it (x = code * scale + zero)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheKind:
+    """One kind of cache."""
+
+    name: KVKind
+    """What `--kv` calls it."""
+    page: int
+    """Tokens of a page."""
+    keep: int = 0
+    """Tokens that always stay in the window: a page is cut off while the window holds keep + page tokens or more."""
+    keys: Code
+    """How keys are stored."""
+    values: Code
+    """How values are stored."""
+    hierarchical: bool = False
+    """Whether codes are two planes of 4 bits, x = (16 upper + lower) * scale / 16 + zero, of which a draft reads the
+    upper alone."""
+    rank: int = 0
+    """Rank of the low-rank correction of a head's page, keys and values each; 0 = none."""
+    sparsity: float = 0.0
+    """Share of every vector kept aside as outliers; 0 = none."""
+
+    @property
+    def windowed(self) -> bool:
+        """Whether recent tokens stay in half precision until a page of them is quantized at once."""
+        return self.keys.axis == "channel"
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft can read less than a full read does."""
+        return self.hierarchical
+
+    def code(self, part: Part) -> Code:
+        """How keys, or values, are stored."""
+        return self.keys if part == "keys" else self.values
+
+    def outliers(self, length: int) -> int:
+        """Outliers taken from each end of a vector of `length` numbers.
+
+        The nearest count to sparsity / 2 of the vector's own length, at least one, and never more than all of it.
+        """
+        if self.sparsity == 0:
+            return 0
+        return min(max(1, math.floor(length * self.sparsity / 2 + 0.5)), length // 2)
+
+    def window_capacity(self, max_rows: int) -> int:
+        """Tokens that a slot's window has room for, when a step has at most `max_rows` rows."""
+        return self.keep + self.page + max_rows if self.windowed else 0
+
+    def max_pages(self, context: int) -> int:
+        """Pages that a slot of `context` tokens can hold."""
+        if self.windowed:
+            return max(0, context - self.keep) // self.page
+        return -(-context // self.page)
+
+    def stored_pages(self, length: int) -> int:
+        """Pages that a sequence of `length` tokens has when a step begins after it."""
+        return max(0, length - self.keep) // self.page if self.windowed else -(-length // self.page)
+
+
+def _kinds() -> dict[KVKind, CacheKind]:
+    """All kinds by name."""
+    half = Code(bits=16)
+    int8, int4 = Code(bits=8, symmetric=True), Code(bits=4)
+    upper_lower = (Code(bits=8, axis="channel"), Code(bits=8))
+    kcvt4 = (Code(bits=4, axis="channel"), Code(bits=4))
+    kivi2 = (Code(bits=2, axis="channel", group=64), Code(bits=2, group=64))
+
+    def gear(name: KVKind, backbone: tuple[Code, Code], sparsity: float) -> CacheKind:
+        keys, values = backbone
+        return CacheKind(name=name, page=128, keys=keys, values=values, rank=LOW_RANK, sparsity=sparsity)
+
+    kinds = [
+        CacheKind(name="fp16", page=64, keys=half, values=half),
+        CacheKind(name="int8", page=64, keys=int8, values=int8),
+        CacheKind(name="int4", page=64, keys=int4, values=int4),
+        CacheKind(
+            name="hierarchical",
+            page=128,
+            keep=128,
+            keys=upper_lower[0],
+            values=upper_lower[1],
+            hierarchical=True,
+        ),
+        CacheKind(name="kcvt4", page=128, keys=kcvt4[0], values=kcvt4[1]),
+        CacheKind(name="kivi2", page=128, keys=kivi2[0], values=kivi2[1]),
+        gear("gear4", kcvt4, SPARSITY),
+        gear("gear2", kivi2, SPARSITY),
+        gear("gear-l4", kcvt4, 0.0),
+        gear("gear-l2", kivi2, 0.0),
+    ]
+    return {kind.name: kind for kind in kinds}
+
+
+KINDS: Mapping[KVKind, CacheKind] = MappingProxyType(_kinds())
+"""Every kind by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One array in the record that a page keeps for a layer's head."""
+
+    name: str
+    """`x`, `codes`, `upper`, `lower`, `scales`, `a`, `b`, `indices` or `outliers`."""
+    dtype: Literal["float16", "uint8", "int8", "int16"]
+    """Type of its numbers."""
+    shape: tuple[int, ...]
+    """Its shape; `x`, `codes`, `upper` and `lower` have a row for each token."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * {"float16": 2, "uint8": 1, "int8": 1, "int16": 2}[self.dtype]
+
+
+def page_fields(kind: CacheKind, part: Part, head_dim: int) -> tuple[Field, ...]:
+    """What a page stores of one layer's key-value head, in the order in which it stands there.
+
+    Args:
+        kind: The kind of cache.
+        part: Keys or values.
+        head_dim: D.
+
+    Returns:
+        `x` float16 [page, D] of a cache that is not quantized; else `codes` (int8 [page, D], or packed uint8
+        [page, D * bits / 8], low bits first) or the planes `upper` and `lower` (packed uint8 [page, D / 2]); `scales`
+        float16 [page] where symmetric, else [vectors, groups, 2] with scale and zero; GEAR's `a` [page, r] and
+        `b` [D, r] float16; `indices` int16 and `outliers` float16 [vectors, 2 * outliers].
+    """
+    code, T, D = kind.code(part), kind.page, head_dim
+    if code.bits == 16:
+        return (Field("x", "float16", (T, D)),)
+    if code.symmetric:
+        return Field("codes", "int8", (T, D)), Field("scales", "float16", (T,))
+    if kind.hierarchical:
+        packed = (T, packed_bytes(D, 4))
+        fields = [Field("upper", "uint8", packed), Field("lower", "uint8", packed)]
+    else:
+        fields = [Field("codes", "uint8", (T, packed_bytes(D, code.bits)))]
+    vectors, length = (T, D) if code.axis == "token" else (D, T)
+    fields.append(Field("scales", "float16", (vectors, -(-length // (code.group or length)), 2)))
+    if kind.rank:
+        rank = min(kind.rank, D)
+        fields += [Field("a", "float16", (T, rank)), Field("b", "float16", (D, rank))]
+    if count := 2 * kind.outliers(length):
+        fields += [Field("indices", "int16", (vectors, count)), Field("outliers", "float16", (vectors, count))]
+    return tuple(fields)
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes of `count` codes packed side by side."""
+    return -(-count * bits // 8)
+
+
+def page_bytes(kind: CacheKind, spec: ModelSpec) -> int:
+    """Bytes of a page: keys and values of all layers and key-value heads."""
+    record = sum(field.nbytes for part in PARTS for field in page_fields(kind, part, spec.head_dim))
+    return spec.num_layers * spec.num_kv_heads * record
+
+
+def window_token_bytes(kind: CacheKind, spec: ModelSpec) -> int:
+    """Bytes of one token in the window: half precision in all layers; 0 where the kind has no window."""
+    return 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim if kind.windowed else 0
+
+
+def bytes_per_token(kind: CacheKind, spec: ModelSpec) -> float:
+    """Bytes that one token takes once it is stored in a page, with its share of what the page's tokens have together.
+
+    Args:
+        kind: The kind of cache.
+        spec: The model.
+    """
+    return page_bytes(kind, spec) / kind.page
+
+
+def cache_bytes(kind: CacheKind, spec: ModelSpec, *, context: int, slots: int, max_rows: int) -> int:
+    """Bytes of all buffers of a cache: every slot's pages and window.
+
+    Args:
+        kind: The kind of cache.
+        spec: The model.
+        context: Tokens of a slot.
+        slots: Sequences kept at the same time.
+        max_rows: Most rows of a step.
+    """
+    windows = kind.window_capacity(max_rows) * window_token_bytes(kind, spec)
+    return slots * (kind.max_pages(context) * page_bytes(kind, spec) + windows)
