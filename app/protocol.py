@@ -69,7 +69,7 @@ class ModelEntry:
 
     name: str
     """Its name."""
-    bits: int
+    bits: float
     """Bits of its base weights."""
     bits_per_weight: float
     """Bits of all linear layers, scales included, divided by their weights."""

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from models.errors import QuantizationError
 
-METHODS = ("rtn", "gptq", "awq", "awq-gptq", "squeezellm")
+Method = Literal["rtn", "gptq", "awq", "awq-gptq", "squeezellm"]
 """Base quantizers; `models.quantizers.quantizer` finds the code by the same name."""
+METHODS: tuple[Method, ...] = get_args(Method)
+"""All of them."""
+DEFAULT_METHOD: Method = "rtn"
+"""What a model is quantized by unless another is asked for."""
+GOOD_FOR: Mapping[Method, str] = {
+    "rtn": "plain rounding, fast",
+    "gptq": "errors made up for, slower",
+    "awq": "spares salient channels",
+    "awq-gptq": "both, best with even levels",
+    "squeezellm": "levels to fit each row, slowest",
+}
+"""What each is good for, in a few words."""
 CODEBOOK_METHODS = frozenset({"squeezellm"})
 """The methods whose matrices have a codebook for each output channel instead of scales and zero-points of groups."""
 SMALLEST_BITS, LARGEST_BITS = 3, 4
@@ -26,7 +38,7 @@ _LATER = frozenset({"block_bits"})
 class Recipe:
     """How a checkpoint becomes a low-bit model."""
 
-    method: str = "rtn"
+    method: str = DEFAULT_METHOD
     """Base quantizer: `rtn` (round-to-nearest with clip search), `gptq` (the same with error feedback), `awq`
     (activation-aware scales and clipping), `awq-gptq` (error feedback after AWQ's scales) or `squeezellm` (a codebook
     for each output channel)."""
@@ -60,7 +72,7 @@ class Recipe:
         number = isinstance(self.bits, int | float) and not isinstance(self.bits, bool)
         if not number or not SMALLEST_BITS <= self.bits <= LARGEST_BITS:
             raise QuantizationError(
-                f"bits must be {SMALLEST_BITS}, {LARGEST_BITS} or a number between, not {self.bits!r}"
+                f"bits must be {SMALLEST_BITS}, {LARGEST_BITS} or a number between, not {_shown(self.bits)}"
             )
         if self.bits == int(self.bits):
             object.__setattr__(self, "bits", int(self.bits))
@@ -123,6 +135,11 @@ class Recipe:
 
 
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Recipe)}
+
+
+def _shown(value: object) -> str:
+    """A number as a person writes it; anything else as Python does."""
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def _listed(values: tuple[int, ...]) -> str:

@@ -160,7 +160,7 @@ def _hub_checkpoint(name: str, services: Services, output: Output) -> Path:
 
 
 def _make(checkpoint: Path, recipe: Recipe, services: Services, output: Output) -> StoredModelInfo:
-    output.note(f"quantizing {checkpoint} to {recipe.bits} bits; this is done once")
+    output.note(f"quantizing {checkpoint} to {recipe.bits:g} bits; this is done once")
     info = quantized(checkpoint, recipe, services, output)
     if info.summary.warning:
         output.note(info.summary.warning)

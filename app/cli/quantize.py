@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -13,17 +13,25 @@ from app.cli.errors import CliError
 from app.cli.model import find_checkpoint, quantized
 from app.cli.output import Output, size
 from app.cli.services import DEMO, services_of
+from models.recipe import DEFAULT_METHOD, GOOD_FOR, Method
 
-Method = Literal["rtn", "gptq"]
+METHODS_TOLD = ", ".join(f"{method} ({words})" for method, words in GOOD_FOR.items())
+"""The methods and what each is good for."""
 
 
 def quantize(
     ctx: typer.Context,
     model: options.Model,
-    bits: Annotated[int, typer.Option("--bits", help="Bits of a weight: 3 or 4.")] = 4,
-    method: Annotated[
-        Method, typer.Option("--method", help="Base quantizer: rtn (fast), or gptq (better, slower).")
-    ] = "rtn",
+    bits: Annotated[
+        float,
+        typer.Option(
+            "--bits",
+            metavar="3|3.5|4",
+            help="Bits of a weight: 3, 4, or any number between, an average over blocks; the blocks that need it most "
+            "get 4.",
+        ),
+    ] = 4,
+    method: Annotated[Method, typer.Option("--method", help=f"Base quantizer: {METHODS_TOLD}.")] = DEFAULT_METHOD,
     group_size: Annotated[
         int, typer.Option("--group-size", help="Input channels that share a scale; a multiple of 32.")
     ] = 128,

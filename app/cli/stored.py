@@ -147,6 +147,7 @@ def _details(info: StoredModelInfo) -> dict[str, Any]:
         "source": info.source,
         "path": str(info.path),
         "method": recipe.method,
+        "block_bits": None if recipe.block_bits is None else list(recipe.block_bits),
         "group_size": recipe.group_size,
         "residual_bits": recipe.residual_bits,
         "head_bits": recipe.head_bits,

@@ -161,7 +161,7 @@ class ChatApp(App[None]):
         self.run_worker(self._quantize(event), group="work", exit_on_error=False)
 
     async def _quantize(self, event: QuantizeAsked) -> None:
-        if await self.session.quantize(event.source, event.bits) and self.session.job is not None:
+        if await self.session.quantize(event.source, event.bits, event.method) and self.session.job is not None:
             self.notify(f"{self.session.job.message or 'The model'} is made; F2 loads it.", markup=False)
             self.show_session()
 

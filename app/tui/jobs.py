@@ -15,7 +15,7 @@ SPEED_WINDOW_S = 10.0
 """The speed shown is the mean over this time."""
 SETTLING_S = 1.0
 """Before that, a speed would be a guess."""
-PHASES = {"tune": "tuning"}
+PHASES = {"tune": "tuning", "allocate": "choosing bits", "sensitivities": "gradients"}
 """Words for phases whose names are none."""
 
 

@@ -48,6 +48,7 @@ class QuantizeAsked(Message):
 
     source: str
     bits: float
+    method: str
 
 
 @dataclass

@@ -245,7 +245,7 @@ class Session:
         await self._ask_status()
         return loaded
 
-    async def quantize(self, source: str, bits: float) -> bool:
+    async def quantize(self, source: str, bits: float, method: str) -> bool:
         """Make a low-bit model of a checkpoint.
 
         Returns:
@@ -254,7 +254,8 @@ class Session:
         if self._client is None:
             return False
         name = source.rstrip("/").rpartition("/")[2]
-        return await self._run(f"Quantizing {name} to {bits:g} bits", self._client.quantize(source, bits=bits))
+        work = self._client.quantize(source, bits=bits, method=method)
+        return await self._run(f"Quantizing {name} to {bits:g} bits", work)
 
     async def tune(self, *, force: bool = False) -> bool:
         """Apply the budget, or the k_chunk that overrides it, to the model that runs; load and quantize end first.

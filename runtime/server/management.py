@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from models.progress import Progress
+from models.recipe import DEFAULT_METHOD, LARGEST_BITS, SMALLEST_BITS, Method
 from runtime.server.answer import json_answer
 from runtime.server.errors import unknown_model
 from runtime.server.records import LoadRequest, ModelEntry, QuantizeRequest, TuneRequest
@@ -56,8 +57,8 @@ class QuantizeBody(_Body):
     """Body of POST /runtime/quantize."""
 
     source: Annotated[str, Field(min_length=1, max_length=4096)]
-    bits: Annotated[float, Field(gt=0, le=16)] = 4
-    method: Annotated[str, Field(max_length=40)] = "rtn"
+    bits: Annotated[float, Field(ge=SMALLEST_BITS, le=LARGEST_BITS)] = 4
+    method: Method = DEFAULT_METHOD
     group_size: int = 128
     residual_bits: int = 4
     name: Name | None = None
@@ -154,11 +155,9 @@ class ManagementInterface:
     async def quantize(self, request: Request) -> Response:
         """POST /runtime/quantize."""
         body = parse(await request.body(), QuantizeBody)
-        if body.bits != int(body.bits):
-            raise refused("bits", f"{body.bits:g} bits are not possible: choose a whole number")
         wanted = QuantizeRequest(
             source=body.source,
-            bits=int(body.bits),
+            bits=body.bits,
             method=body.method,
             group_size=body.group_size,
             residual_bits=body.residual_bits,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 from models.progress import Cancelled, ProgressCallback
+from models.recipe import DEFAULT_METHOD
 from runtime.decoder import KVKind
 from runtime.engine import Piece
 from runtime.sampling import SamplingOptions
@@ -177,7 +178,7 @@ class ModelEntry:
 
     name: str
     """Its name."""
-    bits: int
+    bits: float
     """Bits of its base weights."""
     bits_per_weight: float
     """Bits of all linear layers, scales included, divided by their weights."""
@@ -215,10 +216,10 @@ class QuantizeRequest:
 
     source: str
     """A folder with a checkpoint, or the name of one that is in the download cache."""
-    bits: int = 4
-    """Bits of the base weights."""
-    method: str = "rtn"
-    """Base quantizer."""
+    bits: float = 4
+    """Bits of the base weights, 3 to 4."""
+    method: str = DEFAULT_METHOD
+    """Base quantizer, one of `models.recipe.METHODS`."""
     group_size: int = 128
     """Input channels that share a scale."""
     residual_bits: int = 4

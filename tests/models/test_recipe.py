@@ -11,7 +11,7 @@ import pytest
 
 from models.errors import QuantizationError
 from models.quantizers import quantizer
-from models.recipe import METHODS, Recipe
+from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
 
 
 def test_json_round_trip() -> None:
@@ -59,7 +59,8 @@ def test_the_head_has_bits_of_its_own() -> None:
 
 def test_blocks_of_a_mixed_model_have_their_own_bits() -> None:
     recipe = Recipe(bits=3.5)
-    assert recipe.mixed and not Recipe(bits=3.0).mixed
+    assert recipe.mixed
+    assert not Recipe(bits=3.0).mixed
     with pytest.raises(QuantizationError, match=r"none for the block of layers\.1\.o"):
         recipe.layer_bits("layers.1.o")
     allocated = dataclasses.replace(recipe, block_bits=(4, 3))
@@ -68,6 +69,17 @@ def test_blocks_of_a_mixed_model_have_their_own_bits() -> None:
     assert "block_bits" not in recipe.to_json()
     with pytest.raises(QuantizationError, match="must hold 3 or 4"):
         dataclasses.replace(recipe, block_bits=(5, 3))
+
+
+def test_every_method_is_said_to_be_good_for_something() -> None:
+    assert tuple(GOOD_FOR) == METHODS
+    assert DEFAULT_METHOD in METHODS
+
+
+@pytest.mark.parametrize("bits", [2.99, 4.01, float("nan"), float("inf"), True, "3"])
+def test_bits_that_are_none(bits: Any) -> None:
+    with pytest.raises(QuantizationError, match="bits must be 3, 4 or a number between, not"):
+        Recipe(bits=bits)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -13,7 +14,12 @@ from textual.screen import ModalScreen
 from textual.suggester import Suggester
 from textual.widgets import Button, Input, RadioButton, RadioSet, Static
 
-BITS = (4.0, 3.0)
+from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
+
+V = TypeVar("V")
+
+BITS = {4.0: "nearly as good as the original", 3.5: "half of the blocks at 3", 3.0: "smallest, a worse start"}
+"""Bits of a weight to choose from, and a few words on each."""
 
 
 class FolderSuggester(Suggester):
@@ -91,22 +97,26 @@ class ConfirmDialog(ModalScreen[bool]):
         self.dismiss(answer)
 
 
-class QuantizeDialog(ModalScreen[tuple[str, float] | None]):
-    """Asks which checkpoint to quantize, and to how many bits."""
+class QuantizeDialog(ModalScreen[tuple[str, float, str] | None]):
+    """Asks which checkpoint to quantize, to how many bits, and by which method."""
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "cancel", id="dialog.cancel")]
 
     def compose(self) -> ComposeResult:
-        """Folder, bits, buttons."""
+        """Folder, bits, method, buttons."""
         with Vertical(classes="dialog"):
             yield Static("Folder with a Hugging Face checkpoint")
             yield Input(placeholder="/path/to/model", suggester=FolderSuggester(), compact=True)
             yield Static("", markup=False, classes="dialog-problem")
             yield Static("Bits of a weight")
-            with RadioSet(compact=True):
-                yield RadioButton("4 · nearly as good as the original", value=True)
-                yield RadioButton("3 · smaller; small models suffer")
+            with RadioSet(compact=True, id="quantize-bits"):
+                for bits, words in BITS.items():
+                    yield RadioButton(f"{bits:g} · {words}", value=bits == Recipe().bits)
+            yield Static("Method")
+            with RadioSet(compact=True, id="quantize-method"):
+                for method, words in GOOD_FOR.items():
+                    yield RadioButton(f"{method} · {words}", value=method == DEFAULT_METHOD)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Quantize", id="yes", variant="primary", compact=True)
                 yield Button("Cancel", id="no", compact=True)
@@ -120,8 +130,8 @@ class QuantizeDialog(ModalScreen[tuple[str, float] | None]):
             line.update(problem)
             line.display = True
             return
-        bits = BITS[max(0, self.query_one(RadioSet).pressed_index)]
-        self.dismiss((str(Path(text.strip()).expanduser().absolute()), bits))
+        folder = str(Path(text.strip()).expanduser().absolute())
+        self.dismiss((folder, self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", METHODS)))
 
     @on(Button.Pressed)
     def decide(self, event: Button.Pressed) -> None:
@@ -134,3 +144,7 @@ class QuantizeDialog(ModalScreen[tuple[str, float] | None]):
     def action_cancel(self) -> None:
         """Give up."""
         self.dismiss(None)
+
+    def _chosen(self, radios: str, values: Sequence[V]) -> V:
+        """The value of the button that is pressed; one always is."""
+        return values[max(0, self.query_one(radios, RadioSet).pressed_index)]

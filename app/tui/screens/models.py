@@ -139,7 +139,7 @@ class ModelsScreen(Screen[None]):
     def action_quantize(self) -> None:
         """Ask for a folder and make a low-bit model of it."""
 
-        def begin(answer: tuple[str, float] | None) -> None:
+        def begin(answer: tuple[str, float, str] | None) -> None:
             if answer is not None:
                 self.app.post_message(QuantizeAsked(*answer))
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from models.recipe import GOOD_FOR
+
 Answer = Callable[..., dict[str, Any]]
 SENTENCE = "The quick brown fox jumps over the lazy dog.\n"
 EVAL_FIELDS = {"perplexity", "nll_sum", "tokens", "kv", "bits", "k_chunk", "select", "recall", "seconds"}
@@ -39,6 +41,24 @@ def test_quantize(answer: Answer, checkpoint: Path, services: Any) -> None:
     assert min(found["perplexity_before"], found["perplexity_after"]) > 1
     recipe = services.quantized[0]
     assert (recipe.bits, recipe.residual_bits, recipe.group_size, recipe.method) == (3, 8, 32, "rtn")
+
+
+def test_quantize_to_an_average(answer: Answer, run: Callable[..., Any], checkpoint: Path, services: Any) -> None:
+    found = answer("quantize", checkpoint, "--bits", 3.5, "--method", "gptq")
+    assert found["name"].endswith("-gptq-3.5bit")
+    whole = [answer("quantize", checkpoint, "--bits", bits, "--name", f"whole{bits}") for bits in (3, 4)]
+    assert whole[0]["bits_per_weight"] < found["bits_per_weight"] < whole[1]["bits_per_weight"]
+    assert (services.quantized[0].bits, services.quantized[0].method) == (3.5, "gptq")
+    shown = answer("show", found["name"])
+    assert (shown["bits"], sorted(shown["block_bits"])) == (3.5, [3, 4])
+    assert answer("show", "whole3")["block_bits"] is None
+    assert answer("run", found["name"], "hi", "--max-tokens", 1)["bits"] == 3.5
+    assert "3.5" in run("list").stdout
+
+
+def test_help_says_what_each_method_is_good_for(run: Callable[..., Any]) -> None:
+    told = " ".join(run("quantize", "--help").stdout.split())
+    assert all(f"{method} ({words})" in told for method, words in GOOD_FOR.items())
 
 
 def test_quantize_the_bundled_model_and_a_hub_name(answer: Answer, services: Any) -> None:

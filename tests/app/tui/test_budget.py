@@ -228,7 +228,7 @@ async def test_other_work_is_not_stopped_by_a_new_budget(
     async with stage(runtime, size=(100, 30)) as s:
         await s.ready()
         runtime.load_delay_s = 600
-        s.app.post_message(QuantizeAsked(str(tmp_path), 4.0))
+        s.app.post_message(QuantizeAsked(str(tmp_path), 4.0, "rtn"))
         await s.until(lambda: s.app.session.working)
         await open_settings(s)
         await choose(s, "right")

@@ -72,8 +72,25 @@ async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any
         (checkpoint / "config.json").write_text("{}")
         await s.pilot.press("enter")
         await s.until(lambda: any(entry.name == "mine" for entry in runtime.entries) and not s.app.session.working)
-        assert runtime.named("quantize") == [(str(checkpoint), {"bits": 4.0})]
+        assert runtime.named("quantize") == [(str(checkpoint), {"bits": 4.0, "method": "rtn"})]
         await s.until(lambda: "12.30 → 12.80" in s.screen_text(), "the new row")
+
+
+async def test_bits_and_method_are_chosen_by_keys(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    async with stage(runtime, size=(40, 15)) as s:
+        await s.ready()
+        await open_models(s)
+        await s.pilot.press("q")
+        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        s.app.screen.query_one(Input).value = str(tmp_path)
+        await s.pilot.press("tab", "down", "enter", "tab", "down", "down", "down", "down", "enter", "tab")
+        await s.until(lambda: "Quantize" in s.screen_text(), "the button, which the dialog scrolls to")
+        await s.pilot.press("enter")
+        await s.until(lambda: runtime.named("quantize"))
+        assert runtime.named("quantize") == [(str(tmp_path), {"bits": 3.5, "method": "squeezellm"})]
+        await s.until(lambda: not s.app.session.working)
+        await s.until(lambda: "3.5" in s.screen_text(), "the new row")
 
 
 async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
@@ -86,7 +103,7 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
         runtime.load_delay_s = 60
         from app.tui.messages import QuantizeAsked
 
-        s.app.post_message(QuantizeAsked(str(tmp_path), 3.0))
+        s.app.post_message(QuantizeAsked(str(tmp_path), 3.0, "rtn"))
         await s.until(lambda: s.app.session.working)
         await s.pilot.pause()
         assert "Quantizing" in s.screen_text()

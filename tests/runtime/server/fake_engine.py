@@ -250,11 +250,15 @@ class FakeHouse:
     def quantize(
         self, request: QuantizeRequest, progress: Callable[[Progress], None], cancelled: Callable[[], bool]
     ) -> ModelEntry:
-        if request.bits == 5:
-            raise RequestError("rtn does not make 5-bit models")
         self._work("quantize", request.source, progress, cancelled)
         self.names.append(request.name or "made")
-        return entry(request.name or "made", perplexity_before=9.0, perplexity_after=9.5, warning="a warning")
+        return entry(
+            request.name or "made",
+            bits=request.bits,
+            perplexity_before=9.0,
+            perplexity_after=9.5,
+            warning=f"a warning about {request.method}",
+        )
 
     def pull(
         self, name: str, revision: str | None, progress: Callable[[Progress], None], cancelled: Callable[[], bool]

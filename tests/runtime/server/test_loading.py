@@ -262,11 +262,13 @@ async def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
         assert service.close()
 
 
-def test_a_model_is_made_of_a_folder(store: Store) -> None:
+@pytest.mark.parametrize("bits", [3.0, 3.5])
+def test_a_model_is_made_of_a_folder(store: Store, bits: float) -> None:
     reports: list[Progress] = []
-    request = QuantizeRequest(source=str(demo_checkpoint_path()), bits=3, name="three")
+    request = QuantizeRequest(source=str(demo_checkpoint_path()), bits=bits, name="three")
     made = StoreWorkshop(store, BUNDLE).quantize(request, reports.append, never_cancelled)
-    assert (made.name, made.bits) == ("three", 3)
+    assert (made.name, made.bits) == ("three", bits)
+    assert set(store.open("three").recipe.block_bits or (3,)) == ({3} if bits == 3 else {3, 4})
     assert made.perplexity_after is not None
     assert reports
     assert "three" in [info.name for info in store.list()]

@@ -108,10 +108,12 @@ async def test_a_load_that_fails_says_so_at_its_end(manager: httpx.AsyncClient) 
         ("tune", {"budget": 5, "k_chunk": 5}, 400, "k_chunk"),
         ("tune", {"model": "small"}, 400, "model"),
         ("load", {"model": "small", "unknown": 0}, 400, "unknown"),
-        ("quantize", {"source": "x", "bits": 3.5}, 400, "bits"),
+        ("quantize", {"source": "x", "bits": 2.9}, 400, "bits"),
+        ("quantize", {"source": "x", "bits": True}, 400, "bits"),
+        ("quantize", {"source": "x", "method": "best"}, 400, "method"),
         ("quantize", {"source": "x", "bits": "3"}, 400, "bits"),
         ("quantize", {}, 400, "source"),
-        ("quantize", {"source": "x", "bits": 5}, 400, None),
+        ("quantize", {"source": "x", "bits": 5}, 400, "bits"),
         ("pull", {}, 400, "name"),
         ("remove", {"name": 3}, 400, "name"),
         ("remove", {"name": "demo"}, 400, None),
@@ -127,10 +129,13 @@ async def test_what_is_refused(
 
 
 async def test_quantize(manager: httpx.AsyncClient) -> None:
-    *reports, last = events(await manager.post("/runtime/quantize", json={"source": "x", "bits": 3.0, "name": "new"}))
+    *reports, last = events(
+        await manager.post("/runtime/quantize", json={"source": "x", "bits": 3.5, "method": "awq", "name": "new"})
+    )
     assert [report["phase"] for report in reports] == ["quantize"] * 3
     assert last["phase"] == "done"
-    assert (last["model"]["name"], last["model"]["warning"]) == ("new", "a warning")
+    assert (last["model"]["name"], last["model"]["bits"]) == ("new", 3.5)
+    assert last["model"]["warning"] == "a warning about awq"
     assert "new" in [model["id"] for model in (await manager.get("/v1/models")).json()["data"]]
 
 
