@@ -1,0 +1,57 @@
+"""GEAR's two corrections of what quantization loses: a low-rank matrix and single outliers."""
+
+from __future__ import annotations
+
+import torch
+
+ITERATIONS = 8
+"""Rounds of the power iteration. What rounding leaves has a flat spectrum: with 64 channels, 4 rounds come within 2 % of
+the SVD's error and 8 within 1 %; with 8 channels, within 9 % and 6 %, 4 % and 1 % on average."""
+
+
+def low_rank(residual: torch.Tensor, rank: int, iterations: int = ITERATIONS) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of the nearest matrix of a rank, nearly: residual ~ a b^T.
+
+    Subspace iteration from the same numbers every time, so that equal pages have equal factors.
+
+    Args:
+        residual: float32 [..., T, D].
+        rank: r, at most D.
+        iterations: Rounds.
+
+    Returns:
+        a float16 [..., T, r] and b float16 [..., D, r]. The columns of a are orthonormal.
+
+    Source: GEAR Algorithm 2.
+    """
+    T, D = residual.shape[-2:]
+    generator = torch.Generator().manual_seed(0)
+    b = torch.randn(D, rank, generator=generator).expand(*residual.shape[:-2], D, rank)
+    a = residual.new_zeros(*residual.shape[:-2], T, rank)
+    for _ in range(iterations):
+        a = torch.linalg.qr(residual @ b)[0]
+        b = residual.mT @ a
+    return a.to(torch.float16), b.to(torch.float16)
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b^T. Returns float32 [..., T, D]."""
+    return a.float() @ b.float().mT
+
+
+def outliers(vectors: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the `count` least and the `count` largest numbers of every vector stand.
+
+    Among equal numbers, the first count as the least and the last as the largest, so that no number counts twice.
+
+    Args:
+        vectors: float32 [..., n], n >= 2 * count.
+        count: Outliers at each end.
+
+    Returns:
+        int64 [..., 2 * count], the least first.
+
+    Source: GEAR §3, the filter.
+    """
+    order = torch.sort(vectors, dim=-1, stable=True).indices
+    return torch.cat([order[..., :count], order[..., vectors.shape[-1] - count :]], dim=-1)

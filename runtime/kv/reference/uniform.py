@@ -1,0 +1,125 @@
+"""Uniform quantization of vectors in groups, and the packing of codes."""
+
+from __future__ import annotations
+
+import torch
+
+
+def split(vectors: torch.Tensor, group: int) -> torch.Tensor:
+    """Vectors cut into groups.
+
+    Args:
+        vectors: [..., n].
+        group: Numbers of a group; 0 = n. A last group that is shorter is filled up with its last number.
+
+    Returns:
+        [..., groups, group].
+    """
+    size = group or vectors.shape[-1]
+    missing = -vectors.shape[-1] % size
+    if missing:
+        vectors = torch.cat([vectors, vectors[..., -1:].expand(*vectors.shape[:-1], missing)], dim=-1)
+    return vectors.unflatten(-1, (-1, size))
+
+
+def scales_of(groups: torch.Tensor, bits: int, outliers: torch.Tensor | None = None) -> torch.Tensor:
+    """Scale and zero of every group: zero = the least number, scale = (largest - least) / (2^bits - 1).
+
+    The numbers are halves, so the zero is exact; the scale is rounded to half precision. Equal numbers have scale 0.
+
+    Args:
+        groups: float32 [..., groups, group], halves.
+        bits: Bits of a code.
+        outliers: bool [..., groups, group], numbers that do not count; None = all count.
+
+    Returns:
+        float16 [..., groups, 2]: scale and zero.
+    """
+    low, high = groups, groups
+    if outliers is not None:
+        low, high = groups.masked_fill(outliers, torch.inf), groups.masked_fill(outliers, -torch.inf)
+    least, largest = low.amin(-1), high.amax(-1)
+    nothing = least > largest  # a group of outliers alone
+    least, largest = least.masked_fill(nothing, 0), largest.masked_fill(nothing, 0)
+    return torch.stack([(largest - least) / (2**bits - 1), least], dim=-1).to(torch.float16)
+
+
+def encode(groups: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """The nearest code of every number, ties to even, with the scales as they are stored.
+
+    Args:
+        groups: float32 [..., groups, group].
+        scales: float16 [..., groups, 2].
+        bits: Bits of a code.
+
+    Returns:
+        uint8 [..., groups, group], in [0, 2^bits - 1].
+    """
+    scale, zero = scales.float().unsqueeze(-2).unbind(-1)
+    exact = torch.where(scale > 0, (groups - zero) / scale, torch.zeros_like(groups))
+    return torch.round(exact).clamp(0, 2**bits - 1).to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """code * scale + zero. Returns float32 [..., groups, group]."""
+    scale, zero = scales.float().unsqueeze(-2).unbind(-1)
+    return codes.float() * scale + zero
+
+
+def encode_lower(groups: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The second four bits: the error of the first, in sixteenths of their scale.
+
+    An error of half a scale upwards would be 8; it becomes 7, so that what both planes read back as is at most a
+    sixteenth of the scale off, and at most half of that nearly everywhere.
+
+    Args:
+        groups: float32 [..., groups, group].
+        upper: uint8 [..., groups, group], their 4-bit codes.
+        scales: float16 [..., groups, 2].
+
+    Returns:
+        int8 [..., groups, group], in [-8, 7].
+
+    Source: QuantSpec §4.2.
+    """
+    scale = scales[..., :1].float()
+    error = groups - decode(upper, scales)
+    exact = torch.where(scale > 0, error / (scale / 16), torch.zeros_like(error))
+    return torch.round(exact).clamp(-8, 7).to(torch.int8)
+
+
+def decode_both(upper: torch.Tensor, lower: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """(16 * upper + lower) * scale / 16 + zero. Returns float32 [..., groups, group]."""
+    scale, zero = scales.float().unsqueeze(-2).unbind(-1)
+    return (16 * upper.float() + lower.float()) * (scale / 16) + zero
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes side by side, the first in the lowest bits of a byte; the last byte is filled up with zeros.
+
+    Args:
+        codes: uint8 [..., n], below 2^bits.
+        bits: 2 or 4.
+
+    Returns:
+        uint8 [..., ceil(n * bits / 8)].
+    """
+    each = 8 // bits
+    filled = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return (filled << shifts).sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """The reverse of `pack`.
+
+    Args:
+        packed: uint8 [..., ceil(count * bits / 8)].
+        bits: 2 or 4.
+        count: Codes of a row.
+
+    Returns:
+        uint8 [..., count].
+    """
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return ((packed.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)[..., :count]
