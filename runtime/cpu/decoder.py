@@ -16,9 +16,12 @@ from runtime.cpu.isa import VARIANT
 from runtime.cpu.layout import aligned_zeros
 from runtime.cpu.plan import PlanOperations, Program
 from runtime.cpu.pool import Pool, default_threads
+from runtime.cpu.products import TILE_SCRATCH
 from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kernels.attention.cpu import SPAN
+from runtime.kernels.gemv.cpu import BLOCK
+from runtime.kernels.lookup.cpu import ENTRY_BYTES
 from runtime.kernels.select.budget import LAYER_KINDS, k_chunk_of
 from runtime.weights import Weights
 
@@ -58,6 +61,7 @@ class CpuDecoder:
         shapes = [self.spec.linear_shape(kind) for kind in ("qkv", "o", "gate_up", "down", "head")]
         room = 4096 + 8 * max(k for _, k in shapes) + 4 * max(n for n, _ in shapes)
         room += 4 * SPAN * self.spec.num_heads
+        room = max(room, TILE_SCRATCH + max(ENTRY_BYTES * -(-k // BLOCK) for _, k in shapes))
         self._scratch = aligned_zeros((threads, (room + 63) // 64 * 64), np.uint8)
         for word, array in zip((op.TOKENS, op.SLOTS, op.POSITIONS, op.LOGIT_ROWS), self._inputs, strict=True):
             self._control[word] = array.ctypes.data

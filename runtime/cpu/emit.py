@@ -1,6 +1,7 @@
 """LLVM code from Python: the types and building blocks that SIMD intrinsics are written with.
 
-All instruction-set variants share this code; they differ in `emit_dot4` alone, the byte dot product.
+All instruction-set variants share this code; they differ in the byte dot products, `emit_dot4` and `emit_dot4_entries`,
+and in `emit_lookup`, the byte shuffle.
 """
 
 from __future__ import annotations
@@ -190,6 +191,78 @@ emit_dot4: Emit = {
     "generic": _dot4_generic,
 }[isa.VARIANT]
 """total[i] + sum of unsigned[4i + j] * signed[4i + j] over j in 0..3, for weights up to 4 bits."""
+
+
+ENTRY_OFFSET = 128 if isa.VARIANT in ("avx512", "avxvnni") else 0
+"""What is added to codebook entries in registers: the instruction that those variants have needs unsigned bytes."""
+
+
+def emit_table(b: Builder, codebook: Any) -> Any:
+    """Codebook entries from memory as this variant multiplies them: with `ENTRY_OFFSET` added."""
+    return b.xor(codebook, constant(BYTES, -128)) if ENTRY_OFFSET else codebook
+
+
+def _entries_avx2(b: Builder, total: Any, entries: Any, x: Any) -> Any:
+    # The sign moves over to the activation; sums of two products then stay under 2 * 128 * 127 and fit 16 bits.
+    bytes32, shorts16, words8 = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
+
+    def dot(b: Builder, total: Any, entries: Any, x: Any) -> Any:
+        size = call(b, "llvm.abs.v32i8", bytes32, entries, ir.Constant(ir.IntType(1), 0))
+        signed = call(b, "llvm.x86.avx2.psign.b", bytes32, x, entries)
+        pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", shorts16, size, signed)
+        return b.add(total, call(b, "llvm.x86.avx2.pmadd.wd", words8, pairs, constant(shorts16, 1)))
+
+    return _dot4_halves(b, total, entries, x, dot)
+
+
+def _entries_generic(b: Builder, total: Any, entries: Any, x: Any) -> Any:
+    w, a = b.bitcast(entries, WORDS), b.bitcast(x, WORDS)
+    for byte in range(4):
+        parts = [b.ashr(b.shl(v, constant(WORDS, 24 - 8 * byte)), constant(WORDS, 24)) for v in (w, a)]
+        total = b.add(total, b.mul(*parts))
+    return total
+
+
+emit_dot4_entries: Emit = {
+    "avx512": emit_dot4,
+    "avxvnni": emit_dot4,
+    "avx2": _entries_avx2,
+    "generic": _entries_generic,
+}[isa.VARIANT]
+"""total[i] + sum of entries[4i + j] * x[4i + j] over j in 0..3: entries of a table of `emit_table`, x signed."""
+
+
+def _lookup_avx512(b: Builder, table: Any, places: Any) -> Any:
+    return call(b, "llvm.x86.avx512.pshuf.b.512", BYTES, table, places)
+
+
+def _lookup_avx2(b: Builder, table: Any, places: Any) -> Any:
+    bytes32 = ir.VectorType(I8, 32)
+    parts = [
+        call(b, "llvm.x86.avx2.pshuf.b", bytes32, _half(b, table, bytes32, i), _half(b, places, bytes32, i))
+        for i in range(2)
+    ]
+    return b.shuffle_vector(*parts, ir.Constant(ir.VectorType(I32, 64), list(range(64))))
+
+
+def _lookup_generic(b: Builder, table: Any, places: Any) -> Any:
+    # A tree of selections, bit after bit of the place: plain lane arithmetic that every target has.
+    undefined = ir.Constant(BYTES, ir.Undefined)
+    masks = [ir.Constant(ir.VectorType(I32, 64), [i // 16 * 16 + place for i in range(64)]) for place in range(16)]
+    values = [b.shuffle_vector(table, undefined, mask) for mask in masks]
+    for bit in range(4):
+        odd = b.icmp_signed("!=", b.and_(places, constant(BYTES, 1 << bit)), constant(BYTES, 0))
+        values = [b.select(odd, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+emit_lookup: Emit = {
+    "avx512": _lookup_avx512,
+    "avxvnni": _lookup_avx2,
+    "avx2": _lookup_avx2,
+    "generic": _lookup_generic,
+}[isa.VARIANT]
+"""table[16 l + places[16 l + i]] for every byte i of every 128-bit lane l: places below 16."""
 
 
 def emit_fma(b: Builder, x: Any, y: Any, z: Any) -> Any:

@@ -29,7 +29,8 @@ OPERANDS: Final[dict[int, tuple[str, ...]]] = {
         SELECT: "x x_stride width k_chunk total chosen chosen_stride rows mode b15 upper lower static seed layer"
         " measure hits",
         LINEAR: "codes scales zeros x_codes x_scales x_shifts blocks group_blocks groups tiles bits bias out out_stride"
-        " accumulate rows residual residual_scales residual_bits residual_row x x_stride chosen chosen_stride total",
+        " accumulate rows residual residual_scales residual_bits residual_row x x_stride chosen chosen_stride total"
+        " codebooks",
         HEADS: f"qkv stride heads kv_heads dim half cos sin q_norm k_norm eps scale {_CACHE}",
         ATTEND: f"qkv stride heads kv_heads dim window {_CACHE} out",
     }.items()

@@ -272,7 +272,7 @@ class PlanOperations:
             *(tiled.blocks, tiled.group_blocks, tiled.groups, tiled.tiles, tiled.bits, bias, out.address, out.stride),
             *(0, values.rows, *residual, values.address, values.stride),
             *((_address(chosen), chosen.strides[0]) if total else (0, 0)),
-            total,
+            *(total, _address(tiled.codebooks)),
             kind=kind,
         )
         return replace(out, instruction=len(self._program) - 1)
@@ -335,5 +335,5 @@ class PlanOperations:
         self._kinds.append(kind)
 
 
-def _address(array: npt.NDArray[Any]) -> int:
-    return int(array.ctypes.data)
+def _address(array: npt.NDArray[Any] | None) -> int:
+    return 0 if array is None else int(array.ctypes.data)

@@ -51,22 +51,24 @@ class Product:
         K: Input channels, a multiple of 128.
         bits: 3 or 4.
         rows: Rows of activations.
+        codebook: Whether output channels have codebooks; otherwise groups of 128 have scales and zero-points.
     """
 
-    def __init__(self, N: int, K: int, bits: int, rows: int) -> None:
+    def __init__(self, N: int, K: int, bits: int, rows: int, *, codebook: bool = False) -> None:
         blocks, groups = K // BLOCK, K // BLOCK // GROUP_BLOCKS
         one = (N // 16) * blocks * BLOCK_BYTES[bits]
         copies = max(1, ROTATED_BYTES // one) if rows == 1 else 1
         rng = np.random.default_rng(0)
         self._codes = aligned_zeros((copies, one), np.uint8)
         self._codes[:] = np.frombuffer(rng.bytes(one), np.uint8)
-        self._scales = aligned_zeros((N // 16, groups, 16), np.float16)
-        self._zeros = aligned_zeros((N // 16, groups, 16), np.uint8)
+        self._scales = aligned_zeros((N // 16, 1 if codebook else groups, 16), np.float16)
+        self._zeros = aligned_zeros((N // 16, 0 if codebook else groups, 16), np.uint8)
+        self._codebooks = aligned_zeros((N // 16, 16, 2**bits if codebook else 0), np.int8)
         self._x = aligned_zeros((rows + 16, K), np.int8)
         self._x_scales = aligned_zeros((2, rows + 16, groups), np.float32)
         self._out = aligned_zeros((rows + 16, N), np.float32)
-        self._scratch = aligned_zeros((default_threads(), 1 << 12), np.uint8)
-        self.bytes = one + self._scales.nbytes + self._zeros.nbytes
+        self._scratch = aligned_zeros((default_threads(), (1 << 12) + 16 * K), np.uint8)
+        self.bytes = one + self._scales.nbytes + self._zeros.nbytes + self._codebooks.nbytes
         self.operations = 2 * N * K * rows
         self.copies = copies
         self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
@@ -84,6 +86,7 @@ class Product:
             "groups": groups,
             "tiles": N // 16,
             "bits": bits,
+            "codebooks": _address(self._codebooks) if codebook else 0,
             "out": _address(self._out),
             "out_stride": self._out.strides[0],
         }

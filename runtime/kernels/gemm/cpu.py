@@ -1,7 +1,8 @@
 """Low-bit matrix times a block of rows: the codes are unpacked once and meet 4, 8 or 16 rows of INT8 activations.
 
 The same tiles of weights as the matrix-vector product; with 16 rows a vector of unpacked codes serves 16 dot products,
-so the integer units are the limit.
+so the integer units are the limit. Of a matrix with codebooks the entries of a whole tile are written down first
+(`runtime.kernels.lookup.cpu`), once for all rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from numba import types
 
 from runtime.cpu.emit import (
     BYTES,
+    ENTRY_OFFSET,
     FLOAT,
     FLOATS,
     I32,
@@ -22,6 +24,7 @@ from runtime.cpu.emit import (
     constant,
     define,
     emit_dot4,
+    emit_dot4_entries,
     emit_fma,
     floats16,
     load,
@@ -30,8 +33,9 @@ from runtime.cpu.emit import (
     splat,
     words16,
 )
-from runtime.cpu.vector import load_halves, load_unsigned, mul, store_floats, zero_floats
+from runtime.cpu.vector import fill, load_halves, load_unsigned, mul, store_floats, zero_floats
 from runtime.kernels.gemv.cpu import BLOCK, BLOCK_BYTES, emit_unpack
+from runtime.kernels.lookup.cpu import ENTRY_BYTES
 
 ROW_BLOCKS = (1, 4, 8, 16)
 """Rows that a product handles at once."""
@@ -57,12 +61,19 @@ def _zeros(rows: int) -> Any:
 
 
 def _multiply(bits: int, rows: int) -> Any:
+    """Bits 8 stands for decoded entries of codebooks."""
+    dot = emit_dot4_entries if bits == 8 else emit_dot4
+
     def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
         totals = [b.extract_value(sums, m) for m in range(rows)]
-        for j, vector in enumerate(emit_unpack(b, codes, bits)):
+        if bits == 8:
+            vectors = [load(b, BYTES, offset(b, codes, 64 * j), 64) for j in range(8)]
+        else:
+            vectors = emit_unpack(b, codes, bits)
+        for j, vector in enumerate(vectors):
             for m in range(rows):
                 word = load(b, I32, offset(b, x, 4 * (rows * j + m)), 4)
-                totals[m] = emit_dot4(b, totals[m], vector, b.bitcast(splat(b, word, WORDS), BYTES))
+                totals[m] = dot(b, totals[m], vector, b.bitcast(splat(b, word, WORDS), BYTES))
         for m, total in enumerate(totals):
             sums = b.insert_value(sums, total, m)
         return sums
@@ -129,4 +140,37 @@ gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16 = (_tile(4, rows) for rows in (4, 8
 
 Args: as `gemv_tile_4` with the activations of a row block (see `runtime.kernels.activation.cpu`), and `out`, the
 address of float32 [rows, 16], aligned to 64 bytes.
+"""
+
+
+def _entry_tile(rows: int) -> Any:
+    zeros_of, multiply, finish = _zeros(rows), _multiply(8, rows), _finish(rows)
+
+    @numba.njit(nogil=True)
+    def tile(
+        entries: int, scales: int, x: int, x_scales: int, x_shifts: int, blocks: int, group_blocks: int, out: int
+    ) -> None:
+        for m in range(rows):
+            store_floats(out + 64 * m, zero_floats())
+        scale = load_halves(scales)
+        scaled_offset = mul(scale, fill(numba.float32(ENTRY_OFFSET)))
+        start, group = 0, 0
+        while start < blocks:
+            stop = min(start + group_blocks, blocks)
+            sums = zeros_of()
+            for block in range(start, stop):
+                sums = multiply(sums, entries + block * ENTRY_BYTES, x + BLOCK * rows * block)
+            finish(sums, scale, scaled_offset, x_scales + 4 * rows * group, x_shifts + 4 * rows * group, out)
+            start, group = stop, group + 1
+
+    return tile
+
+
+gemm_entries_tile_4, gemm_entries_tile_8 = _entry_tile(4), _entry_tile(8)
+"""Sixteen outputs of 4 or 8 rows with decoded entries; arguments as `gemm_entries_tile_16`."""
+gemm_entries_tile_16 = _entry_tile(16)
+"""Sixteen outputs of 16 rows with a tile's decoded entries.
+
+Args: addresses of the entries (`runtime.kernels.lookup.cpu.decode_tile_4`) and of the tile's scales fp16 [16]; the rest
+as `gemm_tile_4x16`.
 """

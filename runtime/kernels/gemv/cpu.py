@@ -3,6 +3,9 @@
 Weights stand in tiles of 16 output channels (`runtime.cpu.layout`); each 32-bit lane of the dot product collects four
 input channels of one output channel, so nothing has to be summed across lanes and a group's scale is one vector. Per
 64 bytes of 4-bit codes this is 3 operations to unpack and 2 dot products: memory is the limit, not arithmetic.
+
+With codebooks, vectors hold several input channels of fewer output channels (`runtime.kernels.lookup.cpu`). Partial
+sums stay apart in the lanes, for a row has one scale, and are added up across lanes once at its end.
 """
 
 from __future__ import annotations
@@ -13,7 +16,26 @@ import numba
 from llvmlite import ir
 from numba import types
 
-from runtime.cpu.emit import BYTES, Builder, bytes64, constant, define, load, offset, shift_left, shift_right
+from runtime.cpu.emit import (
+    BYTES,
+    ENTRY_OFFSET,
+    FLOAT,
+    FLOATS,
+    WORDS,
+    Builder,
+    bytes64,
+    constant,
+    define,
+    emit_dot4_entries,
+    emit_fma,
+    floats16,
+    load,
+    offset,
+    shift_left,
+    shift_right,
+    splat,
+    words16,
+)
 from runtime.cpu.vector import (
     add_words,
     broadcast,
@@ -28,6 +50,7 @@ from runtime.cpu.vector import (
     zero_floats,
     zero_words,
 )
+from runtime.kernels.lookup.cpu import SLICES, TABLES, emit_entries, every_second, load_tables, repeated
 
 BLOCK = 32
 """Input channels unpacked at a time."""
@@ -114,6 +137,123 @@ gemv_tile_4 = _tile(4)
 
 Args (addresses): codes of the tile, its scales fp16 [G, 16], its zeros uint8 [G, 16], and the vector's codes int8 [K],
 scales fp32 [G] and shifts fp32 [G]; then K / 32 and group_size / 32.
+
+Returns: floats16, the outputs.
+"""
+
+
+_CHAINS = 4
+"""Sums of a tile that are independent of each other, so that dot products need not wait for each other."""
+
+
+def _multiply_entries(bits: int) -> Any:
+    sums_type, tables_type = types.UniTuple(words16, _CHAINS), types.UniTuple(bytes64, TABLES[bits])
+    each = _CHAINS // TABLES[bits]
+
+    def emit(b: Builder, sums: Any, tables: Any, codes: Any, x: Any) -> Any:
+        totals = [b.extract_value(sums, chain) for chain in range(_CHAINS)]
+        books = [b.extract_value(tables, i) for i in range(TABLES[bits])]
+        width = BLOCK // SLICES[bits]
+        inputs = [repeated(b, offset(b, x, width * j), bits) for j in range(SLICES[bits])]
+        for i, own in enumerate(emit_entries(b, codes, books, bits)):
+            for j, (entries, quads) in enumerate(zip(own, inputs, strict=True)):
+                chain = each * i + j % each
+                totals[chain] = emit_dot4_entries(b, totals[chain], entries, quads)
+        for chain, total in enumerate(totals):
+            sums = b.insert_value(sums, total, chain)
+        return sums
+
+    emit.__name__ = f"multiply_entries{bits}"
+    emit.__doc__ = "Add the products of one block of codes with the activations."
+    return define(sums_type, sums_type, tables_type, types.int64, types.int64)(emit)
+
+
+@define(types.UniTuple(words16, _CHAINS))
+def _no_sums(_b: Builder) -> Any:
+    """Zero in every chain."""
+    return ir.Constant(ir.ArrayType(WORDS, _CHAINS), [constant(WORDS, 0)] * _CHAINS)
+
+
+def _no_totals(bits: int) -> Any:
+    count = TABLES[bits]
+
+    def emit(_b: Builder) -> Any:
+        return ir.Constant(ir.ArrayType(FLOATS, count), [constant(FLOATS, 0.0)] * count)
+
+    emit.__name__ = f"no_totals{bits}"
+    emit.__doc__ = "Zero in every lane."
+    return define(types.UniTuple(floats16, count))(emit)
+
+
+def _add_group(bits: int) -> Any:
+    count, each = TABLES[bits], _CHAINS // TABLES[bits]
+    totals_type = types.UniTuple(floats16, count)
+
+    def emit(b: Builder, totals: Any, sums: Any, x_scale: Any, x_shift: Any) -> Any:
+        scale = splat(b, load(b, FLOAT, x_scale, 4), FLOATS)
+        # An offset of all entries is taken off again in every lane of a row, for its share of the row's sum.
+        share = b.fmul(load(b, FLOAT, x_shift, 4), ir.Constant(FLOAT, ENTRY_OFFSET / count))
+        for i in range(count):
+            whole = b.extract_value(sums, each * i)
+            for chain in range(each * i + 1, each * i + each):
+                whole = b.add(whole, b.extract_value(sums, chain))
+            total = emit_fma(b, b.sitofp(whole, FLOATS), scale, b.extract_value(totals, i))
+            if ENTRY_OFFSET:
+                total = b.fadd(total, splat(b, share, FLOATS))
+            totals = b.insert_value(totals, total, i)
+        return totals
+
+    emit.__name__ = f"add_group{bits}"
+    emit.__doc__ = "Scale a group's sums by the activations' scale and add them to the totals."
+    return define(totals_type, totals_type, types.UniTuple(words16, _CHAINS), types.int64, types.int64)(emit)
+
+
+def _across(bits: int) -> Any:
+    def emit(b: Builder, totals: Any) -> Any:
+        parts = [b.extract_value(totals, i) for i in range(TABLES[bits])]
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [b.fadd(every_second(b, *pair, 0), every_second(b, *pair, 1)) for pair in pairs]
+        return parts[0]
+
+    emit.__name__ = f"across{bits}"
+    emit.__doc__ = "Add up the lanes of each output channel: sixteen outputs."
+    return define(floats16, types.UniTuple(floats16, TABLES[bits]))(emit)
+
+
+def _codebook_tile(bits: int) -> Any:
+    multiply, add_group, across = _multiply_entries(bits), _add_group(bits), _across(bits)
+    tables_of, no_totals = load_tables(bits), _no_totals(bits)
+    block_bytes = BLOCK_BYTES[bits]
+
+    @numba.njit(nogil=True)
+    def tile(
+        codes: int, scales: int, tables: int, x: int, x_scales: int, x_shifts: int, blocks: int, group_blocks: int
+    ) -> Any:
+        books, totals = tables_of(tables), no_totals()
+        start, group = 0, 0
+        while start < blocks:
+            stop = min(start + group_blocks, blocks)
+            sums = _no_sums()
+            for block in range(start, stop):
+                base = codes + block * block_bytes
+                for line in range(0, block_bytes, 64):
+                    prefetch(base + _AHEAD + line)
+                sums = multiply(sums, books, base, x + BLOCK * block)
+            totals = add_group(totals, sums, x_scales + 4 * group, x_shifts + 4 * group)
+            start, group = stop, group + 1
+        return mul(across(totals), load_halves(scales))
+
+    return tile
+
+
+gemv_codebook_tile_3 = _codebook_tile(3)
+"""Sixteen outputs of a 3-bit matrix with codebooks; arguments as `gemv_codebook_tile_4`."""
+gemv_codebook_tile_4 = _codebook_tile(4)
+"""Sixteen outputs of a 4-bit matrix with codebooks.
+
+Args (addresses): codes of the tile, its scales fp16 [16], its codebooks int8 [16, 2^bits], and the vector's codes
+int8 [K], scales fp32 [G] and shifts fp32 [G]; then K / 32 and group_size / 32.
 
 Returns: floats16, the outputs.
 """

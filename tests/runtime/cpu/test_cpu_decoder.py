@@ -66,6 +66,8 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "heads-narrower-than-a-block": ({"bits": 4}, {"head_dim": 8, "num_heads": 5, "num_kv_heads": 1}),
     "head-dim-80": ({"bits": 3, "residual_bits": 2}, {"head_dim": 80, "num_heads": 5, "num_kv_heads": 1}),
     "partial-rope": ({"bits": 4}, {"head_dim": 32, "rope": RopeSpec(rotary_dim=12)}),
+    "codebooks": ({"bits": 4, "codebook": True}, {"qkv_bias": True}),
+    "codebooks-3bit": ({"bits": 3, "codebook": True, "residual_bits": 4, "group_size": 64}, {"num_kv_heads": 1}),
     "wide-groups": ({"bits": 3, "group_size": 128}, {"hidden_size": 256, "head_dim": 64}),
 }
 
@@ -136,8 +138,9 @@ def test_selectors_agree_with_the_reference_on_average(tiny_model: Any, select: 
     assert decoder.recall == pytest.approx(reference.recall, abs=0.02)
 
 
-def test_all_channels_at_8_bits_restore_the_full_precision_logits(tiny_model: Any) -> None:
-    model = tiny_model(bits=3, residual_bits=8)
+@pytest.mark.parametrize("codebook", [False, True])
+def test_all_channels_at_8_bits_restore_the_full_precision_logits(tiny_model: Any, codebook: bool) -> None:
+    model = tiny_model(bits=3, residual_bits=8, codebook=codebook)
     tokens = np.random.default_rng(3).integers(0, model.spec.vocab_size, 24)
     plain = CpuDecoder(model, DecoderOptions(context=64, threads=2)).forward(step(tokens, 0)).copy()
     full = CpuDecoder(model, DecoderOptions(context=64, k_chunk=1024, threads=2)).forward(step(tokens, 0)).copy()
@@ -227,8 +230,8 @@ place.loader.exec_module(tiny)
 from runtime.cpu.decoder import CpuDecoder
 from runtime.decoder import DecoderOptions, Step
 results = []
-for bits in (3, 4):
-    model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=bits)
+for bits, codebook in ((3, False), (4, False), (3, True), (4, True)):
+    model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=bits, codebook=codebook)
     options = DecoderOptions(context=64, k_chunk=64, select="static", kv="int8", threads=2)
     decoder = CpuDecoder(model, options)
     for count in (19, 1, 3, 7):

@@ -83,7 +83,7 @@ def product_operands(tiled: TiledLinear, inputs: Activations) -> dict[str, Any]:
     return {
         "codes": tiled.codes,
         "scales": tiled.scales,
-        "zeros": tiled.zeros,
+        "zeros": 0 if tiled.zeros is None else tiled.zeros,
         "x_codes": inputs.codes,
         "x_scales": inputs.scales,
         "x_shifts": inputs.shifts,
@@ -92,6 +92,7 @@ def product_operands(tiled: TiledLinear, inputs: Activations) -> dict[str, Any]:
         "groups": tiled.groups,
         "tiles": tiled.tiles,
         "bits": tiled.bits,
+        "codebooks": 0 if tiled.codebooks is None else tiled.codebooks,
     }
 
 
@@ -104,14 +105,16 @@ def assert_close(actual: npt.NDArray[Any], expected: npt.NDArray[Any], tolerance
     assert error[worst] <= tolerance * scale, f"{actual[worst]} instead of {expected[worst]} at {worst}"
 
 
+@pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
     ("N", "K", "group"), [(16, 32, 32), (40, 96, 32), (33, 172, 64), (96, 1088, 128), (16, 100, 128)]
 )
 def test_matrix_product(
+    request: pytest.FixtureRequest,
     machine: Callable[..., Any],
-    packed_linear: Callable[..., PackedLinear],
+    kind: str,
     bits: int,
     rows: int,
     N: int,
@@ -120,7 +123,8 @@ def test_matrix_product(
 ) -> None:
     rng = np.random.default_rng(rows * N)
     bias = rng.standard_normal(N).astype(np.float32)
-    linear = packed_linear(rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, bias=bias)
+    pack_linear: Callable[..., PackedLinear] = request.getfixturevalue(kind)
+    linear = pack_linear(rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, bias=bias)
     x = torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32))
     codes, scales = activation.quantize(x, group)
     expected = gemv_int8(codes, scales, linear).numpy()

@@ -1,0 +1,1 @@
+"""From the codes of a matrix with codebooks to the codebooks' entries."""
