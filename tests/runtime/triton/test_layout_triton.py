@@ -62,6 +62,17 @@ def test_a_codebook_survives_the_layout_exactly(N, K, bits, seed):
 
 
 @pytest.mark.parametrize("bits", [3, 4])
+def test_a_stored_codebook_becomes_half_precision_values(packed_codebook_linear, bits):
+    """The device's table holds products of a whole number and a half, rounded once."""
+    rng = np.random.default_rng(bits)
+    packed = packed_codebook_linear(rng.normal(0, 0.02, (20, 600)).astype(np.float32), bits=bits, bias=rng.random(20))
+    weight = repack(packed, "cpu")
+    assert torch.equal(dequantize(weight), reference.dequantize(packed).half().float())
+    np.testing.assert_array_equal(weight.bias.numpy(), packed.bias.astype(np.float32))
+    assert (weight.group_size, weight.groups) == (0, None)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
 def test_a_channel_lies_where_the_description_says(bits):
     channel = np.arange(BLOCK)
     piece, inside = channel // 32, channel % 32

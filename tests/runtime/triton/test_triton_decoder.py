@@ -34,6 +34,8 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_layers": 2, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True, "windows": (3, None)},
     ),
     "head-dim-80": ({"bits": 3, "residual_bits": 16}, {"head_dim": 80, "num_heads": 1}),
+    "codebooks": ({"bits": 4, "residual_bits": 4, "codebook": True}, {"qkv_bias": True}),
+    "codebooks-3bit": ({"bits": 3, "residual_bits": 8, "codebook": True}, {}),
     "partial-rope": ({"bits": 4, "residual_bits": 8}, {"rope": RopeSpec(rotary_dim=12)}),
 }
 
