@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+from app.tui.terminal import terminal_is_gone
 
 if TYPE_CHECKING:
     from app.settings import Settings
+
+_HANGUP_STATUS = 129
+"""Exit status after the terminal was closed: 128 and the number of SIGHUP, as a shell reports it."""
 
 
 def run(settings: Settings | None = None) -> int:
@@ -24,5 +30,10 @@ def run(settings: Settings | None = None) -> int:
     from app.tui.app import ChatApp
 
     app = ChatApp(settings if settings is not None else load())
-    app.run()
+    try:
+        app.run()
+    finally:
+        if terminal_is_gone():
+            # Textual's input thread does not end without a terminal, and the interpreter would wait for it.
+            os._exit(_HANGUP_STATUS)
     return app.return_code or 0

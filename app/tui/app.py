@@ -38,6 +38,7 @@ from app.tui.messages import (
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
+from app.tui.terminal import terminal_is_gone
 
 CHECK_INTERVAL_S = 5.0
 QUIT_AGAIN_S = 2.0
@@ -97,6 +98,9 @@ class ChatApp(App[None]):
         self.set_interval(CHECK_INTERVAL_S, self._check)
 
     async def _check(self) -> None:
+        if terminal_is_gone() and not self.is_headless:
+            self.exit()  # not every terminal sends SIGHUP when it goes
+            return
         await self.session.refresh()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:

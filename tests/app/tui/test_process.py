@@ -122,3 +122,42 @@ scripted.ChatApp(scripted.Settings(model="demo"), supervisor=lambda: Marking(run
     assert termios.tcgetattr(follower)[3] == before[3]
     os.close(leader)
     os.close(follower)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize("controlling", [True, False], ids=["with SIGHUP", "without"])
+def test_a_closed_terminal_ends_the_ui(controlling: bool, tmp_path: Path) -> None:
+    import pty
+    import select
+    import time
+
+    mark = tmp_path / "closed"
+    body = f"""
+import fcntl, os, pathlib, termios
+class Marking(scripted.Supervisor):
+    async def close(self):
+        await super().close()
+        pathlib.Path({str(mark)!r}).write_text("yes")
+if {controlling}:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+import app.tui, app.tui.app
+make = lambda settings: scripted.ChatApp(settings, supervisor=lambda: Marking(scripted.Runtime()))
+app.tui.app.ChatApp = make
+app.tui.run(scripted.Settings(model="demo"))
+"""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", script(body)], stdin=follower, stdout=follower, stderr=follower, start_new_session=True
+    )
+    try:
+        os.close(follower)
+        seen, deadline = b"", time.monotonic() + 60
+        while b"cpu" not in seen and time.monotonic() < deadline:
+            if select.select([leader], [], [], 0.1)[0]:
+                seen += os.read(leader, 65536)
+        os.close(leader)
+        assert process.wait(60) == 129
+    finally:
+        process.kill()
+        process.wait()
+    assert mark.exists()
