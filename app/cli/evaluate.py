@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.cli import options
+from app.cli.errors import CliError
 from app.cli.interrupt import Interrupt
 from app.cli.load import LoadChoices, compensate, load_plan
 from app.cli.model import find_checkpoint, open_model
@@ -43,7 +44,10 @@ def evaluate(
     ] = None,
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
-    select: Annotated[options.Select, typer.Option("--select", help="How salient channels are chosen.")] = "approx",
+    select: Annotated[
+        options.Select | None,
+        typer.Option("--select", help="How salient channels are chosen; approx, as in decoding.", show_default=False),
+    ] = None,
     kv: options.KVOption = None,
     full_precision: Annotated[
         bool, typer.Option("--full-precision", help="Evaluate the checkpoint itself, before quantization.")
@@ -55,15 +59,15 @@ def evaluate(
     if window is not None and stride is not None and stride > window:
         raise typer.BadParameter("the stride can't exceed the window", param_hint="--stride")
     options.one_of(budget, k_chunk)
-    if full_precision and any(choice is not None for choice in (k_chunk, budget, kv, backend)):
-        raise typer.BadParameter("--full-precision has no --k-chunk, --budget, --kv or --backend")
+    if full_precision and any(choice is not None for choice in (k_chunk, budget, select, kv, backend)):
+        raise typer.BadParameter("--full-precision has no --k-chunk, --budget, --select, --kv or --backend")
     output, services = Output(as_json=as_json), services_of(ctx)
     content = read_text(text)
     span = _Span(window=window, stride=stride, max_tokens=max_tokens)
     if full_precision:
         result, about = _full_precision(model, content, span, services, output)
     else:
-        choices = LoadChoices(kv=kv, k_chunk=k_chunk, budget=budget, backend=backend, select=select)
+        choices = LoadChoices(kv=kv, k_chunk=k_chunk, budget=budget, backend=backend, select=select or "approx")
         result, about = _stored(model, content, span, choices, services, output)
     if as_json:
         output.result(
@@ -90,7 +94,13 @@ class _Span:
         self._max_tokens = max_tokens
 
     def window(self, maximum: int) -> int:
-        """Tokens of a window, for a model with a context of `maximum`."""
+        """Tokens of a window, for a model with a context of `maximum`.
+
+        Raises:
+            CliError: the window asked for is longer than that.
+        """
+        if self._window is not None and self._window > maximum:
+            raise CliError(f"a window of {self._window} tokens is longer than this model's context of {maximum}")
         return self._window if self._window is not None else min(_WINDOW, maximum)
 
     def stride(self, maximum: int) -> int:

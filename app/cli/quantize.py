@@ -86,13 +86,13 @@ def quantize(
 
 
 def read_text(file: Path) -> str:
-    """A text file in UTF-8.
+    """A text file in UTF-8, with the line ends that it has.
 
     Raises:
         CliError: it can't be read, or is no UTF-8 text.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_bytes().decode("utf-8")
     except OSError as error:
         raise CliError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -124,6 +124,33 @@ def test_eval_with_compensation(answer: Answer, text: Path) -> None:
     assert (full["bits"], full["kv"], full["k_chunk"], full["select"]) == (16, None, None, None)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_eval_of_windows_beyond_the_context(answer: Answer, error: Callable[..., str], text: Path, full: bool) -> None:
+    arguments = ("eval", "demo", "--text", text, *(("--full-precision",) if full else ("--k-chunk", 0)))
+    assert "longer than this model's context of 256" in error(*arguments, "--window", 257)
+    assert answer(*arguments, "--window", 256)["tokens"] == len(SENTENCE) * 6 - 1
+
+
+@pytest.mark.parametrize("select", ["approx", "exact", "static", "random"])
+@pytest.mark.parametrize("window", [(100, 30), (60, 60)], ids=str)
+def test_eval_with_every_selector(answer: Answer, text: Path, select: str, window: tuple[int, int]) -> None:
+    span = ("--window", window[0], "--stride", window[1], "--max-tokens", 120)
+    found = answer("eval", "demo", "--text", text, "--k-chunk", 100, "--select", select, *span)
+    assert found["tokens"] == (119 if window[1] < window[0] else 118)
+    assert (found["select"], found["recall"] is not None) == (select, select == "approx")
+    assert set(found["k_chunk"].values()) == {100}
+    assert (
+        answer("eval", "demo", "--text", text, "--k-chunk", 100, "--select", select, *span)["nll_sum"]
+        == (found["nll_sum"])
+    )
+
+
+def test_eval_takes_the_file_as_it_is(answer: Answer, tmp_path: Path) -> None:
+    for name, content in {"unix": b"a\nb\nc", "windows": b"a\r\nb\r\nc"}.items():
+        (tmp_path / name).write_bytes(content)
+        assert answer("eval", "demo", "--text", tmp_path / name, "--k-chunk", 0)["tokens"] == len(content) - 1
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [(b"", "0 tokens"), (b"\xff\xfe", "UTF-8"), (None, "No such file")],
