@@ -72,8 +72,32 @@ class OneBlockAt3Bits:
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = self.checkpoint.linear(name)
         if name.startswith(f"layers.{self.layer}."):
-            weight = torch.from_numpy(rtn.quantize(weight.float().numpy(), 3, self.group_size).dequantize())
+            weight = rounded(weight, 3, self.group_size)
         return weight, bias
+
+
+def rounded(weight: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+    return torch.from_numpy(rtn.quantize(weight.float().numpy(), bits, group_size).dequantize())
+
+
+class MixedBlocks:
+    """A checkpoint's weights for the oracle with blocks of different bits."""
+
+    def __init__(self, checkpoint: Checkpoint, bits: tuple[int, ...]) -> None:
+        self.checkpoint, self.spec, self.bits = checkpoint, checkpoint.spec, bits
+        self.vector, self.embedding = checkpoint.vector, checkpoint.embedding
+
+    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, bias = self.checkpoint.linear(name)
+        return (weight if name == "head" else rounded(weight, self.bits[int(name.split(".")[1])], 128)), bias
+
+
+def loss(weights: Any, tokens: list[torch.Tensor]) -> float:
+    oracle, total = Oracle(weights), 0.0
+    for batch in tokens:
+        logs = oracle.logits(batch).double().log_softmax(-1)[:, :-1]
+        total -= float(logs.gather(2, batch[:, 1:, None]).sum())
+    return total / sum(batch[:, 1:].numel() for batch in tokens)
 
 
 def brute_force(checkpoint: Checkpoint, group_size: int, tokens: list[torch.Tensor]) -> np.ndarray:
@@ -202,3 +226,21 @@ def test_a_real_model(bits: float, expected: tuple[int, ...], shared_data: Path)
     text = (Path(__file__).parents[2] / "assets/text/calibration.md").read_text(encoding="utf-8")
     tokens = token_windows(folder, checkpoint.spec, text, 2048, "calibration", spread=True)
     assert allocate(checkpoint, Recipe(bits=bits), tokens, lambda share: None) == expected
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("model", "text", "least"),
+    [("english3m", "wikitext2-test.txt", 0.005), ("babyllama105", "tinystories.txt", 0.05)],
+    ids=["english3m", "babyllama105"],
+)
+def test_the_choice_costs_less_than_its_opposite(model: str, text: str, least: float, shared_data: Path) -> None:
+    folder = shared_data / "models" / model
+    checkpoint = Checkpoint.open(folder)
+    calibration = (Path(__file__).parents[2] / "assets/text/calibration.md").read_text(encoding="utf-8")
+    evaluation = (shared_data / "text" / text).read_text(encoding="utf-8")[:40000]
+    tokens = token_windows(folder, checkpoint.spec, calibration, 2048, "calibration", spread=True)
+    found = divergences(checkpoint, 128, tokens, lambda share: None)
+    unseen = token_windows(folder, checkpoint.spec, evaluation, 3000, "evaluation")
+    chosen, opposite = (loss(MixedBlocks(checkpoint, most_sensitive(sign * found, 3.5)), unseen) for sign in (1, -1))
+    assert chosen < opposite - least
