@@ -265,6 +265,15 @@ emit_lookup: Emit = {
 """table[16 l + places[16 l + i]] for every byte i of every 128-bit lane l: places below 16."""
 
 
+def emit_select(b: Builder, mask: int, x: Any, y: Any) -> Any:
+    """Per byte: the bits of x where the mask has ones, and those of y elsewhere."""
+    if isa.VARIANT == "avx512":
+        values = [b.bitcast(v, WORDS) for v in (constant(BYTES, mask), x, y)]
+        table = ir.Constant(I32, 0xCA)  # of the three operands: the first chooses between the others
+        return b.bitcast(call(b, "llvm.x86.avx512.pternlog.d.512", WORDS, *values, table), BYTES)
+    return b.or_(b.and_(x, constant(BYTES, mask)), b.and_(y, constant(BYTES, ~mask)))
+
+
 def emit_fma(b: Builder, x: Any, y: Any, z: Any) -> Any:
     """X * y + z with one rounding."""
     return call(b, "llvm.fma.v16f32", FLOATS, x, y, z)

@@ -14,7 +14,8 @@ of one or two output channels (`runtime.kernels.lookup.cpu`), again for output c
 
     4 bits   4 vectors; byte 16 r + c of vector i, output channel 4 i + r: low nibble k = c, high nibble k = 16 + c
     3 bits   2 vectors of low bits, byte 8 r + c of vector i, output channel 8 i + r: bits 2 j and 2 j + 1 are
-             k = 8 j + c; 1 vector of high bits, byte 8 r + c: bit 4 i + j is k = 8 j + c of output channel 8 i + r
+             k = 8 j + c; 1 vector of high bits, byte 8 r + c: bit `HIGH_BITS[i][j]` is k = 8 j + c of output channel
+             8 i + r
 
 Their codebooks stand as [tiles, 16, 2^bits], their scales as [tiles, 1, 16].
 """
@@ -31,6 +32,7 @@ import numpy.typing as npt
 from models.packed import PackedLinear
 from runtime.cpu.emit import LANES
 from runtime.kernels.gemv.cpu import BLOCK, BLOCK_BYTES
+from runtime.kernels.lookup.cpu import HIGH_BITS
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -221,6 +223,6 @@ def _repack_codebook_3(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint64
                     pairs = (words[row, at + j // 2] >> np.uint32(16 * (j % 2))) & np.uint32(0xFFFF)
                     low |= _pairs_apart(pairs) << np.uint64(2 * j)
                     bits = (words[row, at + 2] >> np.uint32(8 * j)) & np.uint32(0xFF)
-                    high |= _bits_apart(bits) << np.uint64(4 * (r // 8) + j)
+                    high |= _bits_apart(bits) << np.uint64(HIGH_BITS[r // 8][j])
                 out[tile, block, r] = low
                 out[tile, block, 16 + r % 8] |= high

@@ -50,7 +50,7 @@ from runtime.cpu.vector import (
     zero_floats,
     zero_words,
 )
-from runtime.kernels.lookup.cpu import SLICES, TABLES, emit_entries, every_second, load_tables, repeated
+from runtime.kernels.lookup.cpu import SLICES, VECTORS, emit_entries, every_second, load_tables, repeated, tables_type
 
 BLOCK = 32
 """Input channels unpacked at a time."""
@@ -147,15 +147,14 @@ _CHAINS = 4
 
 
 def _multiply_entries(bits: int) -> Any:
-    sums_type, tables_type = types.UniTuple(words16, _CHAINS), types.UniTuple(bytes64, TABLES[bits])
-    each = _CHAINS // TABLES[bits]
+    sums_type = types.UniTuple(words16, _CHAINS)
+    each = _CHAINS // VECTORS[bits]
 
     def emit(b: Builder, sums: Any, tables: Any, codes: Any, x: Any) -> Any:
         totals = [b.extract_value(sums, chain) for chain in range(_CHAINS)]
-        books = [b.extract_value(tables, i) for i in range(TABLES[bits])]
         width = BLOCK // SLICES[bits]
         inputs = [repeated(b, offset(b, x, width * j), bits) for j in range(SLICES[bits])]
-        for i, own in enumerate(emit_entries(b, codes, books, bits)):
+        for i, own in enumerate(emit_entries(b, codes, tables, bits)):
             for j, (entries, quads) in enumerate(zip(own, inputs, strict=True)):
                 chain = each * i + j % each
                 totals[chain] = emit_dot4_entries(b, totals[chain], entries, quads)
@@ -175,7 +174,7 @@ def _no_sums(_b: Builder) -> Any:
 
 
 def _no_totals(bits: int) -> Any:
-    count = TABLES[bits]
+    count = VECTORS[bits]
 
     def emit(_b: Builder) -> Any:
         return ir.Constant(ir.ArrayType(FLOATS, count), [constant(FLOATS, 0.0)] * count)
@@ -186,7 +185,7 @@ def _no_totals(bits: int) -> Any:
 
 
 def _add_group(bits: int) -> Any:
-    count, each = TABLES[bits], _CHAINS // TABLES[bits]
+    count, each = VECTORS[bits], _CHAINS // VECTORS[bits]
     totals_type = types.UniTuple(floats16, count)
 
     def emit(b: Builder, totals: Any, sums: Any, x_scale: Any, x_shift: Any) -> Any:
@@ -210,7 +209,7 @@ def _add_group(bits: int) -> Any:
 
 def _across(bits: int) -> Any:
     def emit(b: Builder, totals: Any) -> Any:
-        parts = [b.extract_value(totals, i) for i in range(TABLES[bits])]
+        parts = [b.extract_value(totals, i) for i in range(VECTORS[bits])]
         while len(parts) > 1:
             pairs = zip(parts[::2], parts[1::2], strict=True)
             parts = [b.fadd(every_second(b, *pair, 0), every_second(b, *pair, 1)) for pair in pairs]
@@ -218,7 +217,7 @@ def _across(bits: int) -> Any:
 
     emit.__name__ = f"across{bits}"
     emit.__doc__ = "Add up the lanes of each output channel: sixteen outputs."
-    return define(floats16, types.UniTuple(floats16, TABLES[bits]))(emit)
+    return define(floats16, types.UniTuple(floats16, VECTORS[bits]))(emit)
 
 
 def _codebook_tile(bits: int) -> Any:

@@ -27,6 +27,7 @@ from runtime.cpu.emit import (
     constant,
     define,
     emit_lookup,
+    emit_select,
     emit_table,
     load,
     offset,
@@ -37,18 +38,24 @@ from runtime.cpu.emit import (
 
 _BLOCK_BYTES = {3: 192, 4: 256}
 """Bytes of the codes of a block of 16 output by 32 input channels, by bits."""
-TABLES = {3: 2, 4: 4}
-"""Vectors that hold the codebooks of a tile, by bits: as many as there are vectors of output channels."""
+VECTORS = {3: 2, 4: 4}
+"""Vectors that hold a tile's output channels side by side, by bits."""
 SLICES = {3: 4, 4: 2}
 """Vectors of entries that the same output channels have in a block of 32 input channels."""
 ENTRY_BYTES = 512
 """Bytes of a block of decoded entries, 16 output by 32 input channels."""
-_SECOND_TABLE = ir.Constant(BYTES, [8 if i % 16 >= 8 else 0 for i in range(64)])
-"""At 3 bits, where a lane's second output channel finds its entries."""
+HIGH_BITS = ((2, 1, 6, 5), (4, 3, 7, 0))
+"""At 3 bits, the bit of a byte of high bits that belongs to vector i, slice j: five shifts bring all into place."""
+_TABLES = 4
+"""Vectors of tables: at 4 bits one for each vector of output channels, at 3 bits one for its even slices and one for
+its odd ones."""
+tables_type = types.UniTuple(bytes64, _TABLES)
+"""The codebooks of a tile in registers."""
 
 
-def emit_entries(b: Builder, address: Any, tables: list[Any], bits: int) -> list[list[Any]]:
+def emit_entries(b: Builder, address: Any, books: Any, bits: int) -> list[list[Any]]:
     """Look up a block's entries: for each vector of output channels those of every slice of input channels."""
+    tables = [b.extract_value(books, i) for i in range(_TABLES)]
     if bits == 4:
         pairs = [load(b, BYTES, offset(b, address, 64 * i), 64) for i in range(4)]
         return [
@@ -57,18 +64,32 @@ def emit_entries(b: Builder, address: Any, tables: list[Any], bits: int) -> list
         ]
     high = load(b, BYTES, offset(b, address, 128), 64)
     entries = []
-    for i, table in enumerate(tables):
+    for i in range(2):
         low = load(b, BYTES, offset(b, address, 64 * i), 64)
-        entries.append([emit_lookup(b, table, _three_bits(b, low, high, i, j)) for j in range(4)])
+        places = [_place_3(b, low, high, i, j) for j in range(4)]
+        entries.append([emit_lookup(b, tables[2 * i + j % 2], place) for j, place in enumerate(places)])
     return entries
 
 
-def _three_bits(b: Builder, low: Any, high: Any, i: int, j: int) -> Any:
-    """Places in the tables of slice j of vector i."""
-    bit = 4 * i + j
-    top = shift_right(b, high, bit - 2) if bit >= 2 else shift_left(b, high, 2 - bit)
-    rest = b.or_(b.and_(top, constant(BYTES, 4)), _SECOND_TABLE)
-    return b.or_(b.and_(shift_right(b, low, 2 * j), constant(BYTES, 3)), rest)
+def _place_3(b: Builder, low: Any, high: Any, i: int, j: int) -> Any:
+    """Where the table of slice j of vector i has its entries: in even slices bits 0 to 2 of the place are the code.
+
+    In odd slices bits 2 and 3 are the code's lower two, bit 1 its third, and bit 0 tells the lane's output channels
+    apart, which bit 3 does in even ones. So two slices take their bits without a shift between them.
+    """
+    pair, top, second = (3, 2, 8) if j % 2 == 0 else (12, 1, 1)
+    shift = HIGH_BITS[i][j] - top
+    third = shift_right(b, high, shift) if shift >= 0 else shift_left(b, high, -shift)
+    halves = ir.Constant(BYTES, [second if k % 16 >= 8 else 0 for k in range(64)])
+    rest = emit_select(b, 1 << top, third, halves)
+    return emit_select(b, pair, shift_right(b, low, j // 2 * 4), rest)
+
+
+def _for_odd_slices(b: Builder, table: Any) -> Any:
+    """The 3-bit table whose places are composed as in odd slices."""
+    codes = [place >> 2 | (place & 2) << 1 for place in range(16)]
+    mask = ir.Constant(ir.VectorType(I32, 64), [k // 16 * 16 + k % 2 * 8 + codes[k % 16] for k in range(64)])
+    return b.shuffle_vector(table, ir.Constant(BYTES, ir.Undefined), mask)
 
 
 def every_second(b: Builder, low: Any, high: Any, first: int) -> Any:
@@ -89,23 +110,26 @@ def _by_input_channel(b: Builder, vectors: list[Any]) -> list[Any]:
 
 def load_tables(bits: int) -> Any:
     """Intrinsic that loads the codebooks of a tile."""
-    count = TABLES[bits]
 
     def emit(b: Builder, address: Any) -> Any:
-        result = ir.Constant(ir.ArrayType(BYTES, count), ir.Undefined)
-        for i in range(count):
-            result = b.insert_value(result, emit_table(b, load(b, BYTES, offset(b, address, 64 * i), 64)), i)
+        tables = []
+        for i in range(VECTORS[bits]):
+            tables.append(emit_table(b, load(b, BYTES, offset(b, address, 64 * i), 64)))
+            if bits == 3:
+                tables.append(_for_odd_slices(b, tables[-1]))
+        result = ir.Constant(ir.ArrayType(BYTES, _TABLES), ir.Undefined)
+        for i, table in enumerate(tables):
+            result = b.insert_value(result, table, i)
         return result
 
     emit.__name__ = f"load_tables_{bits}"
     emit.__doc__ = "The codebooks of a tile, ready for lookups."
-    return define(types.UniTuple(bytes64, count), types.int64)(emit)
+    return define(tables_type, types.int64)(emit)
 
 
 def _decode(bits: int) -> Any:
     def emit(b: Builder, tables: Any, codes: Any, out: Any) -> None:
-        books = [b.extract_value(tables, i) for i in range(TABLES[bits])]
-        entries = emit_entries(b, codes, books, bits)
+        entries = emit_entries(b, codes, tables, bits)
         quad = 0
         for j in range(SLICES[bits]):
             for vector in _by_input_channel(b, [b.bitcast(own[j], WORDS) for own in entries]):
@@ -114,7 +138,7 @@ def _decode(bits: int) -> Any:
 
     emit.__name__ = f"decode_{bits}"
     emit.__doc__ = "Write down the entries of a block."
-    return define(types.void, types.UniTuple(bytes64, TABLES[bits]), types.int64, types.int64)(emit)
+    return define(types.void, tables_type, types.int64, types.int64)(emit)
 
 
 def _decode_tile(bits: int) -> Any:
