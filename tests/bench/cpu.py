@@ -4,6 +4,7 @@
 
 One row a shape: the product of a low-bit matrix with one row of activations, in GB/s of weights and percent of the
 read bandwidth measured in the same run; and with 128 rows, in 10⁹ operations a second. p20, p50 and p80 of the times.
+Weights are uniform, or have a codebook for each output channel; they take turns, so a busy machine slows both alike.
 The matrices of a run are rotated so that the last-level cache does not hold them.
 """
 
@@ -39,6 +40,7 @@ SHAPES = {
     "8B gate_up": (28672, 4096),
     "8B down": (4096, 14336),
 }
+WEIGHTS = ("uniform", "codebook")
 GROUP_BLOCKS = 4
 ROTATED_BYTES = 256 << 20
 
@@ -113,6 +115,40 @@ def _address(array: npt.NDArray[Any]) -> int:
     return int(array.ctypes.data)
 
 
+def compare(name: str, N: int, K: int, bits: int, count: int, repetitions: int) -> list[dict[str, Any]]:
+    """Measure one shape with uniform weights and with codebooks, and print a line for each. Returns the rows."""
+    products = {weights: Product(N, K, bits, count, codebook=weights == "codebook") for weights in WEIGHTS}
+    times: dict[str, list[float]] = {weights: [] for weights in WEIGHTS}
+    for _ in range(repetitions):
+        for weights in WEIGHTS:
+            times[weights] += products[weights].seconds(1)
+    limit = read_bandwidth(None, fresh=True).gb_s if count == 1 else 0.0
+    rows = []
+    for weights, product in products.items():
+        fifths = statistics.quantiles(times[weights], n=5)
+        p20, p50, p80 = 1e6 * fifths[0], 1e6 * statistics.median(times[weights]), 1e6 * fifths[3]
+        speed, operations = product.bytes / p50 / 1e3, product.operations / p50 / 1e3
+        rows.append(
+            {
+                "shape": name,
+                "N": N,
+                "K": K,
+                "bits": bits,
+                "weights": weights,
+                "rows": count,
+                "p20_us": round(p20, 1),
+                "p50_us": round(p50, 1),
+                "p80_us": round(p80, 1),
+                "gb_s": round(speed, 2),
+                "percent_of_read_bandwidth": round(100 * speed / limit, 1) if limit else None,
+                "gop_s": round(operations, 1),
+            }
+        )
+        numbers = [p20, p50, p80, speed, 100 * speed / limit if limit else 0.0, operations]
+        print(f"{name:14}{bits:6}{weights:>10}{count:6}" + "".join(f"{number:9.1f}" for number in numbers))
+    return rows
+
+
 def main() -> None:
     """Measure, print the table, and write it down where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -120,33 +156,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     rows = []
-    titles = ("bits", "rows", "p20 µs", "p50 µs", "p80 µs", "GB/s", "% limit", "GOP/s")
-    print(f"{'shape':14}" + "".join(f"{title:>9}" for title in titles))
+    titles = ("p20 µs", "p50 µs", "p80 µs", "GB/s", "% limit", "GOP/s")
+    print(f"{'shape':14}{'bits':>6}{'weights':>10}{'rows':>6}" + "".join(f"{title:>9}" for title in titles))
     for name, (N, K) in SHAPES.items():
         for bits in (3, 4):
             for count in (1, 128):
-                product = Product(N, K, bits, count)
-                times = product.seconds(arguments.repetitions if count == 1 else 5)
-                fifths = statistics.quantiles(times, n=5)
-                p20, p50, p80 = 1e6 * fifths[0], 1e6 * statistics.median(times), 1e6 * fifths[3]
-                limit = read_bandwidth(None, fresh=True).gb_s if count == 1 else 0.0
-                speed = product.bytes / p50 / 1e3
-                row = {
-                    "shape": name,
-                    "N": N,
-                    "K": K,
-                    "bits": bits,
-                    "rows": count,
-                    "p20_us": round(p20, 1),
-                    "p50_us": round(p50, 1),
-                    "p80_us": round(p80, 1),
-                    "gb_s": round(speed, 2),
-                    "percent_of_read_bandwidth": round(100 * speed / limit, 1) if limit else None,
-                    "gop_s": round(product.operations / p50 / 1e3, 1),
-                }
-                rows.append(row)
-                numbers = [p20, p50, p80, speed, 100 * speed / limit if limit else 0.0, row["gop_s"]]
-                print(f"{name:14}{bits:9}{count:9}" + "".join(f"{number:9.1f}" for number in numbers))
+                rows += compare(name, N, K, bits, count, arguments.repetitions if count == 1 else 5)
     report = {
         "command": "python -m tests.bench.cpu",
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),

@@ -7,14 +7,20 @@ addition, so they are held to 1e-5 of the largest magnitude (float32 has 6e-8, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from models.checkpoint import Checkpoint
 from models.packed import PackedLinear
+from models.packing import pack
+from models.quantizers import squeezellm
 from runtime.cpu import instructions as op
 from runtime.cpu.layout import TiledLinear, aligned_zeros, padded, tile_linear
 from runtime.kernels.activation import reference as activation
@@ -145,6 +151,96 @@ def test_matrix_product(
         )
         assert_close(out[:rows, :N], expected + (before if accumulate else 0))
         assert np.isnan(out[rows:]).all()
+
+
+def product(machine: Callable[..., Any], linear: PackedLinear, codes: Any, scales: Any) -> npt.NDArray[np.float32]:
+    """Run a LINEAR instruction on INT8 activations [M, K] with scales [M, G]. Returns float32 [M, N]."""
+    rows, N = codes.shape[0], linear.shape[0]
+    inputs, out = Activations(rows, linear.shape[1]), wide(np.zeros((rows, N), np.float32))
+    inputs.fill(codes, scales, linear.group_size)
+    operands = product_operands(tile_linear(linear), inputs)
+    machine(rows).run(op.LINEAR, **operands, out=out, out_stride=out.strides[0])
+    return out[:rows, :N]
+
+
+def with_codebooks(
+    codes: npt.NDArray[np.uint8], codebook: npt.NDArray[np.int8], scales: npt.NDArray[np.float16], group: int
+) -> PackedLinear:
+    """A matrix of codes [N, K]."""
+    bits = codebook.shape[1].bit_length() - 1
+    return PackedLinear(
+        name="layers.0.o",
+        shape=(codes.shape[0], codes.shape[1]),
+        bits=bits,
+        group_size=group,
+        codes=pack(codes, bits),
+        scales=scales,
+        zeros=None,
+        codebook=codebook,
+        bias=None,
+        residual=None,
+        rank_maximum=None,
+        mean_square=None,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_the_largest_entries_meet_the_largest_activations(machine: Callable[..., Any], bits: int, rows: int) -> None:
+    """Nothing saturates, also where products are added up in 16 bits."""
+    N, K, group = 32, 256, 128
+    rng = np.random.default_rng(bits)
+    levels = np.full((N, 2**bits), 127, np.int8)
+    levels[::3, ::2] = -127
+    codes = rng.integers(0, 2**bits, (N, K)).astype(np.uint8)
+    linear = with_codebooks(codes, levels, np.ones((N, 1), np.float16), group)
+    x = np.full((rows, K), 127, np.int8)
+    x[::2, ::3] = -127
+    found = product(machine, linear, x, np.ones((rows, K // group), np.float32))
+    expected = x.astype(np.int64) @ np.take_along_axis(levels, codes.astype(np.intp), 1).astype(np.int64).T
+    assert np.array_equal(found, expected)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    N=st.integers(1, 70),
+    K=st.integers(1, 700),
+    bits=st.sampled_from([3, 4]),
+    group=st.sampled_from([32, 96, 128]),
+    rows=st.integers(1, 20),
+    seed=st.integers(0, 1000),
+)
+def test_any_codebooks(
+    machine: Callable[..., Any], N: int, K: int, bits: int, group: int, rows: int, seed: int
+) -> None:
+    """Random entries, and activations with a mean, which an offset of the entries would add up."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 2**bits, (N, K)).astype(np.uint8)
+    levels = rng.integers(-127, 128, (N, 2**bits)).astype(np.int8)
+    linear = with_codebooks(codes, levels, rng.uniform(1e-4, 1e-2, (N, 1)).astype(np.float16), group)
+    x = torch.from_numpy((rng.standard_normal((rows, K)) + 3).astype(np.float32))
+    x_codes, x_scales = activation.quantize(x, group)
+    expected = gemv_int8(x_codes, x_scales, linear).numpy()
+    largest = 128 * x.abs().sum(1, keepdim=True).numpy() * linear.scales.T.astype(np.float64)
+    error = np.abs(product(machine, linear, x_codes.numpy(), x_scales.numpy()) - expected)
+    assert (error <= 1e-6 * largest).all()
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("name", ["layers.0.qkv", "layers.1.down"])
+def test_codebooks_of_real_weights(machine: Callable[..., Any], shared_data: Path, name: str, bits: int) -> None:
+    weight = Checkpoint.open(shared_data / "models" / "english3m").linear(name)[0].float().numpy()
+    found = squeezellm.quantize(weight, np.ones_like(weight), bits)
+    linear = with_codebooks(found.codes, found.codebook, found.scales, 128)
+    rng = np.random.default_rng(bits)
+    x = torch.from_numpy((rng.standard_normal((17, weight.shape[1])) ** 3).astype(np.float32))
+    codes, scales = activation.quantize(x, 128)
+    for rows in (1, 17):
+        expected = gemv_int8(codes[:rows], scales[:rows], linear).numpy()
+        assert_close(product(machine, linear, codes[:rows].numpy(), scales[:rows].numpy()), expected)
+        plain = x[:rows].double().numpy() @ weight.T
+        assert np.abs(expected - plain).mean() <= {3: 0.25, 4: 0.12}[bits] * plain.std()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 17])
