@@ -26,6 +26,8 @@ class InputStatistics:
     """float32 [K]: for every rank r the maximum over tokens of the r-th largest |x|, descending."""
     square_sum: npt.NDArray[np.float64]
     """float64 [K]: sum of x² over tokens."""
+    magnitude_sum: npt.NDArray[np.float64]
+    """float64 [K]: sum of |x| over tokens."""
     hessian: FloatArray | None = None
     """float32 [K, K]: sum of x xᵀ over tokens, the Hessian of the layer's squared output error but for a factor."""
     tokens: int = 0
@@ -40,7 +42,12 @@ class InputStatistics:
             second_moments: Whether to gather the Hessian too, 4 K² bytes.
         """
         hessian = np.zeros((width, width), np.float32) if second_moments else None
-        return cls(np.zeros(width, np.float32), np.zeros(width, np.float64), hessian)
+        return cls(
+            rank_maximum=np.zeros(width, np.float32),
+            square_sum=np.zeros(width, np.float64),
+            magnitude_sum=np.zeros(width, np.float64),
+            hessian=hessian,
+        )
 
     def add(self, x: FloatArray, name: str) -> None:
         """Take in activations.
@@ -56,6 +63,7 @@ class InputStatistics:
         step = max(1, _CHUNK // max(1, x.shape[-1]))
         for start in range(0, rows.shape[0], step):
             part = np.abs(rows[start : start + step])
+            magnitude = part.sum(0, dtype=np.float64)
             part.sort(axis=1)
             if not np.isfinite(part[:, -1]).all():  # NaN sorts behind everything
                 raise QuantizationError(
@@ -63,6 +71,7 @@ class InputStatistics:
                     "its numbers leave the range of its format"
                 )
             self.rank_maximum = np.maximum(self.rank_maximum, part.max(0)[::-1])
+            self.magnitude_sum += magnitude
             self.square_sum += np.square(rows[start : start + step]).sum(0, dtype=np.float64)
             if self.hessian is not None:
                 self.hessian += rows[start : start + step].T @ rows[start : start + step]
@@ -71,3 +80,7 @@ class InputStatistics:
     def mean_square(self) -> FloatArray:
         """float32 [K]: mean of x² over tokens."""
         return (self.square_sum / max(1, self.tokens)).astype(np.float32)
+
+    def mean_magnitude(self) -> FloatArray:
+        """float32 [K]: mean of |x| over tokens."""
+        return (self.magnitude_sum / max(1, self.tokens)).astype(np.float32)

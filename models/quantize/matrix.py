@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from models.calibration import InputStatistics
@@ -43,7 +44,7 @@ class MatrixQuantizer:
         recipe: Recipe,
         *,
         hessian: FloatArray | None = None,
-        sensitivity: FloatArray | None = None,
+        sensitivity: npt.NDArray[np.floating] | None = None,
     ) -> None:
         self.name = name
         self.shape = shape
@@ -150,7 +151,7 @@ def quantize_matrix(
     recipe: Recipe,
     statistics: InputStatistics,
     watch: Callable[[], None],
-    sensitivity: FloatArray | None = None,
+    sensitivity: npt.NDArray[np.floating] | None = None,
 ) -> PackedLinear:
     """Quantize a whole linear layer.
 

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
 from models.quantize.matrix import MatrixQuantizer, stored_tensors
+from models.quantize.scales import sample, search
 from models.quantize.streams import Batches, Streams
-from models.quantizers import SECOND_MOMENTS
-from models.quantizers.groups import FloatArray
+from models.quantizers import SCALED, SECOND_MOMENTS
 from models.recipe import Recipe
 from models.store.tensors import Array, PiecewiseTensor
 
@@ -69,7 +70,7 @@ def quantize_outer(
     streams: Streams,
     evaluation: Batches,
     watch: Callable[[float], None],
-    sensitivity: FloatArray | None = None,
+    sensitivity: npt.NDArray[np.floating] | None = None,
 ) -> Outer:
     """Quantize the head and measure perplexity before and after.
 
@@ -85,20 +86,23 @@ def quantize_outer(
         QuantizationError: a weight or activation is NaN or infinite, or out of range.
     """
     spec = checkpoint.spec
-    norm = checkpoint.vector("norm")
-    statistics = InputStatistics.empty(spec.hidden_size, second_moments=recipe.method in SECOND_MOMENTS)
-    for x in streams.calibration:
-        statistics.add(_normed(x, norm, spec.norm_eps).numpy(), "head")
-    full, low = (
-        Likelihood(*_scored(batches, evaluation, norm, spec.norm_eps)) for batches in (streams.full, streams.low)
-    )
-    weight, bias = checkpoint.linear("head")
     shape = (spec.vocab_size, spec.hidden_size)
+    norm = checkpoint.vector("norm")
+    weight, bias = checkpoint.linear("head")
+    statistics = _statistics(streams, norm, recipe, spec.norm_eps)
+    scales, stored_norm = np.ones(spec.hidden_size, np.float32), norm
+    if recipe.method in SCALED:
+        part = weight[sample(*shape)].to(torch.float32).numpy()
+        scales = search(part, statistics, recipe.head_bits, recipe.group_size, np.arange(spec.hidden_size))
+        stored_norm = norm / torch.from_numpy(scales)
+        statistics = _statistics(streams, stored_norm, recipe, spec.norm_eps)
+    full = Likelihood(*_scored(streams.full, evaluation, norm, spec.norm_eps))
+    low = Likelihood(*_scored(streams.low, evaluation, stored_norm, spec.norm_eps))
     matrix = MatrixQuantizer("head", shape, recipe, hessian=statistics.hessian, sensitivity=sensitivity)
     for piece in matrix.pieces():
         rows = weight[piece].to(torch.float32)
         full.add(piece, rows)
-        low.add(piece, torch.from_numpy(matrix.add(piece, rows.numpy())))
+        low.add(piece, torch.from_numpy(matrix.add(piece, rows.numpy() * scales)))
         watch(piece.stop / spec.vocab_size)
     before, after = full.perplexity(), low.perplexity()
     if before is not None and not math.isfinite(before):
@@ -106,12 +110,20 @@ def quantize_outer(
     return Outer(
         tensors={
             "embed": _half(checkpoint.embedding()),
-            "norm": norm.numpy(),
+            "norm": stored_norm.numpy(),
             **stored_tensors(matrix.finish(bias, statistics)),
         },
         perplexity_before=before,
         perplexity_after=math.inf if after is not None and math.isnan(after) else after,
     )
+
+
+def _statistics(streams: Streams, norm: torch.Tensor, recipe: Recipe, eps: float) -> InputStatistics:
+    """Of the head's inputs over the calibration text."""
+    statistics = InputStatistics.empty(norm.shape[0], second_moments=recipe.method in SECOND_MOMENTS)
+    for x in streams.calibration:
+        statistics.add(_normed(x, norm, eps).numpy(), "head")
+    return statistics
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

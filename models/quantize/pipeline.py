@@ -8,13 +8,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from models.checkpoint import Checkpoint
 from models.errors import CancelledError, CheckpointError, QuantizationError, StoreError
 from models.packed import PackedLinear
 from models.progress import Cancelled, Progress, ProgressCallback
+from models.quantize import fisher
+from models.quantize.allocation import allocate
 from models.quantize.matrix import quantize_matrix, stored_tensors
 from models.quantize.outer import quantize_outer
 from models.quantize.quality import Quality, summarize
+from models.quantize.scales import scale_block
 from models.quantize.source import identity_of, read_source
 from models.quantize.streams import Batches, Streams
 from models.quantize.text import (
@@ -25,8 +31,8 @@ from models.quantize.text import (
     token_windows,
 )
 from models.quantize.work import Work, recipe_file
-from models.quantizers import SECOND_MOMENTS, SENSITIVITIES
-from models.quantizers.groups import FloatArray
+from models.quantize.working import WorkingBlock
+from models.quantizers import SCALED, SECOND_MOMENTS, SENSITIVITIES
 from models.recipe import LARGEST_BITS, Recipe
 from models.spec import LAYER_TYPES
 from models.store import Store, StoredModelInfo, layout
@@ -127,6 +133,8 @@ class Pipeline:
             if not work.has(file)
             for dtype, shape in layout.file_tensors(spec, recipe, file).values()
         )
+        if recipe.method in SENSITIVITIES and not work.marked(_SENSITIVITIES):
+            needed += fisher.needed_bytes(spec, calibration_limit(recipe.method))
         free = shutil.disk_usage(work.folder).free
         if needed > free:
             raise StoreError(
@@ -162,8 +170,6 @@ class Pipeline:
             return
         found = work.block_bits()
         if found is None:
-            from models.quantize.allocation import allocate
-
             watch = self._shares("allocate", "Finding the blocks that need 4 bits")
             found = allocate(self.checkpoint, self.recipe, calibration, watch)
             work.save_block_bits(found)
@@ -173,19 +179,15 @@ class Pipeline:
         """Find what each weight does to the loss, for a method that needs it."""
         if self.recipe.method not in SENSITIVITIES or work.marked(_SENSITIVITIES):
             return
-        from models.quantize.fisher import sensitivities
-
         watch = self._shares(_SENSITIVITIES, "Finding the weights that matter most")
-        sensitivities(self.checkpoint, calibration, work, watch)
+        fisher.sensitivities(self.checkpoint, calibration, work, watch)
         work.mark(_SENSITIVITIES)
 
-    def _sensitivity(self, work: Work, name: str) -> FloatArray | None:
+    def _sensitivity(self, work: Work, name: str) -> npt.NDArray[np.floating] | None:
         """Of the loss to the weights of a linear layer, where the method needs it."""
         if self.recipe.method not in SENSITIVITIES:
             return None
-        from models.quantize.fisher import load
-
-        return load(work, name)
+        return fisher.load(work, name)
 
     def _shares(self, phase: str, message: str) -> Callable[[float], None]:
         """Report a phase whose work tells its share that is done."""
@@ -209,21 +211,27 @@ class Pipeline:
             self._report("quantize", layer + min(done, _STEPS) / _STEPS, total, "blocks", message)
 
         step()
-        needed = self.recipe.method in SECOND_MOMENTS
-        statistics = streams.run_full(checkpoint, layer, step, second_moments=needed)
+        working = WorkingBlock(checkpoint, layer)
+        moments = self.recipe.method in SECOND_MOMENTS
+        if self.recipe.method in SCALED:
+            scale_block(working, streams.observe(working, layer, step, second_moments=True), self.recipe, step)
+        statistics = streams.run_full(working, layer, step, second_moments=moments)
         linears: dict[str, PackedLinear] = {}
-        for name, seen in statistics.items():
+        for name in list(statistics):
             done += 1
-            weight, bias = checkpoint.linear(name)
+            weight, bias = working.take(name)
             sensitivity = self._sensitivity(work, name)
-            linears[name] = quantize_matrix(name, weight, bias, self.recipe, seen, step, sensitivity)
+            linears[name] = quantize_matrix(name, weight, bias, self.recipe, statistics.pop(name), step, sensitivity)
+            del weight
         done += 1
-        streams.run_low(checkpoint, layer, linears, step)
-        tensors = {name: checkpoint.vector(name).numpy() for name in layout.block_vectors(checkpoint.spec, layer)}
+        streams.run_low(working, layer, linears, step)
+        tensors = {name: working.vector(name).numpy() for name in layout.block_vectors(checkpoint.spec, layer)}
         for linear in linears.values():
             tensors |= stored_tensors(linear)
         work.save_tensors(layout.block_file(layer), tensors)
         work.save_streams(layer + 1, streams.tensors())
+        if self.recipe.method in SENSITIVITIES:
+            fisher.discard(work, f"layers.{layer}")
 
     def _outer(self, work: Work, streams: Streams, evaluation: Batches) -> Quality:
         """Quantize the head, measure, and save outer.safetensors and recipe.json."""

@@ -14,7 +14,7 @@ import torch
 
 from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
-from models.oracle import Oracle
+from models.oracle import Oracle, Weights
 from models.packed import PackedLinear
 from models.quantizers.dequantize import dequantize
 from models.spec import LAYER_TYPES, ModelSpec
@@ -71,13 +71,37 @@ class Streams:
             streams[name.rpartition(".")[0]].append(torch.from_numpy(np.array(file[name])))
         return cls(**streams)
 
+    def observe(
+        self, weights: Weights, layer: int, watch: Callable[[], None], *, second_moments: bool
+    ) -> dict[str, InputStatistics]:
+        """Look at the inputs of a block's linear layers over the calibration text, which stays before the block.
+
+        Args:
+            weights: Have the block.
+            layer: Which block.
+            watch: Called after each batch; may raise to stop.
+            second_moments: Whether the Hessian of each linear layer is wanted.
+
+        Returns:
+            Statistics at the input of each of the block's linear layers.
+
+        Raises:
+            QuantizationError: an activation is NaN or infinite.
+        """
+        statistics = _no_statistics(weights.spec, layer, second_moments=second_moments)
+        oracle = _observing(weights, statistics)
+        for x in self.calibration:
+            oracle.block(layer, x)
+            watch()
+        return statistics
+
     def run_full(
-        self, checkpoint: Checkpoint, layer: int, watch: Callable[[], None], *, second_moments: bool
+        self, weights: Weights, layer: int, watch: Callable[[], None], *, second_moments: bool
     ) -> dict[str, InputStatistics]:
         """Pass the full-precision streams through a block.
 
         Args:
-            checkpoint: Has the weights.
+            weights: Have the block.
             layer: Which block.
             watch: Called after each batch; may raise to stop.
             second_moments: Whether the Hessian of each linear layer is wanted.
@@ -88,47 +112,43 @@ class Streams:
         Raises:
             QuantizationError: an activation is NaN or infinite.
         """
-        spec = checkpoint.spec
-        statistics = {
-            f"layers.{layer}.{kind}": InputStatistics.empty(spec.linear_shape(kind)[1], second_moments=second_moments)
-            for kind in LAYER_TYPES
-        }
-        oracle = Oracle(checkpoint, resident=False, observe=lambda name, x: statistics[name].add(x.numpy(), name))
+        statistics = _no_statistics(weights.spec, layer, second_moments=second_moments)
+        oracle = _observing(weights, statistics)
         self.calibration = _pass(oracle, layer, self.calibration, watch)
         oracle.observe = None
         self.full = _pass(oracle, layer, self.full, watch)
         return statistics
 
     def run_low(
-        self, checkpoint: Checkpoint, layer: int, linears: Mapping[str, PackedLinear], watch: Callable[[], None]
+        self, weights: Weights, layer: int, linears: Mapping[str, PackedLinear], watch: Callable[[], None]
     ) -> None:
         """Pass the low-bit stream through a block.
 
         Args:
-            checkpoint: Has the norms.
+            weights: Have the norms.
             layer: Which block.
             linears: The block's linear layers.
             watch: Called after each batch; may raise to stop.
         """
-        oracle = Oracle(LowBitWeights(checkpoint, linears), resident=False)
+        oracle = Oracle(LowBitWeights(weights, linears), resident=False)
         self.low = _pass(oracle, layer, self.low, watch)
 
 
 class LowBitWeights:
-    """Weights for the oracle: low-bit linear layers, dequantized when asked for, and a checkpoint's norms."""
+    """Weights for the oracle: low-bit linear layers, dequantized when asked for, and the norms of others."""
 
-    def __init__(self, checkpoint: Checkpoint, linears: Mapping[str, PackedLinear]) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, others: Weights, linears: Mapping[str, PackedLinear]) -> None:
+        self._others = others
         self._linears = linears
 
     @property
     def spec(self) -> ModelSpec:
         """The architecture."""
-        return self._checkpoint.spec
+        return self._others.spec
 
     def vector(self, name: str) -> torch.Tensor:
         """A norm's weight, float32 [width]."""
-        return self._checkpoint.vector(name)
+        return self._others.vector(name)
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A linear layer's weight float32 [N, K] and bias float32 [N] or None."""
@@ -138,7 +158,7 @@ class LowBitWeights:
 
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C] as it will be stored."""
-        return self._checkpoint.embedding().to(torch.float16)
+        return self._others.embedding().to(torch.float16)
 
 
 def _pass(oracle: Oracle, layer: int, batches: Batches, watch: Callable[[], None]) -> Batches:
@@ -147,3 +167,15 @@ def _pass(oracle: Oracle, layer: int, batches: Batches, watch: Callable[[], None
         outputs.append(oracle.block(layer, x))
         watch()
     return outputs
+
+
+def _no_statistics(spec: ModelSpec, layer: int, *, second_moments: bool) -> dict[str, InputStatistics]:
+    return {
+        f"layers.{layer}.{kind}": InputStatistics.empty(spec.linear_shape(kind)[1], second_moments=second_moments)
+        for kind in LAYER_TYPES
+    }
+
+
+def _observing(weights: Weights, statistics: Mapping[str, InputStatistics]) -> Oracle:
+    """A decoder that adds the inputs of linear layers to their statistics."""
+    return Oracle(weights, resident=False, observe=lambda name, x: statistics[name].add(x.numpy(), name))

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from models.errors import QuantizationError
-from models.quantizers import gptq, rtn, squeezellm
+from models.quantizers import clip, gptq, rtn, squeezellm
 from models.quantizers.codebook import CodebookCodes
 from models.quantizers.groups import FloatArray, GroupCodes
 from models.recipe import METHODS
@@ -20,11 +23,15 @@ Quantizer = Callable[[FloatArray, slice, int, int], Codes]
 
 SECOND_MOMENTS = frozenset({"gptq", "awq", "awq-gptq"})
 """The methods that need the layer's Hessian, the second moments of its inputs."""
+SCALED = frozenset({"awq", "awq-gptq"})
+"""The methods whose matrices have their input channels scaled first."""
 SENSITIVITIES = frozenset({"squeezellm"})
 """The methods that need the sensitivity of the loss to each weight."""
 
 
-def quantizer(method: str, *, hessian: FloatArray | None = None, sensitivity: FloatArray | None = None) -> Quantizer:
+def quantizer(
+    method: str, *, hessian: FloatArray | None = None, sensitivity: npt.NDArray[np.floating] | None = None
+) -> Quantizer:
     """The function `quantize(weight, rows, bits, group_size)` of a base method for one layer.
 
     Args:
@@ -39,11 +46,20 @@ def quantizer(method: str, *, hessian: FloatArray | None = None, sensitivity: Fl
         raise QuantizationError(f"unknown method {method!r}; choose one of: {', '.join(METHODS)}")
     if (method in SECOND_MOMENTS and hessian is None) or (method in SENSITIVITIES and sensitivity is None):
         raise QuantizationError(f"{method} needs a calibration text; give one, or choose rtn")
-    if method == "gptq":
-        assert hessian is not None
-        handed = gptq.feedback(hessian)
-        return lambda weight, _, bits, group_size: gptq.quantize(weight, bits, group_size, handed)
     if method == "squeezellm":
         assert sensitivity is not None
         return lambda weight, rows, bits, _: squeezellm.quantize(weight, sensitivity[rows], bits)
-    return lambda weight, _, bits, group_size: rtn.quantize(weight, bits, group_size)
+    if method == "rtn":
+        return lambda weight, _, bits, group_size: rtn.quantize(weight, bits, group_size)
+    assert hessian is not None
+    if method == "awq":
+        return lambda weight, _, bits, group_size: clip.quantize(weight, bits, group_size, hessian)
+    handed = gptq.feedback(hessian)
+    if method == "gptq":
+        return lambda weight, _, bits, group_size: gptq.quantize(weight, bits, group_size, handed)
+
+    def clipped_feedback(weight: FloatArray, _: slice, bits: int, group_size: int) -> Codes:
+        start = clip.quantize(weight, bits, group_size, hessian)
+        return gptq.quantize(weight, bits, group_size, handed, start)
+
+    return clipped_feedback

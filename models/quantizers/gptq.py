@@ -3,8 +3,8 @@
 Channels are rounded one after the other, those with the largest mean square activation first. What rounding a channel
 does to the layer's output is made up for, as far as the inputs are correlated, by moving the weights of the channels
 that follow: with U the upper Cholesky factor of the inverse of the damped Hessian H = E[x xᵀ], the error of channel j
-divided by U[j, j] is taken off along row j of U. Scales and zero-points are those of round-to-nearest's clip search on
-the original weights, found before (static groups), so groups stay contiguous whatever the order.
+divided by U[j, j] is taken off along row j of U. Scales and zero-points are those of a clip search on the original
+weights, found before (static groups), so groups stay contiguous whatever the order.
 
 Source: Frantar et al. 2023 (OPTQ), §3: Cholesky form (step 3), lazy batches (step 2), order by activation.
 """
@@ -65,7 +65,9 @@ def feedback(hessian: FloatArray) -> Feedback:
     return Feedback(order=order, factor=np.ascontiguousarray(inverse.numpy()[::-1, ::-1].astype(np.float32)))
 
 
-def quantize(weight: FloatArray, bits: int, group_size: int, handed: Feedback) -> GroupCodes:
+def quantize(
+    weight: FloatArray, bits: int, group_size: int, handed: Feedback, start: GroupCodes | None = None
+) -> GroupCodes:
     """Quantize a matrix in groups along its input channels.
 
     Args:
@@ -73,11 +75,13 @@ def quantize(weight: FloatArray, bits: int, group_size: int, handed: Feedback) -
         bits: Width of a code, 2 to 8.
         group_size: Input channels that share a scale.
         handed: From `feedback`.
+        start: Has the scales and zero-points to use; those of round-to-nearest's clip search if None.
 
     Raises:
         QuantizationError: a weight is NaN or infinite, or a scale would leave fp16's range.
     """
-    start = rtn.quantize(weight, bits, group_size)
+    if start is None:
+        start = rtn.quantize(weight, bits, group_size)
     codes = np.empty_like(start.codes)
 
     def work(rows: slice) -> None:

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.errors import QuantizationError
-from models.quantizers.groups import LARGEST_SCALE, FloatArray, GroupCodes, group_slices, split_groups, to_fp16_scale
+from models.quantizers.groups import (
+    FloatArray,
+    GroupCodes,
+    check_range,
+    group_slices,
+    round_to_codes,
+    shrunk,
+    split_groups,
+)
 from models.quantizers.rows import each_chunk
 
 RATIOS = tuple(1.0 - 0.025 * step for step in range(24))
@@ -32,13 +39,7 @@ def quantize(weight: FloatArray, bits: int, group_size: int) -> GroupCodes:
         QuantizationError: a weight is NaN or infinite, or a scale would leave fp16's range.
     """
     rows, width = weight.shape
-    num_groups = -(-width // group_size)
-    result = GroupCodes(
-        codes=np.empty((rows, width), np.uint8),
-        scales=np.empty((rows, num_groups), np.float16),
-        zeros=np.empty((rows, num_groups), np.uint8),
-        group_size=group_size,
-    )
+    result = GroupCodes.empty(weight.shape, group_size)
 
     def work(chunk: slice) -> None:
         for columns, groups in group_slices(width, group_size):
@@ -47,7 +48,7 @@ def quantize(weight: FloatArray, bits: int, group_size: int) -> GroupCodes:
             shape = values.shape
             part = np.ascontiguousarray(values.reshape(-1, shape[2]).T)
             scales, zeros = search(part, bits)
-            codes = _round(part, scales, zeros, bits, np.empty_like(part))
+            codes = round_to_codes(part, scales, zeros, bits, np.empty_like(part))
             codes += zeros
             result.codes[chunk, columns] = codes.T.reshape(shape[0], -1)
             result.scales[chunk, groups] = scales.reshape(shape[:2])
@@ -70,18 +71,16 @@ def search(groups: FloatArray, bits: int) -> tuple[FloatArray, FloatArray]:
     Raises:
         QuantizationError: a weight is NaN or infinite, or a scale would leave fp16's range.
     """
-    top = 2**bits - 1
     low, high = np.minimum(groups.min(0), 0), np.maximum(groups.max(0), 0)
-    _check_range(low, high, top)
+    check_range(low, high, bits)
     best_scale, best_zero = np.empty_like(low), np.empty_like(low)
     best_error = np.full_like(low, np.inf)
     trial = np.empty_like(groups)
     importance = groups * groups
     importance += BASE_IMPORTANCE * importance.mean(0)
     for ratio in RATIOS:
-        scale = to_fp16_scale((high - low) * np.float32(ratio / top))
-        zero = np.clip(np.rint(low * np.float32(-ratio) / scale), 0, top)
-        _round(groups, scale, zero, bits, trial)
+        scale, zero = shrunk(low, high, ratio, bits)
+        round_to_codes(groups, scale, zero, bits, trial)
         trial *= scale
         trial -= groups
         trial *= trial
@@ -92,20 +91,3 @@ def search(groups: FloatArray, bits: int) -> tuple[FloatArray, FloatArray]:
         best_scale[better] = scale[better]
         best_zero[better] = zero[better]
     return best_scale, best_zero
-
-
-def _round(groups: FloatArray, scale: FloatArray, zero: FloatArray, bits: int, out: FloatArray) -> FloatArray:
-    """Codes minus zero-points of [g, n], into `out`."""
-    np.multiply(groups, 1 / scale, out=out)
-    np.rint(out, out=out)
-    np.maximum(out, -zero, out=out)
-    np.minimum(out, 2**bits - 1 - zero, out=out)
-    return out
-
-
-def _check_range(low: FloatArray, high: FloatArray, top: int) -> None:
-    span = (high.astype(np.float64) - low).max(initial=0.0)
-    if not np.isfinite(span):
-        raise QuantizationError("the weights hold NaN or infinity; the checkpoint is damaged")
-    if span / top > LARGEST_SCALE:
-        raise QuantizationError(f"weights spread over {span:.3g}, too far for fp16 scales")

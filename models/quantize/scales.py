@@ -1,0 +1,125 @@
+"""AWQ's scales: input channels that matter are made larger before rounding, and their inputs smaller.
+
+A channel's weights keep the rounding step of their group, so multiplying them by s divides by s what their rounding
+does to the output, as long as the group's range does not grow. What makes a channel matter is the mean magnitude m of
+its inputs; u is how much of their group's range its weights use. Scales m^α and m^α / u^(1 - α) are tried for a grid of
+α, among them no scaling at all, and the layer's output error decides, with round-to-nearest for the rounding.
+
+Source: Lin et al. 2024 (AWQ) §3.2 for m^α; its code for normalization and for u.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from models.calibration import InputStatistics
+from models.errors import QuantizationError
+from models.quantize.working import WorkingBlock, sources
+from models.quantizers import rtn
+from models.quantizers.groups import FloatArray, group_slices, split_groups
+from models.recipe import Recipe
+
+GRID = 20
+"""Values of α tried, 0 to 1 - 1 / GRID."""
+MOST_ROWS, MOST_WEIGHTS = 512, 1 << 20
+"""Output channels and weights whose errors are looked at; in wide matrices 32 output channels at least."""
+SMALLEST_SHARE = 1e-3
+"""The least that a channel's m or u counts, in units of the mean over channels: what is silent in the calibration text
+need not be so in others."""
+
+
+def scale_block(
+    working: WorkingBlock, statistics: Mapping[str, InputStatistics], recipe: Recipe, watch: Callable[[], None]
+) -> None:
+    """Scale the input channels of every linear layer of a block.
+
+    Args:
+        working: The block; changed in place.
+        statistics: Of the inputs of its linear layers, with second moments.
+        recipe: How it will be quantized.
+        watch: Called after each layer; may raise to stop.
+
+    Raises:
+        QuantizationError: a weight is NaN or infinite, or out of range.
+    """
+    found = {}
+    for name, seen in statistics.items():
+        kind = name.rpartition(".")[2]
+        weight, _ = working.linear(name)
+        part = weight[sample(*weight.shape)].numpy()
+        try:
+            found[kind] = search(part, seen, recipe.layer_bits(name), recipe.group_size, sources(working.spec, kind))
+        except QuantizationError as error:
+            raise QuantizationError(f"{name}: {error}") from error
+        watch()
+    for kind, scales in found.items():
+        working.scale_inputs(kind, scales)
+
+
+def search(
+    weight: FloatArray, statistics: InputStatistics, bits: int, group_size: int, tied: npt.NDArray[np.intp]
+) -> FloatArray:
+    """Find the scales of a linear layer's input channels.
+
+    Args:
+        weight: float32 [n, K], the output channels to judge by; see `sample`.
+        statistics: Of the inputs, with second moments.
+        bits: Width of a code.
+        group_size: Input channels that share a scale and a zero-point.
+        tied: [K]: channels with the same number get the same scale.
+
+    Returns:
+        float32 [K], positive; all ones where no scaling is better than any.
+
+    Raises:
+        QuantizationError: a weight is NaN or infinite, or out of range.
+    """
+    assert statistics.hessian is not None
+    best, least = np.ones(weight.shape[1], np.float32), np.inf
+    for scales in _candidates(weight, statistics.mean_magnitude(), group_size, tied):
+        error = rtn.quantize(weight * scales, bits, group_size).dequantize()
+        error /= scales
+        error -= weight
+        loss = float(np.vdot(error @ statistics.hessian, error))
+        if loss < least:
+            best, least = scales, loss
+    return best
+
+
+def sample(rows: int, width: int) -> npt.NDArray[np.intp]:
+    """Output channels that are enough for `search`, from all over a matrix of so many rows and columns."""
+    count = min(rows, MOST_ROWS, max(32, MOST_WEIGHTS // max(1, width)))
+    return np.arange(count) * rows // max(1, count)
+
+
+def _candidates(
+    weight: FloatArray, magnitude: FloatArray, group_size: int, tied: npt.NDArray[np.intp]
+) -> Iterator[FloatArray]:
+    """The scales to try, none first. float32 [K] each, the largest times the smallest being 1."""
+    inputs, use = _shared(magnitude, tied), _shared(_range_use(weight, group_size), tied)
+    for power in (0.0, 1.0):  # of u
+        for step in range(GRID):
+            alpha = step / GRID
+            scales = inputs**alpha / use ** (power * (1 - alpha))
+            yield (scales / np.sqrt(scales.max() * scales.min())).astype(np.float32)
+
+
+def _range_use(weight: FloatArray, group_size: int) -> FloatArray:
+    """How much of its group's largest magnitude a channel's weights have, averaged over rows. float32 [K]."""
+    share: FloatArray = np.abs(weight)
+    for columns, groups in group_slices(weight.shape[1], group_size):
+        part = split_groups(share[:, columns], groups)
+        largest = part.max(2, initial=0, keepdims=True)
+        part /= np.where(largest > 0, largest, 1)
+    mean: FloatArray = share.mean(0)
+    return mean
+
+
+def _shared(values: FloatArray, tied: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+    """Means over the channels that are tied, none below the smallest that counts. float64 [K]."""
+    means = np.bincount(tied, values)[tied] / np.bincount(tied)[tied]
+    mean = float(means.mean())
+    return np.maximum(means, SMALLEST_SHARE * mean) if mean > 0 else np.ones(len(means))

@@ -1,0 +1,101 @@
+"""The working weights of a block: float32, and open to changes that leave what the full-precision model computes.
+
+Such changes prepare a block for its quantization: what they move between a layer and the one before it costs nothing
+when the model runs, since it is stored with the weights.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.checkpoint import Checkpoint
+from models.quantizers.groups import FloatArray
+from models.spec import LAYER_TYPES, ModelSpec
+from models.store import layout
+
+_NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm"}
+
+
+class WorkingBlock:
+    """Weights for the oracle: one block of a checkpoint.
+
+    Args:
+        checkpoint: Has the weights.
+        layer: Which block. Its linear layers are held in float32, 4 bytes a weight.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
+        self.layer = layer
+        self._checkpoint = checkpoint
+        self._vectors = {name: checkpoint.vector(name) for name in layout.block_vectors(checkpoint.spec, layer)}
+        self._linears: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        for kind in LAYER_TYPES:
+            weight, bias = checkpoint.linear(f"layers.{layer}.{kind}")
+            self._linears[f"layers.{layer}.{kind}"] = (weight.to(torch.float32, copy=True), bias)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The architecture."""
+        return self._checkpoint.spec
+
+    def vector(self, name: str) -> torch.Tensor:
+        """A norm's weight, float32 [width]."""
+        return self._vectors[name]
+
+    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A linear layer's weight float32 [N, K] and bias float32 [N] or None."""
+        return self._linears[name]
+
+    def take(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same, which is then no longer here."""
+        return self._linears.pop(name)
+
+    def embedding(self) -> torch.Tensor:
+        """The embedding table [V, C]."""
+        return self._checkpoint.embedding()
+
+    def scale_inputs(self, kind: str, scales: FloatArray) -> None:
+        """Multiply the input channels of a linear layer, and have what feeds them divide by the same.
+
+        Inputs of `qkv` and `gate_up` come from a norm, those of `o` from the rows of v (attention mixes tokens, not
+        channels), those of `down` from the rows of up.
+
+        Args:
+            kind: `qkv`, `o`, `gate_up` or `down`.
+            scales: float32 [K], positive; equal where `sources` is.
+        """
+        prefix, spec = f"layers.{self.layer}", self.spec
+        factors = torch.from_numpy(scales)
+        self._linears[f"{prefix}.{kind}"][0].mul_(factors)
+        if kind in _NORM_BEFORE:
+            name = f"{prefix}.{_NORM_BEFORE[kind]}"
+            self._vectors[name] = self._vectors[name] / factors
+            return
+        if kind == "o":
+            divisors = torch.empty(spec.kv_width)
+            divisors[torch.from_numpy(sources(spec, kind))] = factors
+            rows, (weight, bias) = slice(spec.q_width + spec.kv_width, None), self._linears[f"{prefix}.qkv"]
+        else:
+            divisors = factors
+            rows, (weight, bias) = slice(spec.intermediate_size, None), self._linears[f"{prefix}.gate_up"]
+        weight[rows] /= divisors[:, None]
+        if bias is not None:
+            bias[rows] /= divisors
+
+
+def sources(spec: ModelSpec, kind: str) -> npt.NDArray[np.intp]:
+    """What feeds each input channel of a linear layer: a channel of the norm, of up, or of v.
+
+    Query heads that share a key-value head read the same channels of v, so these have to be scaled alike.
+
+    Returns:
+        [K]: the number of the source.
+    """
+    width = spec.linear_shape(kind)[1]
+    channels = np.arange(width)
+    if kind != "o":
+        return channels
+    head, channel = np.divmod(channels, spec.head_dim)
+    return head // (spec.num_heads // spec.num_kv_heads) * spec.head_dim + channel
