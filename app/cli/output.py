@@ -117,8 +117,8 @@ def _amount(report: Progress) -> str:
     if report.unit == "bytes":
         whole = f" of {size(int(report.total))}" if report.total is not None else ""
         return f"{size(int(report.done))}{whole}"
-    whole = f"/{report.total:g}" if report.total is not None else ""
-    return f"{report.done:g}{whole} {report.unit}"
+    whole = f"/{int(report.total)}" if report.total is not None else ""
+    return f"{int(report.done)}{whole} {report.unit}"
 
 
 def size(count: int) -> str:

@@ -73,7 +73,7 @@ class Job:
     def _amount(self, done: float, total: float | None = None) -> str:
         if self._bytes:
             return byte_count(done) if total is None else f"{byte_count(done)} of {byte_count(total)}"
-        text = f"{done:g}" if total is None else f"{done:g} of {total:g}"
+        text = f"{int(done)}" if total is None else f"{int(done)} of {int(total)}"
         return f"{text} {self.unit}".rstrip()
 
 

@@ -7,7 +7,8 @@ methods need statistics of the inputs and much more time, and the block's place 
 
 One pass over the checkpoint serves all blocks. The hidden states of the untouched model and of one copy for every block
 passed so far move on together, so each block's weights are read twice, and the head's once. Beyond one block in float32
-this takes `STATES_BYTES` for the hidden states and what a batch of a few windows needs inside a block.
+this takes `STATES_BYTES` for the hidden states and what a batch of a few windows needs inside a block. For L blocks it
+costs as much as L / 2 passes over the tokens used.
 
 Source: QDEC §5.1 (3.5 bits: half of the blocks at 3 bits and half at 4, by KL-divergence sensitivity).
 """
@@ -27,10 +28,14 @@ from models.oracle import Oracle
 from models.quantize.streams import Batches
 from models.quantizers import rtn
 from models.recipe import LARGEST_BITS, SMALLEST_BITS, Recipe
-from models.spec import ModelSpec
+from models.spec import LAYER_TYPES, ModelSpec
 
 MOST_TOKENS = 2048
 """Most tokens of the calibration text that are used."""
+ENOUGH_TOKENS = 512
+"""Tokens that large models make do with."""
+MOST_WORK = 6e12
+"""Multiplications that more tokens than those may take, some minutes of two cores."""
 STATES_BYTES = 384 << 20
 """Room for the hidden states of all copies of the model; with many wide blocks fewer tokens are used."""
 _FEWEST_TOKENS = 16
@@ -118,8 +123,11 @@ def _large_blocks(bits: float, blocks: int) -> int:
 
 
 def _token_limit(spec: ModelSpec) -> int:
+    """Tokens for which time and memory suffice."""
     fitting = STATES_BYTES // (4 * (spec.num_layers + 1) * spec.hidden_size)
-    return max(_FEWEST_TOKENS, min(MOST_TOKENS, fitting))
+    weights = sum(math.prod(spec.linear_shape(kind)) for kind in LAYER_TYPES)
+    affordable = int(MOST_WORK / (weights * spec.num_layers * (spec.num_layers + 1) / 2))
+    return max(_FEWEST_TOKENS, min(MOST_TOKENS, max(ENOUGH_TOKENS, affordable), fitting))
 
 
 def _sample(windows: Batches, limit: int) -> list[torch.Tensor]:

@@ -211,6 +211,10 @@ def test_tokens_are_bounded_and_from_all_over_the_text(tiny_checkpoint: Path, mo
     rows = [text[0][0], text[1][0]]  # two sequences of 16 fit into 40 tokens
     expected = brute_force(checkpoint, 32, [row[None] for row in rows])
     np.testing.assert_allclose(divergences(checkpoint, 32, text, lambda share: None), expected, rtol=1e-4)
+    monkeypatch.setattr(allocation, "STATES_BYTES", 1 << 30)
+    monkeypatch.setattr(allocation, "MOST_WORK", 0)
+    monkeypatch.setattr(allocation, "ENOUGH_TOKENS", 40)
+    np.testing.assert_allclose(divergences(checkpoint, 32, text, lambda share: None), expected, rtol=1e-4)
     monkeypatch.setattr(allocation, "STATES_BYTES", 0)
     expected = brute_force(checkpoint, 32, [text[0][:1, :16]])
     np.testing.assert_allclose(divergences(checkpoint, 32, text, lambda share: None), expected, rtol=1e-4)
