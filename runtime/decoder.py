@@ -7,7 +7,7 @@ which rows a scheduler puts into a step, not of the decoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from models.spec import ModelSpec
 from runtime.errors import RequestError
+from runtime.kv.control import KVCache
+from runtime.kv.kinds import KVKind as KVKind
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 Selector = Literal["approx", "exact", "static", "random"]
-KVKind = Literal["fp16", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class DecoderOptions:
     """How a stored model is to be run."""
 
     kv: KVKind = "fp16"
-    """Precision of the KV cache."""
+    """What the KV cache keeps: see `runtime.kv.kinds`. Not every backend has every kind; see `check_kind`."""
     context: int = 4096
     """Positions kept for each slot, in tokens."""
     slots: int = 1
@@ -60,8 +61,9 @@ class Step:
     slots: Int32Array
     """[M] the sequence of each row, in [0, options.slots)."""
     positions: Int32Array
-    """[M] the position of each row, in [0, options.context). Attention sees positions <= its own of its own slot, so
-    writing again at a lower position is how a sequence is cut back."""
+    """[M] the position of each row, in [0, options.context); a slot's rows are consecutive and begin at its length at
+    most. Attention sees positions <= its own of its own slot. Writing again at a lower position cuts the sequence back
+    to there."""
     logit_rows: Int32Array
     """[R] rows whose logits are wanted, ascending."""
     compensate: bool = True
@@ -88,6 +90,24 @@ def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:
             raise RequestError(f"{name} {int(values.max())} is out of range: it must be from 0 to {limit - 1}")
 
 
+def check_kind(kv: KVKind, backend: str, kinds: Sequence[KVKind]) -> None:
+    """Check that a backend has a kind of cache.
+
+    Args:
+        kv: The kind asked for.
+        backend: Name of the backend.
+        kinds: What it has.
+
+    Raises:
+        RequestError: it has not, and which it has.
+    """
+    if kv not in kinds:
+        raise RequestError(
+            f"the {backend} backend has no {kv} cache: choose {', '.join(kinds)}, or the reference backend, which has "
+            "every kind and is slow"
+        )
+
+
 class Decoder(Protocol):
     """A loaded model on one backend."""
 
@@ -99,6 +119,11 @@ class Decoder(Protocol):
     """Bytes of the KV cache's real buffers."""
     weight_bytes: int
     """Bytes of weights read for one decoded token, without residuals and without the embedding table."""
+
+    @property
+    def cache(self) -> KVCache | None:
+        """The KV cache, to be asked between steps; None where a backend's cache cannot trim and fork by request."""
+        ...
 
     @property
     def recall(self) -> float | None:

@@ -14,6 +14,7 @@ from typing import Literal
 from models.spec import ModelSpec
 from runtime.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError
+from runtime.kv.kinds import KINDS, cache_bytes
 from tuner.detect import MemoryInfo, detect_memory
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -81,15 +82,6 @@ class MemoryPlan:
         return self.needed_bytes <= self.available_bytes
 
 
-def kv_bytes_per_token(spec: ModelSpec, kv: KVKind) -> int:
-    """Bytes of keys and values of one token in all layers.
-
-    `fp16` takes two bytes a value; `int8` one, and a half-precision scale for each head.
-    """
-    per_head = 2 * spec.head_dim if kv == "fp16" else spec.head_dim + 2
-    return 2 * spec.num_layers * spec.num_kv_heads * per_head
-
-
 def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
     """Bytes of the working buffers of a step of `rows` rows: activations, one row of logits and rotary tables, fp32."""
     widths = 3 * spec.hidden_size + spec.q_width + 2 * spec.kv_width + 3 * spec.intermediate_size + spec.q_width
@@ -137,7 +129,7 @@ def plan(
             context=tokens,
             weight_bytes=weights,
             residual_bytes=sizes.residual_bytes if compensated else 0,
-            kv_bytes=tokens * slots * kv_bytes_per_token(spec, kv),
+            kv_bytes=cache_bytes(KINDS[kv], spec, context=tokens, slots=slots, max_rows=rows),
             buffer_bytes=buffer_bytes(spec, tokens, rows),
             margin_bytes=_MARGIN + (_DEVICE_CONTEXT if backend == "triton" else 0),
             available_bytes=free.available_bytes,

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-KV = Literal["fp16", "int8"]
+from runtime.kv.kinds import KVKind
+
 Backend = Literal["auto", "triton", "cpu", "reference"]
 Select = Literal["approx", "exact", "static", "random"]
 
@@ -52,7 +53,14 @@ Model = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to standard output.")]
-KVOption = Annotated[KV | None, typer.Option("--kv", help="Precision of the key-value cache.", show_default=False)]
+KVOption = Annotated[
+    KVKind | None,
+    typer.Option(
+        "--kv",
+        help="What the key-value cache keeps. fp16 and int8 run everywhere; the reference backend has every kind.",
+        show_default=False,
+    ),
+]
 KChunk = Annotated[
     int | None,
     typer.Option(

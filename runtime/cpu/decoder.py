@@ -17,7 +17,7 @@ from runtime.cpu.layout import aligned_zeros
 from runtime.cpu.plan import PlanOperations, Program
 from runtime.cpu.pool import Pool, default_threads
 from runtime.cpu.products import TILE_SCRATCH
-from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
+from runtime.decoder import DecoderOptions, Float32Array, Step, check_kind, check_step
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kernels.attention.cpu import SPAN
 from runtime.kernels.gemv.cpu import BLOCK
@@ -43,6 +43,7 @@ class CpuDecoder:
     """
 
     backend = "cpu"
+    cache = None
 
     def __init__(self, model: Weights, options: DecoderOptions) -> None:
         self.spec, self.options = model.spec, options
@@ -50,6 +51,7 @@ class CpuDecoder:
         """Instruction-set variant of the kernels."""
         if options.context < 1 or options.slots < 1 or options.max_rows < 1:
             raise RequestError("context, slots and max_rows must be at least 1")
+        check_kind(options.kv, "CPU", ("fp16", "int8"))
         threads = options.threads or default_threads()
         self._cache = CpuCache(model.spec, options, threads)
         self._plan = PlanOperations(model, options, self._cache)

@@ -59,7 +59,8 @@ class KVCache(Protocol):
         Args:
             slots: int32 [M] as in `runtime.decoder.Step`.
             positions: int32 [M], consecutive in each slot.
-            flush: Whether pages may be cut off; a draft leaves that to its verification.
+            flush: Whether pages may be cut off. Speculation says no from its second drafted token on, so that drafts
+                and their verification see the same pages and no drafted token is quantized before it is verified.
 
         Raises:
             RequestError: a gap before a slot's first row or between rows, or more tokens than there is room for.

@@ -17,13 +17,13 @@ from models.architecture import Operations, forward
 from models.packed import PackedLinear
 from models.rope import tables
 from models.spec import ModelSpec
-from runtime.decoder import DecoderOptions, Float32Array, Step
+from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
 from runtime.errors import InvalidActivationError
-from runtime.kernels.attention.reference import attend
 from runtime.kernels.gate.reference import silu_gate
 from runtime.kernels.norm.reference import rms_norm
 from runtime.kernels.rope.reference import rotate
-from runtime.reference import cache
+from runtime.kv.kinds import KINDS
+from runtime.kv.reference.cache import ReferenceCache
 from runtime.reference.linear import ReferenceLinear
 from runtime.weights import Weights
 
@@ -65,8 +65,14 @@ class ReferenceDecoder:
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
         cos, sin = tables(self.spec.rope, options.context)
         self.cos, self.sin = torch.from_numpy(cos), torch.from_numpy(sin)
-        self.caches = cache.build(self.spec, options)
-        self.kv_bytes = sum(keys.nbytes + values.nbytes for keys, values in self.caches)
+        self.cache = ReferenceCache(
+            KINDS[options.kv],
+            self.spec,
+            context=options.context,
+            slots=options.slots,
+            max_rows=options.max_rows,
+        )
+        self.kv_bytes = self.cache.store.nbytes
 
     @property
     def recall(self) -> float | None:
@@ -86,8 +92,11 @@ class ReferenceDecoder:
             Logits float32 [R, V].
 
         Raises:
+            RequestError: a number is out of range, or the cache cannot take the rows: see
+                `runtime.kv.control.KVCache.begin`.
             InvalidActivationError: a NaN or infinity reached a selection or the logits.
         """
+        check_step(step, self.spec, self.options)
         with torch.inference_mode():
             logits = forward(_Pass(self, step), self.spec)
         if not bool(torch.isfinite(logits).all()):
@@ -110,13 +119,14 @@ class ReferenceDecoder:
     def close(self) -> None:
         """Release the buffers. Safe to call twice."""
         self.linears.clear()
-        self.caches.clear()
+        self.cache.close()
 
 
 class _Pass(Operations[torch.Tensor]):
     """The operations of one step."""
 
     def __init__(self, decoder: ReferenceDecoder, step: Step) -> None:
+        decoder.cache.begin(step.slots, step.positions)
         self._decoder = decoder
         self._spec = decoder.spec
         self._compensate = step.compensate
@@ -147,18 +157,9 @@ class _Pass(Operations[torch.Tensor]):
         return rotate(self._heads(x), cos, sin).flatten(1)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        keys, values = self._decoder.caches[layer]
-        keys.write(self._slots, self._positions, self._heads(k))
-        values.write(self._slots, self._positions, self._heads(v))
-        out = torch.empty_like(self._heads(q))
-        for slot in sorted(set(self._slots.tolist())):
-            rows = (self._slots == slot).nonzero().flatten()
-            positions = self._positions[rows]
-            length = int(positions.max()) + 1
-            window = self._spec.windows[layer]
-            k_all, v_all = keys.read(slot, length), values.read(slot, length)
-            out[rows] = attend(self._heads(q)[rows], k_all, v_all, positions, window)
-        return out.flatten(1)
+        cache, window = self._decoder.cache, self._spec.windows[layer]
+        cache.append(layer, self._slots, self._positions, self._heads(k), self._heads(v))
+        return cache.attend(layer, self._heads(q), self._slots, self._positions, window).flatten(1)
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return silu_gate(gate, up)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from models.progress import Progress
 from models.recipe import DEFAULT_METHOD, LARGEST_BITS, SMALLEST_BITS, Method
+from runtime.kv.kinds import KVKind
 from runtime.server.answer import json_answer
 from runtime.server.errors import unknown_model
 from runtime.server.records import LoadRequest, ModelEntry, QuantizeRequest, TuneRequest
@@ -38,7 +39,7 @@ class LoadBody(_Body):
     """Body of POST /runtime/load."""
 
     model: Name
-    kv: Literal["fp16", "int8"] | None = None
+    kv: KVKind | None = None
     k_chunk: Chunk | dict[LayerType, Chunk] | None = None
     budget: Budget | None = None
     context: Annotated[int, Field(ge=1)] | None = None

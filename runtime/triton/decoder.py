@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from models.architecture import forward
-from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
+from runtime.decoder import DecoderOptions, Float32Array, Step, check_kind, check_step
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, RequestError
 from runtime.kernels.select.budget import LAYER_KINDS, k_chunk_of
 from runtime.kernels.select.triton import Selection, recall, select
@@ -65,15 +65,13 @@ class TritonDecoder:
     """
 
     backend = "triton"
+    cache = None
 
     @_explained
     def __init__(self, model: Weights, options: DecoderOptions, device: torch.device | str = "cuda") -> None:
         if options.context < 1 or options.slots < 1 or options.max_rows < 1:
             raise RequestError("context, slots and max_rows must be at least 1")
-        if options.kv != "fp16":
-            raise RequestError(
-                f"the GPU backend keeps the cache at fp16, not {options.kv}: choose fp16, or another backend"
-            )
+        check_kind(options.kv, "GPU", ("fp16",))
         self.spec, self.options = model.spec, options
         self._device = torch.device(device)
         self._model = GpuModel(model, options, self._device)

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.spec import ModelSpec, RopeSpec
-from runtime.decoder import DecoderOptions, KVKind
+from runtime.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError
+from runtime.kv.kinds import KINDS
 from runtime.memory import (
     DEFAULT_CONTEXT,
     MIB,
@@ -14,7 +15,6 @@ from runtime.memory import (
     MemoryPlan,
     ModelSizes,
     describe,
-    kv_bytes_per_token,
     plan,
     size,
 )
@@ -145,13 +145,14 @@ def test_a_plan_fits_or_is_refused(mib: int, maximum: int, kv: KVKind) -> None:
         assert found.context <= min(maximum, DEFAULT_CONTEXT)
 
 
-@pytest.mark.parametrize("kv", ["fp16", "int8"])
+@pytest.mark.parametrize("kv", KINDS)
 def test_the_cache_is_as_large_as_the_reference_backend_makes_it(kv: KVKind) -> None:
-    from runtime.reference import cache
+    from runtime.kv.reference.cache import ReferenceCache
 
     model = spec(layers=2)
-    built = cache.build(model, DecoderOptions(kv=kv, context=10, slots=3))
-    assert sum(keys.nbytes + values.nbytes for keys, values in built) == 30 * kv_bytes_per_token(model, kv)
+    built = ReferenceCache(KINDS[kv], model, context=300, slots=3, max_rows=20)
+    planned = plan(model, WEIGHTS, kv=kv, context=300, slots=3, rows=20, memory=free(16_000))
+    assert planned.kv_bytes == built.store.nbytes == built.capacity_bytes
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def split(vectors: torch.Tensor, group: int) -> torch.Tensor:
     missing = -vectors.shape[-1] % size
     if missing:
         vectors = torch.cat([vectors, vectors[..., -1:].expand(*vectors.shape[:-1], missing)], dim=-1)
-    return vectors.unflatten(-1, (-1, size))
+    return vectors.reshape(*vectors.shape[:-1], vectors.shape[-1] // size, size)
 
 
 def scales_of(groups: torch.Tensor, bits: int, outliers: torch.Tensor | None = None) -> torch.Tensor:
@@ -61,7 +61,7 @@ def encode(groups: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tenso
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """code * scale + zero. Returns float32 [..., groups, group]."""
+    """Read codes back: code * scale + zero. Returns float32 [..., groups, group]."""
     scale, zero = scales.float().unsqueeze(-2).unbind(-1)
     return codes.float() * scale + zero
 
@@ -89,7 +89,7 @@ def encode_lower(groups: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor
 
 
 def decode_both(upper: torch.Tensor, lower: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """(16 * upper + lower) * scale / 16 + zero. Returns float32 [..., groups, group]."""
+    """Read both planes back: (16 * upper + lower) * scale / 16 + zero. Returns float32 [..., groups, group]."""
     scale, zero = scales.float().unsqueeze(-2).unbind(-1)
     return (16 * upper.float() + lower.float()) * (scale / 16) + zero
 
@@ -105,7 +105,8 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
         uint8 [..., ceil(n * bits / 8)].
     """
     each = 8 // bits
-    filled = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
+    filled = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % each))
+    filled = filled.reshape(*codes.shape[:-1], filled.shape[-1] // each, each)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return (filled << shifts).sum(-1, dtype=torch.uint8)
 
@@ -122,4 +123,5 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
         uint8 [..., count].
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    return ((packed.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)[..., :count]
+    codes = (packed.unsqueeze(-1) >> shifts).bitwise_and(2**bits - 1)
+    return codes.flatten(-2)[..., :count]
