@@ -48,7 +48,8 @@ def quantizer(
         raise QuantizationError(f"{method} needs a calibration text; give one, or choose rtn")
     if method == "squeezellm":
         assert sensitivity is not None
-        return lambda weight, rows, bits, _: squeezellm.quantize(weight, sensitivity[rows], bits)
+        channels = squeezellm.channel_importance(sensitivity)
+        return lambda weight, rows, bits, _: squeezellm.quantize(weight, sensitivity[rows], bits, channels)
     if method == "rtn":
         return lambda weight, _, bits, group_size: rtn.quantize(weight, bits, group_size)
     assert hessian is not None

@@ -182,7 +182,18 @@ def test_numbers_that_are_none_are_refused(bad: float) -> None:
         squeezellm.quantize(weight, importance((4, 64)), 3)
 
 
-def test_the_method_takes_the_rows_of_its_piece() -> None:
+def test_input_channels_that_matter_in_other_rows_matter_too() -> None:
+    weight, sensitivity = weights((16, 256)), np.ones((16, 256), np.float16)
+    sensitivity[1:, ::8] = 300
+    channels = squeezellm.channel_importance(sensitivity)
+    np.testing.assert_allclose(channels.mean(), 1, rtol=1e-5)
+    alone = squeezellm.quantize(weight, sensitivity, 3).dequantize()
+    mixed = squeezellm.quantize(weight, sensitivity, 3, channels).dequantize()
+    error = np.square(weight - np.stack([alone, mixed]))[:, 0, ::8].mean(1)
+    assert error[1] < 0.6 * error[0]
+
+
+def test_the_method_takes_the_rows_of_its_piece_and_the_channels_of_all() -> None:
     weight, sensitivity = weights((40, 64)), importance((40, 64))
     method = quantizer("squeezellm", sensitivity=sensitivity)
     whole, piece = method(weight, slice(0, 40), 3, 128), method(weight[32:], slice(32, 40), 3, 128)
