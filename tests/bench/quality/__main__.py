@@ -44,6 +44,8 @@ def main() -> None:
     results = Results(given.results or out / "quality" / "results.json", keep=given.keep)
     if not given.report:
         _measure(given, results)
+    if not results.about:
+        raise SystemExit(f"{results.path} holds no results; run without --report first")
     write(View(results), given.out or out / "quality.md")
     print(f"written to {given.out or out / 'quality.md'}")
 
@@ -90,7 +92,7 @@ def _measure(given: argparse.Namespace, results: Results) -> None:
     for case in CASES:
         if case not in cases and (given.models is None or case.name in given.models):
             skipped[case.name] = "its checkpoint or texts are not beside the repository"
-    texts = {}
+    texts = dict(results.about.get("texts", {}))
     begin = time.monotonic()
     for case in cases:
         laboratory = Laboratory(case, Store(BUILD / "store"), results, _teller(begin), extent.tokens)
@@ -100,7 +102,8 @@ def _measure(given: argparse.Namespace, results: Results) -> None:
         results.save()
     if not given.no_speed:
         _speed(results, extent.methods, _teller(begin), skipped)
-    results.drop_unused()
+    if not (given.models or given.methods or given.bits or given.no_speed):
+        results.drop_unused()
     results.about = _about(texts, skipped, peer)
     results.save()
     print(f"measured in {(time.monotonic() - begin) / 60:.1f} minutes")
@@ -111,7 +114,7 @@ def _model(laboratory: Laboratory, extent: Extent, peer_python: str | None, skip
     case, checkpoint = laboratory.case, laboratory.checkpoint
     laboratory.full()
     squares = outliers.mean_squares(checkpoint, Tokenizer(case.folder).encode(laboratory.calibration))
-    laboratory.known("outliers", "5 %", lambda: outliers.outliers(checkpoint, laboratory.tokens, squares))
+    laboratory.known("outliers", outliers.STEPS, lambda: outliers.outliers(checkpoint, laboratory.tokens, squares))
     for point in points(case.name, case.group_size, case.closer, extent):
         what = f"{point.model} {point.method} {point.bits:g} bits g{point.group_size} residual {point.residual_bits}"
         if what in skipped:
@@ -125,7 +128,8 @@ def _model(laboratory: Laboratory, extent: Extent, peer_python: str | None, skip
     if peer_python is None:
         return
     try:
-        laboratory.known("peers", _PEER_KINDS, lambda: _peers(peer_python, laboratory, squares))
+        asked = [_PEER_KINDS, llama.available(peer_python)]
+        laboratory.known("peers", asked, lambda: _peers(peer_python, laboratory, squares))
     except llama.PeerError as error:
         skipped[f"{case.name} llama.cpp"] = str(error)
 

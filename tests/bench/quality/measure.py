@@ -76,11 +76,11 @@ class Laboratory:
     def full(self) -> Entry:
         """The checkpoint's own perplexity."""
         identity = {"source": self._source, **self._text}
-        found = self._results.find("full", identity, "")
+        found = self._results.find("full", identity, self._codes[1])
         if found is None:
             result = full_precision_perplexity(self.checkpoint, self.tokens, WINDOW, STRIDE)
             self.tell(f"{self.case.name} in full precision: {result.perplexity:.3f}")
-            found = self._results.add("full", identity, "", {"model": self.case.name, **_numbers(result)})
+            found = self._results.add("full", identity, self._codes[1], {"model": self.case.name, **_numbers(result)})
         return found
 
     def point(self, point: Point) -> Entry:
