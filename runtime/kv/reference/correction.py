@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-ITERATIONS = 8
+ITERATIONS = 12
 """Rounds of the power iteration. What rounding leaves has a flat spectrum: with 64 channels, 4 rounds come within 2 %
 of the SVD's error and 8 within 1 %; with 8 channels, within 9 % and 6 %, 4 % and 1 % on average."""
 
