@@ -25,7 +25,9 @@ def quantize(
 
     The work proceeds block by block: the calibration and the evaluation text pass through each block in full
     precision, its matrices are quantized, the evaluation text passes through the low-bit block, and the result is
-    written and synced. Memory stays below the largest block in full precision + the map of one shard + 1.5 GiB. A run
+    written and synced. AWQ's methods first fold scales into the block, which leave what it computes as it is. Memory stays
+    below the largest block in float32 + the map of one shard + 1.5 GiB, and for the methods with second moments 4 bytes
+    for each pair of input channels of a block's linear layers, and 16 for each of the widest's (Llama 8B: 3.5 GB). A run
     that was killed or cancelled goes on after the last finished block when called again with the same arguments; the
     result is byte for byte that of an undisturbed run. The finished model appears in the store at once.
 
@@ -34,8 +36,8 @@ def quantize(
         store: Where the model goes.
         recipe: How to quantize.
         name: Its name; derived from the folder and the recipe if None.
-        calibration: Text for the statistics of salient channels; up to 2048 tokens of it are used. Needed unless the
-            recipe keeps no residuals.
+        calibration: Text for the statistics of salient channels and for the method; up to 2048 tokens of it are used,
+            8192 where the method needs it. Round-to-nearest of whole bits without residuals needs none.
         evaluation: Text for the perplexities before and after; up to 1024 tokens of it are used. None measures none.
         force: Whether to replace a model of that name.
         progress: Receives reports.

@@ -26,6 +26,7 @@ GRID = 20
 """Values of α tried, 0 to 1 - 1 / GRID."""
 MOST_ROWS, MOST_WEIGHTS = 512, 1 << 20
 """Output channels and weights whose errors are looked at; in wide matrices 32 output channels at least."""
+_RATIOS = rtn.RATIOS[::4]
 SMALLEST_SHARE = 1e-3
 """The least that a channel's m or u counts, in units of the mean over channels: what is silent in the calibration text
 need not be so in others."""
@@ -80,7 +81,7 @@ def search(
     assert statistics.hessian is not None
     best, least = np.ones(weight.shape[1], np.float32), np.inf
     for scales in _candidates(weight, statistics.mean_magnitude(), group_size, tied):
-        error = rtn.quantize(weight * scales, bits, group_size).dequantize()
+        error = rtn.quantize(weight * scales, bits, group_size, _RATIOS).dequantize()
         error /= scales
         error -= weight
         loss = float(np.vdot(error @ statistics.hessian, error))

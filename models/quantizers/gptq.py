@@ -12,6 +12,7 @@ Source: Frantar et al. 2023 (OPTQ), §3: Cholesky form (step 3), lazy batches (s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from models.errors import QuantizationError
 from models.quantizers import rtn
 from models.quantizers.groups import FloatArray, GroupCodes
 from models.quantizers.rows import each_chunk
+
+if TYPE_CHECKING:
+    import torch
 
 DAMPING = 0.01
 """Added to the diagonal of H, in units of its mean."""
@@ -53,16 +57,33 @@ def feedback(hessian: FloatArray) -> Feedback:
     diagonal = np.diag(hessian).astype(np.float64)
     order = np.argsort(-diagonal, kind="stable")
     mean = float(diagonal.mean()) or 1.0
-    # U = J L⁻¹ J, with J the reversal of the order and L the lower Cholesky factor of the reversed, damped H.
-    backwards = order[::-1]
-    damped = torch.from_numpy(hessian[np.ix_(backwards, backwards)].astype(np.float64)) / mean
-    damped.diagonal().add_(DAMPING)
-    lower, failed = torch.linalg.cholesky_ex(damped)
+    # U = J L⁻¹ J, with J the reversal of the order and L the lower Cholesky factor of the reversed, damped H. The
+    # Hessian of a wide layer takes gigabytes, so one matrix in double precision is worked on in place.
+    backwards = order[::-1].copy()
+    work = torch.empty(len(order), len(order), dtype=torch.float64)
+    for channel, source in enumerate(backwards):
+        work[channel] = torch.from_numpy(hessian[source, backwards])
+    work /= mean
+    work.diagonal().add_(DAMPING)
+    _, failed = torch.linalg.cholesky_ex(work.mT, out=(work.mT, torch.empty((), dtype=torch.int32)))
     if int(failed):
         raise QuantizationError("the second moments of the calibration's activations are not positive semidefinite")
-    del damped
-    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(order), dtype=torch.float64), upper=False)
-    return Feedback(order=order, factor=np.ascontiguousarray(inverse.numpy()[::-1, ::-1].astype(np.float32)))
+    lower = work.mT
+    _invert_lower(lower)
+    return Feedback(order=order, factor=np.ascontiguousarray(lower.numpy()[::-1, ::-1], np.float32))
+
+
+def _invert_lower(matrix: torch.Tensor) -> None:
+    """Replace a lower triangular matrix by its inverse, block column by block column from the right."""
+    import torch
+
+    width = len(matrix)
+    for start in reversed(range(0, width, _BLOCK)):
+        inner, below = slice(start, min(start + _BLOCK, width)), slice(min(start + _BLOCK, width), width)
+        unit = torch.eye(inner.stop - start, dtype=matrix.dtype)
+        corner = torch.linalg.solve_triangular(matrix[inner, inner], unit, upper=False)
+        matrix[below, inner] = -(matrix[below, below] @ (matrix[below, inner] @ corner))
+        matrix[inner, inner] = corner
 
 
 def quantize(

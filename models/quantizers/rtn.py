@@ -27,13 +27,14 @@ BASE_IMPORTANCE = np.float32(4)
 """What an error at a weight of zero counts, in units of the group's mean square."""
 
 
-def quantize(weight: FloatArray, bits: int, group_size: int) -> GroupCodes:
+def quantize(weight: FloatArray, bits: int, group_size: int, ratios: tuple[float, ...] = RATIOS) -> GroupCodes:
     """Quantize a matrix in groups along its input channels.
 
     Args:
         weight: float32 [N, K].
         bits: width of a code, 2 to 8.
         group_size: input channels that share a scale.
+        ratios: Shrink ratios to try.
 
     Raises:
         QuantizationError: a weight is NaN or infinite, or a scale would leave fp16's range.
@@ -47,7 +48,7 @@ def quantize(weight: FloatArray, bits: int, group_size: int) -> GroupCodes:
             values = split_groups(weight[chunk, columns], groups)
             shape = values.shape
             part = np.ascontiguousarray(values.reshape(-1, shape[2]).T)
-            scales, zeros = search(part, bits)
+            scales, zeros = search(part, bits, ratios)
             codes = round_to_codes(part, scales, zeros, bits, np.empty_like(part))
             codes += zeros
             result.codes[chunk, columns] = codes.T.reshape(shape[0], -1)
@@ -58,12 +59,13 @@ def quantize(weight: FloatArray, bits: int, group_size: int) -> GroupCodes:
     return result
 
 
-def search(groups: FloatArray, bits: int) -> tuple[FloatArray, FloatArray]:
+def search(groups: FloatArray, bits: int, ratios: tuple[float, ...] = RATIOS) -> tuple[FloatArray, FloatArray]:
     """Find scale and zero-point of every group.
 
     Args:
         groups: float32 [g, n], a group in each column.
         bits: width of a code.
+        ratios: Shrink ratios to try.
 
     Returns:
         Scales and zero-points, float32 [n]: scales are fp16 numbers, zero-points whole numbers in [0, 2^bits).
@@ -78,7 +80,7 @@ def search(groups: FloatArray, bits: int) -> tuple[FloatArray, FloatArray]:
     trial = np.empty_like(groups)
     importance = groups * groups
     importance += BASE_IMPORTANCE * importance.mean(0)
-    for ratio in RATIOS:
+    for ratio in ratios:
         scale, zero = shrunk(low, high, ratio, bits)
         round_to_codes(groups, scale, zero, bits, trial)
         trial *= scale

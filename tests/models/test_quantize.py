@@ -269,6 +269,32 @@ def test_a_cancelled_run_goes_on_where_it_stopped(
     assert min(report.done for report in reports if report.phase == "quantize") >= blocks_before
 
 
+@pytest.mark.parametrize("recipe", [Recipe(bits=3.5), Recipe(method="squeezellm"), Recipe(method="awq-gptq")], ids=str)
+def test_a_run_cancelled_in_any_phase_goes_on(run: Callable[..., StoredModelInfo], recipe: Recipe) -> None:
+    """Bits of blocks and sensitivities are found before the blocks, and kept."""
+    recipe = replace(recipe, group_size=32)
+    reports: list[Progress] = []
+    expected = run(name="undisturbed", recipe=recipe, progress=reports.append)
+    phases = list(dict.fromkeys(report.phase for report in reports))
+    early = {3.5: ["allocate"], 4: ["sensitivities"] if recipe.codebook else []}[recipe.bits]
+    assert phases == ["check", "tokenizer", *early, "quantize", "verify"]
+    assert expected.recipe.block_bits is None if not early or recipe.codebook else len(expected.recipe.block_bits) == 2
+    for phase, count in [*((phase, count) for phase in early for count in (1, 2)), ("quantize", 1), ("quantize", 8)]:
+        seen: list[str] = []
+        with pytest.raises(CancelledError):
+            run(
+                name="stopped",
+                recipe=recipe,
+                progress=lambda report: seen.append(report.phase),  # noqa: B023
+                cancelled=lambda: seen.count(phase) >= count,  # noqa: B023
+            )
+    again: list[Progress] = []
+    info = run(name="stopped", recipe=recipe, progress=again.append)
+    assert content(info.path) == content(expected.path)
+    assert not set(early) & {report.phase for report in again}
+    assert info.recipe == expected.recipe
+
+
 def cancel_after_first_block(run: Callable[..., StoredModelInfo], name: str, **options: object) -> None:
     reports: list[Progress] = []
     with pytest.raises(CancelledError):
