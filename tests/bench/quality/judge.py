@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -153,18 +154,29 @@ def _worst(apart: list[tuple[Difference, str]], unit: str) -> Finding:
 def _exact(view: View, case: Case) -> Finding:
     apart: list[tuple[float, str]] = []
     recalls: list[tuple[float, str]] = []
+    sure = False
     for method in case.closer:
         for k_chunk, exact in view.curve(case, method, 3, select="exact"):
             approx = view.get(case, method, 3, k_chunk)
             if approx is not None:
                 apart.append((percent(approx, exact), f"{method} at {k_chunk}"))
+                sure = sure or _beyond(approx, exact, EXACT_TOLERANCE)
                 recalls.append((float(approx["recall"]), f"{method} at {k_chunk}"))
     if not apart:
         return NOTHING
     worst, least = max(apart), min(recalls)
-    right = worst[0] <= EXACT_TOLERANCE and 100 * least[0] >= LEAST_RECALL
+    if 100 * least[0] < LEAST_RECALL or sure:
+        verdict = Verdict.NO
+    else:
+        verdict = Verdict.YES if worst[0] <= EXACT_TOLERANCE else Verdict.UNSURE
     numbers = f"worst {worst[0]:+.2f} % ({worst[1]}); least recall {100 * least[0]:.0f} % ({least[1]})"
-    return Finding(Verdict.YES if right else Verdict.NO, numbers)
+    return Finding(verdict, numbers)
+
+
+def _beyond(one: Entry, other: Entry, tolerance: float) -> bool:
+    """Whether one perplexity is larger than another by more than so many percent and the noise."""
+    apart = difference(one, other)
+    return apart.nats - SURE * apart.error > math.log(1 + tolerance / 100)
 
 
 def residual_cells(view: View, case: Case, method: str, place: int) -> dict[int, Entry]:
@@ -184,18 +196,21 @@ def residual_cells(view: View, case: Case, method: str, place: int) -> dict[int,
 
 def _residuals(view: View, case: Case) -> Finding:
     behind = []
+    sure = False
     for method in case.closer:
         for place, k_chunk in enumerate(RESIDUALS[4]):
             cells = residual_cells(view, case, method, place)
             if len(cells) > 1:
                 best = min(cells.values(), key=lambda entry: float(entry["perplexity"]))
                 behind.append((percent(cells[4], best), f"{method} at {k_chunk}"))
+                sure = sure or _beyond(cells[4], best, RESIDUAL_TOLERANCE)
     if not behind:
         return NOTHING
     worst, name = max(behind)
     near = sum(percent_behind <= RESIDUAL_TOLERANCE for percent_behind, _ in behind)
     numbers = f"{near} of {len(behind)} lines; worst {worst:.2f} % behind the best ({name})"
-    return Finding(Verdict.YES if near == len(behind) else Verdict.NO, numbers)
+    verdict = Verdict.NO if sure else Verdict.YES if near == len(behind) else Verdict.UNSURE
+    return Finding(verdict, numbers)
 
 
 def _closed(view: View, case: Case) -> Finding:
