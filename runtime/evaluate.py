@@ -94,6 +94,9 @@ def perplexity(
 ) -> EvalResult:
     """Perplexity of a decoder; every position is compensated by its own activations, as in decoding.
 
+    A cache with a window of recent tokens in full precision is seen as decoding sees it where max_rows divides its page
+    (128 tokens; the default does): no step then goes past the point where decoding would quantize the next page.
+
     Args:
         decoder: The loaded model; slot 0 is used and overwritten.
         tokens: The text, encoded with the tokenizer's own special tokens.

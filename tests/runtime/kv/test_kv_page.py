@@ -174,6 +174,18 @@ def test_outliers_read_back_nearly_exactly(name: KVKind, part: Part) -> None:
     torch.testing.assert_close(back.gather(-1, places), vectors.gather(-1, places), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("name", ["gear4", "gear2"])
+@pytest.mark.parametrize("part", PARTS)
+def test_the_size_of_an_outlier_changes_nothing_but_its_own_correction(name: KVKind, part: Part) -> None:
+    x = draw(KINDS[name])
+    x[..., 9, 4] = 50
+    larger = x.clone()
+    larger[..., 9, 4] = 80
+    once, again = (quantize(KINDS[name], part, y) for y in (x, larger))
+    assert all(torch.equal(once[field], again[field]) for field in once if field != "outliers")
+    assert not torch.equal(once["outliers"], again["outliers"])
+
+
 def test_outliers_of_equal_numbers_do_not_count_twice() -> None:
     places = correction.outliers(torch.tensor([[1.0, 1, 1, 1], [3, 0, 0, 3]]), 2)
     assert places.tolist() == [[0, 1, 2, 3], [1, 2, 0, 3]]
