@@ -25,11 +25,13 @@ def quantize(
 
     The work proceeds block by block: the calibration and the evaluation text pass through each block in full
     precision, its matrices are quantized, the evaluation text passes through the low-bit block, and the result is
-    written and synced. AWQ's methods first fold scales into the block, which leave what it computes as it is. Memory stays
-    below the largest block in float32 + the map of one shard + 1.5 GiB, and for the methods with second moments 4 bytes
-    for each pair of input channels of a block's linear layers, and 16 for each of the widest's (Llama 8B: 3.5 GB). A run
+    written and synced. AWQ's methods first fold scales into the block, which leave what it computes as it is. A run
     that was killed or cancelled goes on after the last finished block when called again with the same arguments; the
     result is byte for byte that of an undisturbed run. The finished model appears in the store at once.
+
+    Memory stays below the largest block in float32 + the map of one shard + 1.5 GiB. Methods with second moments take
+    4 bytes more for each pair of input channels of the block's linear layers, and those with error feedback another 16
+    for each of the widest one (4.3 GB in all for Llama 3.1 8B).
 
     Args:
         checkpoint_folder: Holds config.json, safetensors and tokenizer files.
