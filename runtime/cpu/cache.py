@@ -1,51 +1,189 @@
-"""The KV cache of the CPU backend, in the layout that its attention reads.
+"""The KV cache of the CPU backend: pages of records (`runtime.cpu.pages`), and windows of recent tokens.
 
-Per layer, slot and key-value head: keys [context / 16, D, 16] (16 tokens side by side), values [context, D padded to
-16]; half precision, or INT8 with a half-precision scale for each token and head.
+Per layer: records [pages, H_kv, bytes]; of kinds with a window also, per slot and head and in half precision, keys
+[tokens / 16, D, 16] (16 tokens side by side) and values [tokens, D padded to 16].
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from models.spec import ModelSpec
 from runtime.cpu.emit import LANES
 from runtime.cpu.layout import aligned_zeros, padded
+from runtime.cpu.pages import PageLayout
 from runtime.decoder import DecoderOptions
 from runtime.kernels.attention.cpu import SPAN
+from runtime.kv.control import Int32Array, PagedCache
+from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, window_token_bytes
+
+_DITHER_BITS = 8
 
 
-class CpuCache:
-    """Keys and values of all slots.
+class CpuStore:
+    """The numbers of all pages and windows. Implements `runtime.kv.control.PageStore`.
+
+    Args:
+        kind: What is stored.
+        spec: The model.
+        pages: Number of pages.
+        slots: Number of windows.
+        window: Tokens that a window has room for, a multiple of SPAN.
+    """
+
+    def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
+        self._kind = kind
+        self.layout = PageLayout(kind, spec.head_dim)
+        """Where a record keeps what."""
+        heads = (spec.num_layers, slots, spec.num_kv_heads)
+        self.records = aligned_zeros((spec.num_layers, pages, spec.num_kv_heads, self.layout.record), np.uint8)
+        """uint8 [layers, pages, H_kv, bytes]."""
+        self._keys = aligned_zeros((*heads, window // LANES, spec.head_dim, LANES), np.float16)
+        self._values = aligned_zeros((*heads, window, padded(spec.head_dim, LANES)), np.float16)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all layers."""
+        return self.records[:, :1].nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.records.nbytes + self._keys.nbytes + self._values.nbytes
+
+    def addresses(self, layer: int) -> tuple[int, int, int]:
+        """Addresses of a layer's records, and of the keys and values in its windows."""
+        records, keys, values = (array[layer].ctypes.data for array in (self.records, self._keys, self._values))
+        return int(records), int(keys), int(values)
+
+    def window(self, part: Part, slot: int, count: int) -> npt.NDArray[np.float16]:
+        """The first `count` tokens of a slot's window: float16 [layers, H_kv, count, D], a copy."""
+        if part == "values":
+            return self._values[:, slot, :, :count, : self.layout.head_dim].copy()
+        tiles = self._keys[:, slot, :, : -(-count // LANES)]
+        L, H_kv, _, D, _ = tiles.shape
+        turned: npt.NDArray[np.float16] = np.swapaxes(tiles, -1, -2).reshape(L, H_kv, -1, D)[:, :, :count]
+        return turned
+
+    def fields(self, part: Part, pages: list[int]) -> Mapping[str, npt.NDArray[Any]]:
+        """What some pages store, by the names of `runtime.kv.kinds.page_fields`: each [layers, pages, H_kv, ...]."""
+        return self.layout.read(self.records[:, pages], part)
+
+    def flush(self, slot: int, page: int, rest: int) -> None:
+        """See `PageStore.flush`."""
+        import torch
+
+        from runtime.kv.reference.page import quantize
+
+        tokens = self._kind.page
+        for part in PARTS:
+            x = torch.from_numpy(self.window(part, slot, tokens).astype(np.float32))
+            fields = {name: array.numpy() for name, array in quantize(self._kind, part, x).items()}
+            self.layout.write(self.records[:, page], part, fields)
+        first, tiles = tokens // LANES, -(-rest // LANES)
+        self._keys[:, slot, :, :tiles] = self._keys[:, slot, :, first : first + tiles].copy()
+        self._values[:, slot, :, :rest] = self._values[:, slot, :, tokens : tokens + rest].copy()
+
+    def restore(self, page: int, slot: int, count: int) -> None:
+        """See `PageStore.restore`."""
+        import torch
+
+        from runtime.kv.reference.page import dequantize
+
+        for part in PARTS:
+            stored = {
+                name: torch.from_numpy(array) for name, array in self.layout.read(self.records[:, page], part).items()
+            }
+            x = dequantize(self._kind, part, stored, self.layout.head_dim).numpy().astype(np.float16)
+            self._write_window(part, slot, x[:, :, :count])
+
+    def copy_window(self, source: int, target: int, count: int) -> None:
+        """See `PageStore.copy_window`."""
+        tiles = -(-count // LANES)
+        self._keys[:, target, :, :tiles] = self._keys[:, source, :, :tiles]
+        self._values[:, target, :, :count] = self._values[:, source, :, :count]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """See `PageStore.copy_page`."""
+        self.records[:, target] = self.records[:, source]
+
+    def _write_window(self, part: Part, slot: int, x: npt.NDArray[np.float16]) -> None:
+        """Write float16 [layers, H_kv, count, D] at the front of a slot's window."""
+        count, D = x.shape[-2:]
+        if part == "values":
+            self._values[:, slot, :, :count, :D] = x
+            return
+        wide = np.zeros((*x.shape[:2], padded(count, LANES), D), np.float16)
+        wide[:, :, :count] = x
+        tiles = np.swapaxes(wide.reshape(*x.shape[:2], -1, LANES, D), -1, -2)
+        self._keys[:, slot, :, : tiles.shape[2]] = tiles
+
+
+class CpuCache(PagedCache):
+    """The KV cache of the CPU backend. Implements `runtime.kv.control.KVCache`.
 
     Args:
         spec: The model.
-        options: `kv`, `slots` and `context` count.
+        options: `kv`, `slots`, `context` and `max_rows` count.
         threads: Threads that attention is split over.
     """
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, threads: int) -> None:
-        self.context = padded(options.context, SPAN)
-        """Tokens that each head has room for: the context, up to whole spans."""
+        kind = KINDS[options.kv]
+        window = padded(kind.window_capacity(options.max_rows), SPAN)
+        pages = options.slots * kind.max_pages(options.context)
+        self.store = CpuStore(kind, spec, pages=pages, slots=options.slots, window=window)
+        """The buffers."""
+        super().__init__(
+            kind, spec, self.store, context=options.context, slots=options.slots, max_rows=options.max_rows
+        )
         self.max_splits = max(1, min(8, 2 * threads))
         """Most pieces that one head's context is cut into."""
-        dtype = np.float16 if options.kv == "fp16" else np.int8
-        heads = (spec.num_layers, options.slots, spec.num_kv_heads)
-        self._keys = aligned_zeros((*heads, self.context // LANES, spec.head_dim, LANES), dtype)
-        self._values = aligned_zeros((*heads, self.context, padded(spec.head_dim, LANES)), dtype)
-        scaled = options.kv == "int8"
-        self._key_scales = aligned_zeros((*heads, self.context if scaled else 0), np.float16)
-        self._value_scales = aligned_zeros((*heads, self.context if scaled else 0), np.float16)
-        self._scaled = scaled
+        self._token_bytes = window_token_bytes(kind, spec)
+        self._paged = aligned_zeros((options.slots,), np.int32)
+        self._dither = aligned_zeros((kind.page,), np.float32)
+        self._dither[:] = _dither(kind.page)
+        self._description = aligned_zeros((len(self.store.layout.description()),), np.int64)
+        self._description[:] = self.store.layout.description(
+            dither=int(self._dither.ctypes.data),
+            tables=int(self.table.tables.ctypes.data),
+            table_step=self.table.tables.strides[0],
+            paged=int(self._paged.ctypes.data),
+            window=window,
+        )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(a.nbytes for a in (self._keys, self._values, self._key_scales, self._value_scales))
+        """See `runtime.kv.control.KVCache.nbytes`."""
+        windows = sum(self.window_length(slot) for slot in range(self._paged.size))
+        return self.table.used * self.store.page_bytes + windows * self._token_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """See `runtime.kv.control.KVCache.capacity_bytes`."""
+        return self.store.nbytes
 
     def addresses(self, layer: int) -> tuple[int, int, int, int]:
-        """Addresses of a layer's keys, values and their scales (0 where there are none)."""
-        keys, values = int(self._keys[layer].ctypes.data), int(self._values[layer].ctypes.data)
-        if not self._scaled:
-            return keys, values, 0, 0
-        return keys, values, int(self._key_scales[layer].ctypes.data), int(self._value_scales[layer].ctypes.data)
+        """Addresses of the cache's description, a layer's records, and keys and values in its windows."""
+        return (int(self._description.ctypes.data), *self.store.addresses(layer))
+
+    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
+        """See `runtime.kv.control.KVCache.begin`."""
+        super().begin(slots, positions, flush=flush)
+        self._paged[:] = [self.paged_length(slot) for slot in range(self._paged.size)]
+
+    def units(self, slot: int) -> int:
+        """Pages and spans of the window that attention walks through for a slot."""
+        pages = -(-self.paged_length(slot) // self.kind.page)
+        return pages + -(-self.window_length(slot) // SPAN)
+
+
+def _dither(count: int) -> npt.NDArray[np.float32]:
+    """Evenly spread numbers in [0, 1), neighbours far apart: the bits of 0, 1, 2, ... reversed."""
+    numbers = np.arange(count) % 2**_DITHER_BITS
+    reverse = sum(((numbers >> bit) & 1) << (_DITHER_BITS - 1 - bit) for bit in range(_DITHER_BITS))
+    return (np.asarray(reverse, np.float32) + np.float32(0.5)) / np.float32(2**_DITHER_BITS)

@@ -17,9 +17,10 @@ from runtime.cpu.layout import aligned_zeros
 from runtime.cpu.plan import PlanOperations, Program
 from runtime.cpu.pool import Pool, default_threads
 from runtime.cpu.products import TILE_SCRATCH
-from runtime.decoder import DecoderOptions, Float32Array, Step, check_kind, check_step
+from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kernels.attention.cpu import SPAN
+from runtime.kernels.attention.cpu_lowbit import page_scratch
 from runtime.kernels.gemv.cpu import BLOCK
 from runtime.kernels.lookup.cpu import ENTRY_BYTES
 from runtime.kernels.select.budget import LAYER_KINDS, k_chunk_of
@@ -43,7 +44,6 @@ class CpuDecoder:
     """
 
     backend = "cpu"
-    cache = None
 
     def __init__(self, model: Weights, options: DecoderOptions) -> None:
         self.spec, self.options = model.spec, options
@@ -51,10 +51,9 @@ class CpuDecoder:
         """Instruction-set variant of the kernels."""
         if options.context < 1 or options.slots < 1 or options.max_rows < 1:
             raise RequestError("context, slots and max_rows must be at least 1")
-        check_kind(options.kv, "CPU", ("fp16", "int8"))
         threads = options.threads or default_threads()
-        self._cache = CpuCache(model.spec, options, threads)
-        self._plan = PlanOperations(model, options, self._cache)
+        self.cache = CpuCache(model.spec, options, threads)
+        self._plan = PlanOperations(model, options, self.cache)
         self._programs: dict[tuple[int, ...], Program] = {}
         self._program = self._recorded(options.k_chunk)
         self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
@@ -63,6 +62,9 @@ class CpuDecoder:
         shapes = [self.spec.linear_shape(kind) for kind in ("qkv", "o", "gate_up", "down", "head")]
         room = 4096 + 8 * max(k for _, k in shapes) + 4 * max(n for n, _ in shapes)
         room += 4 * SPAN * self.spec.num_heads
+        layout, kind = self.cache.store.layout, self.cache.kind
+        queries = _RUN_ROWS * (self.spec.num_heads // self.spec.num_kv_heads)
+        room = max(room, page_scratch(queries, layout.padded, kind.page))
         room = max(room, TILE_SCRATCH + max(ENTRY_BYTES * -(-k // BLOCK) for _, k in shapes))
         self._scratch = aligned_zeros((threads, (room + 63) // 64 * 64), np.uint8)
         for word, array in zip((op.TOKENS, op.SLOTS, op.POSITIONS, op.LOGIT_ROWS), self._inputs, strict=True):
@@ -72,7 +74,7 @@ class CpuDecoder:
         self._control[op.SCRATCH_STRIDE] = self._scratch.strides[0]
         self._pool = Pool(self._control, threads)
         self._selections = 0
-        self.kv_bytes = self._cache.nbytes
+        self.kv_bytes = self.cache.capacity_bytes
         self.weight_bytes = self._plan.weight_bytes
 
     @property
@@ -99,10 +101,11 @@ class CpuDecoder:
         check_step(step, self.spec, self.options)
         for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             array[: values.size] = values
+        self.cache.begin(step.slots, step.positions)
         runs = self._write_runs(step)
         control = self._control
         control[op.M_ROWS], control[op.R_ROWS], control[op.RUNS] = M, R, runs
-        control[op.SPLITS] = self._splits(runs, int(step.positions.max()) + 1)
+        control[op.SPLITS] = self._splits(runs, max(map(self.cache.units, set(step.slots.tolist()))))
         control[op.COMPENSATE] = int(step.compensate)
         control[sync.FAILED] = 0
         self._pool.step(self._program.words)
@@ -168,8 +171,8 @@ class CpuDecoder:
         self._runs[: len(starts), 1] = np.diff([*starts, M])
         return len(starts)
 
-    def _splits(self, runs: int, length: int) -> int:
-        """Pieces that a head's context is cut into, so that every thread has work and none is shorter than 2 spans."""
+    def _splits(self, runs: int, units: int) -> int:
+        """Pieces that a head's context is cut into, so that every thread has work and none is shorter than 2 units."""
         items = runs * self.spec.num_kv_heads
         wanted = -(-2 * self._pool.threads // items)
-        return max(1, min(wanted, self._cache.max_splits, length // (2 * SPAN)))
+        return max(1, min(wanted, self.cache.max_splits, units // 2))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numba
 
 from runtime.cpu import instructions as op
+from runtime.cpu.attention import attend, finish_heads
 from runtime.cpu.operands import operands, parameter, rows_of, share_of
 from runtime.cpu.products import multiply
 from runtime.cpu.sync import FAILED, TICKET, add_word, barrier, wait_for_ticket, write_word
@@ -25,12 +26,10 @@ from runtime.cpu.vector import (
     store_floats,
 )
 from runtime.kernels.activation.cpu import quantize_group
-from runtime.kernels.attention.cpu import SPAN, attend_split, merge_splits
-from runtime.kernels.cache.cpu import store_key, store_value
+from runtime.kernels.attention.cpu import merge_splits
 from runtime.kernels.gate.cpu import gate
 from runtime.kernels.gemm.cpu import row_block
-from runtime.kernels.norm.cpu import inverse_rms, norm_head, scale_by
-from runtime.kernels.rope.cpu import rotate_head
+from runtime.kernels.norm.cpu import inverse_rms, scale_by
 from runtime.kernels.select.budget import CHUNK
 from runtime.kernels.select.cpu import (
     SELECT_APPROX,
@@ -46,7 +45,6 @@ _FAILED = 8 * FAILED
 _embed_operands, _gather_operands = operands(op.EMBED), operands(op.GATHER)
 _norm_operands, _gate_operands, _merge_operands = operands(op.NORM), operands(op.GATE), operands(op.MERGE)
 _select_operands = operands(op.SELECT)
-_heads_operands, _attend_operands = operands(op.HEADS), operands(op.ATTEND)
 
 
 @numba.njit(nogil=True)
@@ -191,81 +189,6 @@ def _select(i: int, control: int, thread: int, threads: int, scratch: int) -> No
 
 
 @numba.njit(nogil=True)
-def _heads(i: int, control: int, thread: int, threads: int) -> None:
-    qkv, stride, heads, kv_heads, dim, half, cos, sin, q_norm, k_norm, eps, scale = _heads_operands(i)[:12]
-    keys, values, key_scales, value_scales, context = _heads_operands(i)[12:]
-    slots, positions = parameter(control, op.SLOTS), parameter(control, op.POSITIONS)
-    padded = (dim + 15) // 16 * 16
-    item = 2 if key_scales == 0 else 1
-    all_heads = heads + 2 * kv_heads
-    first, last = share_of(rows_of(control, 0) * all_heads, thread, threads)
-    for work in range(first, last):
-        row, head = work // all_heads, work % all_heads
-        position = numba.int64(get_int(positions + 4 * row))
-        x = qkv + row * stride + 4 * head * dim
-        if head < heads + kv_heads:
-            norm = q_norm if head < heads else k_norm
-            if norm != 0:
-                norm_head(x, norm, dim, as_float(eps))
-            rotate_head(x, cos + 4 * half * position, sin + 4 * half * position, half)
-        if head < heads:
-            for d in range(dim):
-                set_float(x + 4 * d, get_float(x + 4 * d) * as_float(scale))
-            continue
-        is_key = head < heads + kv_heads
-        kv = (numba.int64(get_int(slots + 4 * row)) * kv_heads + (head - heads) % kv_heads) * context
-        if is_key:
-            store_key(x, dim, keys + kv * dim * item, 0 if key_scales == 0 else key_scales + 2 * kv, position)
-        else:
-            to = 0 if value_scales == 0 else value_scales + 2 * kv
-            store_value(x, dim, values + kv * padded * item, to, position)
-
-
-@numba.njit(nogil=True)
-def _attend(i: int, control: int, thread: int, threads: int, scratch: int) -> None:
-    qkv, stride, heads, kv_heads, dim, window, keys, values, key_scales, value_scales = _attend_operands(i)[:10]
-    context, out = _attend_operands(i)[10:]
-    slots, positions, runs = (
-        parameter(control, op.SLOTS),
-        parameter(control, op.POSITIONS),
-        parameter(control, op.RUN_ROWS),
-    )
-    splits = parameter(control, op.SPLITS)
-    padded = (dim + 15) // 16 * 16
-    part, share = 4 * (padded + 16), heads // kv_heads
-    item = 2 if key_scales == 0 else 1
-    first, last = share_of(parameter(control, op.RUNS) * kv_heads * splits, thread, threads)
-    for work in range(first, last):
-        run, kv_head, split = work // (kv_heads * splits), work // splits % kv_heads, work % splits
-        row, count = numba.int64(get_int(runs + 8 * run)), numba.int64(get_int(runs + 8 * run + 4))
-        position = numba.int64(get_int(positions + 4 * row))
-        end = position + count
-        begin = 0 if window == 0 else max(0, position + 1 - window) // SPAN * SPAN
-        spans = (end - begin + SPAN - 1) // SPAN
-        start, stop = begin + spans * split // splits * SPAN, begin + spans * (split + 1) // splits * SPAN
-        kv = (numba.int64(get_int(slots + 4 * row)) * kv_heads + kv_head) * context
-        attend_split(
-            qkv + row * stride + 4 * kv_head * share * dim,
-            stride,
-            count,
-            share,
-            position,
-            window,
-            keys + kv * dim * item,
-            values + kv * padded * item,
-            0 if key_scales == 0 else key_scales + 2 * kv,
-            0 if value_scales == 0 else value_scales + 2 * kv,
-            dim,
-            start,
-            min(stop, end),
-            out + ((row * heads + kv_head * share) * splits + split) * part,
-            heads * splits * part,
-            splits * part,
-            scratch,
-        )
-
-
-@numba.njit(nogil=True)
 def _run(control: int, thread: int, threads: int) -> None:
     program, count = parameter(control, op.PROGRAM), parameter(control, op.INSTRUCTIONS)
     scratch = parameter(control, op.SCRATCH) + thread * parameter(control, op.SCRATCH_STRIDE)
@@ -281,9 +204,9 @@ def _run(control: int, thread: int, threads: int) -> None:
         elif operation == op.SELECT:
             _select(i, control, thread, threads, scratch)
         elif operation == op.HEADS:
-            _heads(i, control, thread, threads)
+            finish_heads(i, control, thread, threads)
         elif operation == op.ATTEND:
-            _attend(i, control, thread, threads, scratch)
+            attend(i, control, thread, threads, scratch)
         elif operation == op.MERGE:
             _merge(i, control, thread, threads)
         elif operation == op.EMBED:

@@ -16,7 +16,7 @@ WIDTH: Final = 32
 EMBED, GATHER, NORM, GATE, MERGE, SELECT, LINEAR, HEADS, ATTEND = range(9)
 
 _INPUT = "x x_stride width out out_stride codes scales shifts group_blocks rows"
-_CACHE = "keys values key_scales value_scales context"
+_CACHE = "cache pages window_keys window_values"
 
 OPERANDS: Final[dict[int, tuple[str, ...]]] = {
     operation: tuple(names.split())

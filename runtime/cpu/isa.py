@@ -79,7 +79,7 @@ def _cache_folder(variant: str) -> Path:
     """Folder for compiled kernels, keyed by their sources: numba itself notices a change of one file only."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {variant}".encode())
-    for source in sorted([*root.glob("cpu/*.py"), *root.glob("kernels/*/cpu.py")]):
+    for source in sorted([*root.glob("cpu/*.py"), *root.glob("kernels/*/cpu*.py")]):
         digest.update(source.read_bytes())
     chosen, home = os.environ.get("LOWBIT_CHAT_KERNEL_CACHE"), os.environ.get("LOWBIT_CHAT_HOME")
     if chosen:

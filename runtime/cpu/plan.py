@@ -182,14 +182,14 @@ class PlanOperations:
             op.HEADS,
             *(q.address, q.stride, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rope.rotary_dim // 2),
             *(_address(self._cos), _address(self._sin), *norms, op.float_bits(spec.norm_eps)),
-            *(op.float_bits(spec.head_dim**-0.5), *stored, self._cache.context),
+            *(op.float_bits(spec.head_dim**-0.5), *stored),
         )
         part = padded(spec.head_dim, LANES) + LANES
         partial = self._buffer("partial", (self._rows * self._cache.max_splits * spec.num_heads * part,), np.float32)
         self._emit(
             op.ATTEND,
             *(q.address, q.stride, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows[layer] or 0),
-            *(*stored, self._cache.context, _address(partial)),
+            *(*stored, _address(partial)),
         )
         return Activations(0, 0, spec.q_width, partial=_address(partial))
 

@@ -1,9 +1,10 @@
 """Attention over the cached keys and values in their packed form, each read once for all query heads that share them.
 
 Keys of 16 tokens stand together channel by channel ([T / 16, D, 16]), so 16 scores are one vector and nothing is summed
-across lanes; values stand token by token ([T, D padded to 16]). One work item is a run of query rows of a sequence, one
-key-value head and one split of the context; its softmax is kept unnormalized with its maximum, and `merge_splits` joins
-the splits (flash-decoding).
+across lanes; values stand token by token ([T, D padded to 16]). Codes of 2 and 4 bits, and of two planes of 4, are
+`runtime.kernels.attention.cpu_lowbit`'s business. One work item is a run of query rows of a sequence, one key-value
+head and one split of the context; its softmax is kept unnormalized with its maximum, and `merge_splits` joins the
+splits (flash-decoding).
 """
 
 from __future__ import annotations
@@ -140,7 +141,6 @@ _weigh_fp16, _weigh_int8 = _weigh(load_halves, 2), _weigh(load_signed, 1)
 @numba.njit(nogil=True)
 def _softmax_span(
     scores: int,
-    start: int,
     first: int,
     end: int,
     key_scales: int,
@@ -152,10 +152,8 @@ def _softmax_span(
     """Turn one query's SPAN scores into weights and bring its running maximum and sum up to date.
 
     Args:
-        scores: Address of float32 [SPAN], the scores of tokens start .. start + SPAN - 1; overwritten by the weights
-            (times the value's scale, for int8).
-        start: First token of the span.
-        first: First token that the query sees.
+        scores: Address of float32 [SPAN], the scores; overwritten by the weights (times the value's scale, for int8).
+        first: First token of the span that the query sees.
         end: One past the last token that it sees.
         key_scales: Address of float16 scales of the span's keys, or 0.
         value_scales: Likewise of its values.
@@ -168,8 +166,8 @@ def _softmax_span(
         s = load_floats(scores + 4 * tile)
         if key_scales != 0:
             s = mul(s, load_halves(key_scales + 2 * tile))
-        if start + tile < first or start + tile + _TILE > end:
-            s = keep_lanes(s, first - start - tile, end - start - tile)
+        if tile < first or tile + _TILE > end:
+            s = keep_lanes(s, first - tile, end - tile)
         store_floats(scores + 4 * tile, s)
         largest = maximum(largest, s)
     before = get_float(state)
@@ -193,7 +191,20 @@ def _softmax_span(
 
 
 @numba.njit(nogil=True)
-def attend_split(
+def clear_sums(rows: int, heads: int, dim: int, sums: int, sums_row: int, sums_head: int) -> None:
+    """Begin the partial results of some rows and heads: nothing seen yet. Arguments as of `attend_span`."""
+    padded = (dim + 15) // 16 * 16
+    for row in range(rows):
+        for head in range(heads):
+            to = sums + row * sums_row + head * sums_head
+            for d in range(0, padded, 16):
+                store_floats(to + 4 * d, zero_floats())
+            set_float(to + 4 * padded, numba.float32(_LOWEST))
+            set_float(to + 4 * padded + 4, numba.float32(0.0))
+
+
+@numba.njit(nogil=True)
+def attend_span(
     q: int,
     q_row: int,
     rows: int,
@@ -205,29 +216,25 @@ def attend_split(
     key_scales: int,
     value_scales: int,
     dim: int,
-    start: int,
-    stop: int,
     sums: int,
     sums_row: int,
     sums_head: int,
     scores: int,
 ) -> None:
-    """Attention of a few rows of one sequence over one key-value head and one split of the context.
+    """Add what a few rows of one sequence get from SPAN tokens of one key-value head, in half precision or INT8.
 
     Args:
         q: Address of the first row's first query head of the group, float32, rotated and divided by sqrt(D).
         q_row: Bytes from row to row.
         rows: Rows, at consecutive positions.
         heads: Query heads that share the key-value head.
-        position: Position of the first row.
+        position: Position of the first row, counted from the span's first token.
         window: Tokens that a query sees, itself included; 0 = all.
-        keys: Address of this head's keys [T / 16, D, 16].
-        values: Address of this head's values [T, D padded to 16].
-        key_scales: Address of float16 [T] for int8, 0 for fp16.
+        keys: Address of the span's keys [SPAN / 16, D, 16].
+        values: Address of its values [SPAN, D padded to 16].
+        key_scales: Address of float16 [SPAN] for int8, 0 for fp16.
         value_scales: Likewise.
         dim: D.
-        start: First token of the split, a multiple of SPAN.
-        stop: One past its last token.
         sums: Address of the first row's and head's partial result: float32 [D padded to 16], then maximum and sum.
         sums_row: Bytes from row to row.
         sums_head: Bytes from head to head.
@@ -235,40 +242,23 @@ def attend_split(
     """
     padded = (dim + 15) // 16 * 16
     for row in range(rows):
+        end = min(position + row + 1, SPAN)
+        first = 0 if window == 0 else max(0, position + row + 1 - window)
+        if first >= end:
+            continue
+        at, to = q + row * q_row, sums + row * sums_row
+        if key_scales == 0:
+            _scores_fp16(at, 4 * dim, heads, keys, dim, scores)
+        else:
+            _scores_int8(at, 4 * dim, heads, keys, dim, scores)
         for head in range(heads):
-            to = sums + row * sums_row + head * sums_head
-            for d in range(0, padded, 16):
-                store_floats(to + 4 * d, zero_floats())
-            set_float(to + 4 * padded, numba.float32(_LOWEST))
-            set_float(to + 4 * padded + 4, numba.float32(0.0))
-    for span in range(start, stop, SPAN):
-        for row in range(rows):
-            end = min(position + row + 1, stop)
-            first = 0 if window == 0 else max(0, position + row + 1 - window)
-            if span >= end or span + SPAN <= first:
-                continue
-            at, to = q + row * q_row, sums + row * sums_row
-            count = min(SPAN, end - span)
-            if key_scales == 0:
-                _scores_fp16(at, 4 * dim, heads, keys + 2 * span * dim, dim, scores)
-            else:
-                _scores_int8(at, 4 * dim, heads, keys + span * dim, dim, scores)
-            for head in range(heads):
-                _softmax_span(
-                    scores + 4 * SPAN * head,
-                    span,
-                    first,
-                    end,
-                    0 if key_scales == 0 else key_scales + 2 * span,
-                    0 if value_scales == 0 else value_scales + 2 * span,
-                    to + head * sums_head,
-                    padded,
-                    to + head * sums_head + 4 * padded,
-                )
-            if key_scales == 0:
-                _weigh_fp16(scores, heads, values + 2 * span * padded, count, padded, to, sums_head)
-            else:
-                _weigh_int8(scores, heads, values + span * padded, count, padded, to, sums_head)
+            out = to + head * sums_head
+            state = out + 4 * padded
+            _softmax_span(scores + 4 * SPAN * head, first, end, key_scales, value_scales, out, padded, state)
+        if key_scales == 0:
+            _weigh_fp16(scores, heads, values, end, padded, to, sums_head)
+        else:
+            _weigh_int8(scores, heads, values, end, padded, to, sums_head)
 
 
 @numba.njit(nogil=True)

@@ -1,0 +1,193 @@
+"""The instructions that write a step's keys and values into the cache, and attend to it."""
+
+from __future__ import annotations
+
+import numba
+
+from runtime.cpu import instructions as op
+from runtime.cpu import pages as page
+from runtime.cpu.operands import operands, parameter, rows_of, share_of
+from runtime.cpu.vector import as_float, get_float, get_int, set_float
+from runtime.kernels.attention.cpu import SPAN, attend_span, clear_sums
+from runtime.kernels.attention.cpu_lowbit import attend_page, copy_queries, word
+from runtime.kernels.cache.cpu import store_half_key, store_half_value, store_key, store_value
+from runtime.kernels.norm.cpu import norm_head
+from runtime.kernels.rope.cpu import rotate_head
+
+_heads_operands, _attend_operands = operands(op.HEADS), operands(op.ATTEND)
+
+
+@numba.njit(nogil=True)
+def _record(cache: int, pages: int, slot: int, number: int, kv_heads: int, head: int) -> int:
+    """Address of what a slot's page keeps of a head in the layer whose pages begin at `pages`."""
+    table = word(cache, page.TABLES) + word(cache, page.TABLE_STEP) * slot
+    return pages + (numba.int64(get_int(table + 4 * number)) * kv_heads + head) * word(cache, page.RECORD)
+
+
+@numba.njit(nogil=True)
+def _paged(cache: int, slot: int) -> int:
+    """Tokens of a slot that are in pages; all of them where there is no window."""
+    return numba.int64(get_int(word(cache, page.PAGED) + 4 * slot))
+
+
+@numba.njit(nogil=True)
+def _window(cache: int, windows: int, slot: int, kv_heads: int, head: int, width: int) -> int:
+    """Address of a head's keys, or values, in a slot's window."""
+    return windows + 2 * width * word(cache, page.WINDOW) * (slot * kv_heads + head)
+
+
+@numba.njit(nogil=True)
+def finish_heads(i: int, control: int, thread: int, threads: int) -> None:
+    """Norm and rotate queries and keys, scale queries, store keys and values: one thread's share."""
+    qkv, stride, heads, kv_heads, dim, half, cos, sin, q_norm, k_norm, eps, scale = _heads_operands(i)[:12]
+    cache, pages, window_keys, window_values = _heads_operands(i)[12:]
+    slots, positions = parameter(control, op.SLOTS), parameter(control, op.POSITIONS)
+    width, tokens = (dim + 15) // 16 * 16, word(cache, page.TOKENS)
+    all_heads = heads + 2 * kv_heads
+    first, last = share_of(rows_of(control, 0) * all_heads, thread, threads)
+    for work in range(first, last):
+        row, head = work // all_heads, work % all_heads
+        position = numba.int64(get_int(positions + 4 * row))
+        x = qkv + row * stride + 4 * head * dim
+        if head < heads + kv_heads:
+            norm = q_norm if head < heads else k_norm
+            if norm != 0:
+                norm_head(x, norm, dim, as_float(eps))
+            rotate_head(x, cos + 4 * half * position, sin + 4 * half * position, half)
+        if head < heads:
+            for d in range(dim):
+                set_float(x + 4 * d, get_float(x + 4 * d) * as_float(scale))
+            continue
+        slot, kv_head = numba.int64(get_int(slots + 4 * row)), (head - heads) % kv_heads
+        if word(cache, page.WINDOW) != 0:
+            place = position - _paged(cache, slot)
+            if head < heads + kv_heads:
+                store_half_key(x, dim, _window(cache, window_keys, slot, kv_heads, kv_head, dim), place)
+            else:
+                store_half_value(x, dim, _window(cache, window_values, slot, kv_heads, kv_head, width), place)
+            continue
+        record = _record(cache, pages, slot, position // tokens, kv_heads, kv_head)
+        if head < heads + kv_heads:
+            store_key(x, cache, record, position % tokens)
+        else:
+            store_value(x, cache, record, position % tokens)
+
+
+@numba.njit(nogil=True)
+def attend(i: int, control: int, thread: int, threads: int, scratch: int) -> None:
+    """Attention of a step's rows: one thread's share of runs, key-value heads and splits."""
+    qkv, stride, heads, kv_heads, dim, window, cache, pages, window_keys, window_values, out = _attend_operands(i)
+    slots, positions = parameter(control, op.SLOTS), parameter(control, op.POSITIONS)
+    runs, splits = parameter(control, op.RUN_ROWS), parameter(control, op.SPLITS)
+    part, share = 4 * ((dim + 15) // 16 * 16 + 16), heads // kv_heads
+    tokens = word(cache, page.TOKENS)
+    first, last = share_of(parameter(control, op.RUNS) * kv_heads * splits, thread, threads)
+    for work in range(first, last):
+        run, kv_head, split = work // (kv_heads * splits), work // splits % kv_heads, work % splits
+        row, count = numba.int64(get_int(runs + 8 * run)), numba.int64(get_int(runs + 8 * run + 4))
+        position, slot = numba.int64(get_int(positions + 4 * row)), numba.int64(get_int(slots + 4 * row))
+        q, to = qkv + row * stride + 4 * kv_head * share * dim, out + ((row * heads + kv_head * share) * splits) * part
+        to += split * part
+        clear_sums(count, share, dim, to, heads * splits * part, splits * part)
+        # Units: the pages of the slot, then spans of its window.
+        paged = _paged(cache, slot) if word(cache, page.WINDOW) != 0 else position + count
+        whole = (paged + tokens - 1) // tokens
+        units = whole + (position + count - paged + SPAN - 1) // SPAN
+        seen = 0 if window == 0 else max(0, position + 1 - window)
+        begin = seen // tokens if seen < paged else whole + (seen - paged) // SPAN
+        start, stop = begin + (units - begin) * split // splits, begin + (units - begin) * (split + 1) // splits
+        _attend_pages(
+            cache,
+            pages,
+            slot,
+            kv_heads,
+            kv_head,
+            q,
+            stride,
+            count,
+            share,
+            position,
+            window,
+            start,
+            min(stop, whole),
+            to,
+            heads * splits * part,
+            splits * part,
+            scratch,
+        )
+        for unit in range(max(start, whole), stop):
+            place = SPAN * (unit - whole)
+            keys = _window(cache, window_keys, slot, kv_heads, kv_head, dim) + 2 * dim * place
+            width = (dim + 15) // 16 * 16
+            values = _window(cache, window_values, slot, kv_heads, kv_head, width) + 2 * width * place
+            attend_span(
+                q,
+                stride,
+                count,
+                share,
+                position - paged - place,
+                window,
+                keys,
+                values,
+                0,
+                0,
+                dim,
+                to,
+                heads * splits * part,
+                splits * part,
+                scratch,
+            )
+
+
+@numba.njit(nogil=True)
+def _attend_pages(
+    cache: int,
+    pages: int,
+    slot: int,
+    kv_heads: int,
+    kv_head: int,
+    q: int,
+    stride: int,
+    rows: int,
+    heads: int,
+    position: int,
+    window: int,
+    start: int,
+    stop: int,
+    sums: int,
+    sums_row: int,
+    sums_head: int,
+    scratch: int,
+) -> None:
+    """Add what a run's query heads of one key-value head get from pages start .. stop - 1 of its slot."""
+    bits, tokens, dim = word(cache, page.FORMAT), word(cache, page.TOKENS), word(cache, page.DIM)
+    lowbit = bits == 2 or bits == 4 or bits == 8
+    if lowbit and start < stop:
+        copy_queries(q, stride, rows, heads, dim, word(cache, page.PADDED), scratch)
+    for number in range(start, stop):
+        record = _record(cache, pages, slot, number, kv_heads, kv_head)
+        here = position - tokens * number
+        if lowbit:
+            prepared = number > start
+            attend_page(cache, record, 0, rows, heads, here, window, sums, sums_row, sums_head, scratch, prepared)
+            continue
+        key_scales = 0 if bits == 16 else record + word(cache, page.KEY_SCALES)
+        value_scales = 0 if bits == 16 else record + word(cache, page.VALUE_SCALES)
+        keys, values = record + word(cache, page.KEY_CODES), record + word(cache, page.VALUE_CODES)
+        attend_span(
+            q,
+            stride,
+            rows,
+            heads,
+            here,
+            window,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            dim,
+            sums,
+            sums_row,
+            sums_head,
+            scratch,
+        )
