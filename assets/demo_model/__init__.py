@@ -1,5 +1,6 @@
 """How the bundled model `demo` is made: its dialogues, its tokenizer, its training and its packing.
 
-The way: `content/*.toml` → `exchange`, `topics`, `numbers`, `tales` → `corpus` (conversations) → `vocabulary`
-(tokenizer) → `batches` → `train` → `score` → `pack`. Only the last four need torch, and import it when they run.
+The way: `content/*.toml` → `exchange`, `topics`, `facts`, `numbers`, `measures`, `person`, `tales`, `unknown` and
+`manner` → `corpus` (conversations) → `vocabulary` (tokenizer) → `batches` → `network`, `muon`, `train` → `questions`,
+`score` → `pack`. Only training, scoring and packing need torch, and import it when they run.
 """

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from assets.demo_model import numbers, tales, topics
+from assets.demo_model import facts, manner, measures, numbers, person, tales, topics, unknown
 from assets.demo_model.exchange import Exchange, Split, normalised, question_key
 
-SHARES = {"talk": 17, "program": 31, "facts": 12, "numbers": 20, "unknown": 11, "story": 5, "name": 2, "repeat": 2}
+SHARES = {
+    "talk": 11,
+    "program": 25,
+    "facts": 10,
+    "arithmetic": 22,
+    "numbers": 10,
+    "unknown": 11,
+    "story": 4,
+    "person": 6,
+    "repeat": 1,
+}
 """How often each group is drawn, in percent."""
 
-_QUESTION = re.compile(r"^(What|How|Which|Who|Can|Could|Do|Does|Is|Are|Why|Where|When|Should|Tell|Explain|Describe)\b")
-_NO_NAME = "You have not told me your name yet."
+UNSURE = "I think so, but I can be wrong. Please check what matters."
+_LENGTHS = (1, 1, 1, 1, 1, 2, 2, 3, 3, 4, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +46,8 @@ class Conversation:
 
 @cache
 def exchanges(split: Split) -> tuple[Exchange, ...]:
-    """Every single-turn exchange of a split except stories, free of duplicates, in a fixed order."""
-    sources = (topics.talk, topics.program, topics.facts, topics.unknown, *numbers.SOURCES, _names_unknown, _repeats)
+    """Every exchange that can be listed and stands alone, free of duplicates, in a fixed order."""
+    sources = (topics.talk, topics.program, facts.facts, unknown.written, _repeats)
     found: dict[str, Exchange] = {}
     for exchange in itertools.chain.from_iterable(source() for source in sources):
         found.setdefault(normalised(exchange.ask), exchange)
@@ -46,16 +55,9 @@ def exchanges(split: Split) -> tuple[Exchange, ...]:
 
 
 @cache
-def story_requests(split: Split) -> tuple[tales.Request, ...]:
-    """Every request for a story of a split, free of duplicates."""
-    found = {normalised(request.ask): request for request in tales.requests()}
-    rng = random.Random(0)  # noqa: S311  the story itself does not matter here
-    return tuple(request for request in found.values() if request.told(rng).split == split)
-
-
-def _names_unknown() -> Iterator[Exchange]:
-    for ask in topics.words("name_ask"):
-        yield Exchange(group="name", topic="name_unknown", ask=ask, answer=_NO_NAME, key=f"unknown name: {ask}")
+def held_out_keys() -> frozenset[str]:
+    """Words of the held-out questions that the words themselves decide."""
+    return frozenset(question_key(exchange.ask) for exchange in exchanges("held_out") if not exchange.key)
 
 
 def _repeats() -> Iterator[Exchange]:
@@ -83,94 +85,126 @@ class Writer:
         self.split: Split = split
         self.seed = seed
         self._topics = _by_topic(split)
-        self._groups = [group for group in SHARES if group in self._topics or group in {"story", "name"}]
+        self._names = {group: tuple(by) for group, by in self._topics.items()}
 
     def conversation(self, index: int, *, turns: int | None = None) -> Conversation:
         """The conversation number `index`.
 
         Args:
             index: Any whole number from 0; the same number gives the same conversation.
-            turns: Least number of exchanges, or None to draw one from 1 to 6.
+            turns: Least number of exchanges, or None to draw one from 1 to 5.
 
         Returns:
             The conversation.
         """
         rng = random.Random(f"{self.seed} {self.split} {index} {turns}")  # noqa: S311  reproducible, not secret
-        wanted = turns or rng.choice((1, 1, 1, 1, 2, 2, 3, 3, 4, 6))
-        system = rng.choice(topics.words("systems")) if rng.random() < 0.15 else None
+        wanted = turns or rng.choice(_LENGTHS)
+        system = rng.choice(topics.words("systems")) if rng.random() < 0.1 else None
         done: list[Exchange] = []
-        name: str | None = None
+        known: dict[str, person.Told] = {}
         while len(done) < wanted:
-            group = rng.choices(self._groups, [SHARES[group] for group in self._groups])[0]
-            if group == "name" and (name is None or rng.random() < 0.5):
-                name = rng.choice(topics.words("names"))
-                done += self._introduction(rng, name)
-            elif group == "name":
-                done.append(self._recall(rng, name or ""))
-            elif group == "story":
-                done += self._story(rng)
-            else:
-                done += self._topic(rng, group)
+            if known and rng.random() < 0.3:
+                done.append(known[rng.choice(list(known))].recall)
+                continue
+            group = rng.choices(list(SHARES), list(SHARES.values()))[0]
+            done += self._told(rng, known) if group == "person" else self.thread(rng, group)
         return Conversation(system=system, exchanges=tuple(self._typed(rng, turn) for turn in done))
 
-    def _topic(self, rng: random.Random, group: str) -> list[Exchange]:
-        chosen = rng.choice(self._topics[group][rng.choice(_weighted(self._topics[group]))])
-        turns = [chosen]
-        following = [follow.exchange for follow in topics.follow_ups().get(chosen.topic, ())]
-        following = [exchange for exchange in following if exchange.split == self.split]
-        if following and rng.random() < 0.5:
-            turns.append(rng.choice(following))
-        if chosen.topic == "add" and rng.random() < 0.2:
-            turns += self._more_sum(rng, int(chosen.answer.rsplit(" ", 1)[1]))
-        return turns
+    def thread(self, rng: random.Random, group: str) -> list[Exchange]:
+        """Turns that belong together, of a group other than `person`, the last one (in training all) of this split."""
+        while True:
+            turns = self._drawn(rng, group)
+            if self.split == "held_out" and turns[-1].split == "held_out":
+                return turns
+            if self.split == "train" and all(_may_be_trained_on(turn) for turn in turns):
+                return turns
 
-    def _more_sum(self, rng: random.Random, total: int) -> list[Exchange]:
-        if total > numbers.LARGEST_TERM:
-            return []
-        b = rng.randrange(1, 11)
-        answer = f"{total} + {b} = {total + b}"
-        made = (
-            Exchange(group="numbers", topic="then_add", ask=frame.format(b=b), answer=answer, key=f"add {total} {b}")
-            for frame in topics.words("then_add")
-        )
-        allowed = [exchange for exchange in made if exchange.split == self.split]
-        return [rng.choice(allowed)] if allowed else []
+    def _drawn(self, rng: random.Random, group: str) -> list[Exchange]:
+        if group == "story":
+            return _story(rng)
+        if group == "arithmetic":
+            return _continued(rng, numbers.draw(rng))
+        if group == "numbers":
+            return [measures.draw(rng)]
+        if group == "unknown" and rng.random() < 0.5:
+            turns = [unknown.draw(rng)]
+        else:
+            turns = [rng.choice(self._topics[group][rng.choice(self._names[group])])]
+        return turns + _following(rng, turns[0])
 
-    def _story(self, rng: random.Random) -> list[Exchange]:
-        turns = [rng.choice(story_requests(self.split)).told(rng)]
-        while rng.random() < 0.15:
-            turns.append(rng.choice(tales.more_requests()).told(rng))
-        return turns
-
-    def _introduction(self, rng: random.Random, name: str) -> list[Exchange]:
-        frames = [frame.format(name=name) for frame in topics.words("name_tell")]
-        asked = [text for text in frames if Exchange(group="name", topic="", ask=text, answer="").split == self.split]
-        if not asked:
-            return []
-        answer = f"Nice to meet you, {name}! What would you like to know?"
-        told = Exchange(group="name", topic="name_told", ask=rng.choice(asked), answer=answer)
-        between = self._topic(rng, rng.choice(("talk", "facts", "numbers"))) if rng.random() < 0.4 else []
-        return [told, *between, self._recall(rng, name)] if rng.random() < 0.7 else [told]
-
-    def _recall(self, rng: random.Random, name: str) -> Exchange:
-        ask = rng.choice(topics.words("name_ask"))
-        return Exchange(group="name", topic="name_recalled", ask=ask, answer=f"Your name is {name}.")
+    def _told(self, rng: random.Random, known: dict[str, person.Told]) -> list[Exchange]:
+        while True:
+            kind = rng.choice((*person.kinds(), *("name",) * 5))
+            told = person.told(rng, kind)
+            if told.tell.split == self.split:
+                break
+        known[kind] = told
+        return [told.tell, told.recall] if rng.random() < 0.3 else [told.tell]
 
     def _typed(self, rng: random.Random, turn: Exchange) -> Exchange:
-        text = turn.ask
-        prefix = rng.choice(topics.words("polite"))
-        if prefix and _QUESTION.match(text):
-            text = prefix + text[0].lower() + text[1:]
-        if rng.random() < 0.12:
-            text = topics.casual(text)
-        elif text[-1] not in ".?!" and not text[-1].isdigit() and rng.random() < 0.5:
-            text += "."
-        return Exchange(group=turn.group, topic=turn.topic, ask=text, answer=turn.answer, key=turn.key)
+        made = manner.typed(rng, turn)
+        return made if self.split == "held_out" or _may_be_trained_on(made) else turn
 
 
-def _weighted(by_topic: dict[str, tuple[Exchange, ...]]) -> tuple[str, ...]:
-    """Topic names, the three kinds of arithmetic repeated so that they are not lost among the small topics."""
-    return tuple(name for name in by_topic for _ in range(12 if name in {"add", "subtract", "multiply"} else 1))
+def _may_be_trained_on(turn: Exchange) -> bool:
+    """Whether neither the turn's key nor its words are held out."""
+    return turn.split == "train" and question_key(turn.ask) not in held_out_keys()
+
+
+def _continued(rng: random.Random, first: Exchange) -> list[Exchange]:
+    turns = [first]
+    while rng.random() < 0.3 and len(turns) < 4:
+        total = numbers.result_of(turns[-1].answer)
+        following = None if total is None else numbers.then(rng, total)
+        if following is None:
+            break
+        turns.append(following)
+    if rng.random() < 0.06:
+        turns.append(_after(rng, "sure", UNSURE, turns[-1]))
+    return turns
+
+
+def _story(rng: random.Random) -> list[Exchange]:
+    exchange, tale = tales.told(rng, tales.request(rng))
+    turns = [exchange]
+    while rng.random() < 0.35 and len(turns) < 4:
+        if rng.random() < 0.2:
+            exchange, tale = tales.told(rng, tales.more(rng))
+            turns.append(exchange)
+        else:
+            turns.append(tales.question(rng, tale))
+    return turns
+
+
+def _following(rng: random.Random, first: Exchange) -> list[Exchange]:
+    """What may follow a written exchange: a request for the short form, the reason, another thing, the same again."""
+    turns: list[Exchange] = []
+    while rng.random() < 0.4 and len(turns) < 3:
+        last = turns[-1] if turns else first
+        another = facts.same_of_another(rng, last) if rng.random() < 0.8 else None
+        if another is not None:
+            turns.append(another)
+        elif first.group == "program" and rng.random() < 0.8:
+            kind = rng.choice(topics.FOLLOWING)
+            turns.append(topics.follow_up(first.topic, kind, rng.choice(topics.words(kind))))
+        else:
+            turns.append(_general(rng, first, last))
+    return turns
+
+
+def _general(rng: random.Random, first: Exchange, last: Exchange) -> Exchange:
+    kind = rng.choice(("again", "what_asked", "sure", "why"))
+    if kind == "why" and first.group in {"unknown", "facts"}:
+        return _after(rng, kind, unknown.WHY if first.group == "unknown" else facts.NO_REASON, first)
+    if kind == "what_asked" and last is first:
+        return _after(rng, kind, f"You said: {last.ask}", last)
+    return _after(rng, "sure", UNSURE, last) if kind == "sure" else _after(rng, "again", last.answer, last)
+
+
+def _after(rng: random.Random, kind: str, answer: str, before: Exchange) -> Exchange:
+    ask = rng.choice(topics.words(kind))
+    key = f"{kind}: {ask} {before.key or question_key(before.ask)}"
+    return Exchange(group=before.group, topic=f"{kind} after", ask=ask, answer=answer, key=key)
 
 
 def asked_twice() -> list[tuple[str, str]]:

@@ -1,112 +1,201 @@
-"""Exchanges about numbers, days and months: what can be computed rather than written down."""
+"""Exchanges about whole numbers, with a line of working where the result is not known by heart."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 from assets.demo_model.exchange import Exchange
-from assets.demo_model.topics import words
+from assets.demo_model.topics import content, words
 
-LARGEST_TERM = 20
-"""Sums and differences use whole numbers from 0 to this one."""
-LARGEST_FACTOR = 10
-"""Products use factors from 0 to this one."""
-TOO_HARD = "That is too hard for me. I only do sums with small numbers."
+LARGEST = 100
+"""Terms, dividends and compared numbers are whole numbers from 0 to this one."""
+TOO_HARD_PRODUCT = "That product is too hard for me. One of the factors must be at most 10."
+TOO_HARD = "That is too large for me. I calculate with numbers up to 100."
 
-_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-_MONTHS = (
-    *("January", "February", "March", "April", "May", "June"),
-    *("July", "August", "September", "October", "November", "December"),
+_ONES = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
 )
-_UNITS = (
-    ("minutes", "hour", 60),
-    ("hours", "day", 24),
-    ("days", "week", 7),
-    ("seconds", "minute", 60),
-    ("months", "year", 12),
-    ("metres", "kilometre", 1000),
-    ("grams", "kilogram", 1000),
-    ("centimetres", "metre", 100),
-)
+_TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 
-def _operation(kind: str, sign: str, a: int, b: int, result: int) -> Iterator[Exchange]:
-    key = f"{kind} {a} {b}"
-    for frame in words(kind):
-        ask = frame.format(a=a, b=b)
-        yield Exchange(group="numbers", topic=kind, ask=ask, answer=f"{a} {sign} {b} = {result}", key=key)
+def in_words(number: int) -> str:
+    """A number from 0 to 100 in words."""
+    if number < len(_ONES):
+        return _ONES[number]
+    if number == LARGEST:
+        return "one hundred"
+    tens, ones = divmod(number, 10)
+    return _TENS[tens] + (f"-{_ONES[ones]}" if ones else "")
 
 
-def arithmetic() -> Iterator[Exchange]:
-    """Sums, differences and products of small whole numbers; a pair of numbers is held out with all its phrasings."""
-    terms, factors = range(LARGEST_TERM + 1), range(LARGEST_FACTOR + 1)
-    for a in terms:
-        for b in terms:
-            yield from _operation("add", "+", a, b, a + b)
-            if b <= a:
-                yield from _operation("subtract", "-", a, b, a - b)
-    for a in factors:
-        for b in factors:
-            yield from _operation("multiply", "*", a, b, a * b)
+def add(a: int, b: int) -> str:
+    """`a + b` with its working: tens and ones apart."""
+    if b < 10 <= a:
+        tens, ones = a - a % 10, a % 10
+        return f"{a} + {b}: {tens} and {ones} + {b} = {ones + b}, together {a + b}."
+    if a < 10 <= b:
+        tens, ones = b - b % 10, b % 10
+        return f"{a} + {b}: {tens} and {a} + {ones} = {a + ones}, together {a + b}."
+    if a < 10 or not (a % 10 or b % 10):
+        return f"{a} + {b} = {a + b}."
+    round_a, round_b = a - a % 10, b - b % 10
+    first = f"{round_a} + {round_b} = {round_a + round_b}"
+    return f"{a} + {b}: {first} and {a % 10} + {b % 10} = {a % 10 + b % 10}, together {a + b}."
 
 
-def too_hard() -> Iterator[Exchange]:
-    """Sums and products with large numbers, declined."""
-    for step in range(160):
-        a, b = 317 + step * 7919 % 9680, 211 + step * 6133 % 9780
-        for kind in ("add", "subtract", "multiply"):
-            frames = words(kind)
-            for frame in (frames[step % len(frames)], frames[(step + 3) % len(frames)]):
-                ask = frame.format(a=max(a, b), b=min(a, b))
-                yield Exchange(group="numbers", topic="too_hard", ask=ask, answer=TOO_HARD, key=f"{kind} {a} {b}")
+def subtract(a: int, b: int) -> str:
+    """`a - b` with its working: first the tens of `b`, then its ones. Below zero it turns the numbers round."""
+    if a < b:
+        return f"{a} - {b}: {b} - {a} = {b - a}, so it is below zero: -{b - a}."
+    tens, ones = b - b % 10, b % 10
+    if not tens or not ones:
+        return f"{a} - {b} = {a - b}."
+    return f"{a} - {b}: {a} - {tens} = {a - tens} and {a - tens} - {ones} = {a - b}, which leaves {a - b}."
 
 
-def comparisons() -> Iterator[Exchange]:
-    """Which of two numbers under a hundred is larger."""
-    for a in range(0, 100, 3):
-        for b in range(1, 100, 7):
-            if a == b:
-                continue
-            frames = words("larger")
-            ask = frames[(a + b) % len(frames)].format(a=a, b=b)
-            answer = f"{max(a, b)} is larger than {min(a, b)}."
-            yield Exchange(group="numbers", topic="larger", ask=ask, answer=answer, key=f"larger {a} {b}")
+def multiply(a: int, b: int) -> str:
+    """`a × b`; tens and ones apart where one factor is above 10, declined where both are above 12."""
+    large, small = max(a, b), min(a, b)
+    if large <= 12 or small <= 1 or (not large % 10 and small <= 10):
+        return f"{a} × {b} = {a * b}."
+    return f"{a} × {b}: {_parts(large, small)}, together {a * b}." if small <= 10 else TOO_HARD_PRODUCT
 
 
-def counting() -> Iterator[Exchange]:
-    """Counting to a number up to 20."""
-    for n in range(2, 21):
-        for frame in words("count"):
-            answer = ", ".join(str(i) for i in range(1, n + 1)) + "."
-            yield Exchange(group="numbers", topic="count", ask=frame.format(n=n), answer=answer)
+def _parts(large: int, small: int) -> str:
+    tens, ones = large - large % 10, large % 10
+    return f"{tens} × {small} = {tens * small} and {ones} × {small} = {ones * small}"
 
 
-def calendar() -> Iterator[Exchange]:
-    """The day or month before or after another."""
-    for unit, names in (("day", _DAYS), ("month", _MONTHS)):
-        for i, name in enumerate(names):
-            for kind, step in (("after", 1), ("before", -1)):
-                other = names[(i + step) % len(names)]
-                for frame in words(kind):
-                    ask = frame.format(unit=unit, x=name)
-                    answer = f"{other} comes {kind} {name}."
-                    yield Exchange(group="numbers", topic=f"{unit} {kind}", ask=ask, answer=answer)
+def divide(a: int, b: int) -> str:
+    """`a ÷ b`, with what is left over if it does not come out whole."""
+    if b == 0:
+        return "Nothing can be divided by 0."
+    whole, rest = divmod(a, b)
+    if rest:
+        return f"{b} × {whole} = {b * whole}, so {a} ÷ {b} is {whole} with {rest} left over."
+    if whole > 10 and b > 1 and whole % 10:
+        tens = whole - whole % 10
+        return f"{a} ÷ {b}: {b * tens} ÷ {b} = {tens} and {a - b * tens} ÷ {b} = {whole % 10}, together {whole}."
+    return f"{b} × {whole} = {a}, so {a} ÷ {b} = {whole}."
 
 
-def units() -> Iterator[Exchange]:
-    """How many small units one large unit has."""
-    for small, large, count in _UNITS:
-        each = "an" if large == "hour" else "a"
-        answer = f"{each.capitalize()} {large} has {count} {small}."
-        for ask in (
-            f"How many {small} are in {each} {large}?",
-            f"How many {small} does {each} {large} have?",
-            f"How many {small} are there in one {large}?",
-            f"Tell me how many {small} make {each} {large}",
-            f"What number of {small} is in one {large}?",
-        ):
-            yield Exchange(group="numbers", topic=f"{small} in {large}", ask=ask, answer=answer)
+_SOLVE: dict[str, Callable[[int, int], str]] = {
+    "add": add,
+    "subtract": subtract,
+    "multiply": multiply,
+    "divide": divide,
+}
+KINDS = tuple(_SOLVE)
+"""The four operations."""
 
 
-SOURCES: tuple[Callable[[], Iterator[Exchange]], ...] = (arithmetic, too_hard, comparisons, counting, calendar, units)
-"""Every generator of this module."""
+def key(kind: str, a: int, b: int) -> str:
+    """Split key of a calculation; the order of terms and factors does not matter."""
+    if kind in {"add", "multiply"}:
+        a, b = min(a, b), max(a, b)
+    return f"{kind} {a} {b}"
+
+
+def calculation(kind: str, a: int, b: int, frame: str) -> Exchange:
+    """A calculation asked with a frame of `content/frames.toml`."""
+    return Exchange(
+        group="arithmetic", topic=kind, ask=frame.format(a=a, b=b), answer=_SOLVE[kind](a, b), key=key(kind, a, b)
+    )
+
+
+def problems(kind: str) -> Iterator[tuple[int, int]]:
+    """Every pair of numbers of an operation, results below zero and remainders left out.
+
+    Products have a factor up to 10, or both up to 12; quotients are whole.
+    """
+    numbers = range(LARGEST + 1)
+    for a in numbers:
+        for b in numbers:
+            fits = {
+                "add": True,
+                "subtract": b <= a,
+                "multiply": min(a, b) <= 10 or max(a, b) <= 12,
+                "divide": b > 0 and a % b == 0,
+            }
+            if fits[kind]:
+                yield a, b
+
+
+def draw_pair(rng: random.Random, kind: str) -> tuple[int, int]:
+    """Numbers for an operation, small and round ones somewhat oftener than by chance."""
+    if kind == "divide":
+        b = rng.choice((rng.randrange(1, 11), rng.randrange(1, 11), rng.randrange(1, 51)))
+        if rng.random() < 0.12:
+            return rng.randrange(LARGEST + 1), b
+        return b * rng.randrange(LARGEST // b + 1), b
+    if kind == "multiply":
+        if rng.random() < 0.4:
+            return rng.randrange(13), rng.randrange(13)
+        if rng.random() < 0.06:
+            return rng.randrange(11, LARGEST + 1), rng.randrange(11, LARGEST + 1)
+        pair = [rng.randrange(2, 11), rng.randrange(11, LARGEST + 1)]
+        rng.shuffle(pair)
+        return pair[0], pair[1]
+    a, b = rng.randrange(LARGEST + 1), rng.randrange(LARGEST + 1)
+    if rng.random() < 0.2:
+        a, b = rng.randrange(21), rng.randrange(21)
+    if kind == "subtract" and rng.random() < 0.95:
+        a, b = max(a, b), min(a, b)
+    return a, b
+
+
+def draw(rng: random.Random) -> Exchange:
+    """A calculation, now and then told as something that happens."""
+    kind = rng.choice(KINDS)
+    a, b = draw_pair(rng, kind)
+    frame = rng.choice(words(kind))
+    if rng.random() < 0.12 and min(a, b) >= 2:
+        frame = _tale_frame(rng, kind)
+        if kind == "subtract" and a < b:
+            a, b = b, a
+        if kind == "divide" and a % b:
+            a -= a % b
+    return calculation(kind, a, b, frame)
+
+
+def _tale_frame(rng: random.Random, kind: str) -> str:
+    frame: str = rng.choice(content("sums")[kind])
+    names = words("names")
+    slots = {"name": rng.choice(names), "other": rng.choice(names), "things": rng.choice(content("sums")["things"])}
+    for slot, value in slots.items():
+        frame = frame.replace("{" + slot + "}", value)
+    return frame
+
+
+def too_hard(rng: random.Random) -> Exchange:
+    """A sum, difference, product or quotient with a large number, declined."""
+    kind = rng.choice(KINDS)
+    a, b = rng.choice((rng.randrange(101, 1000), rng.randrange(101, 10000))), rng.randrange(2, 5000)
+    if rng.random() < 0.3 and kind != "divide":
+        a, b = b % LARGEST, a
+    ask = rng.choice(words(kind)).format(a=a, b=b)
+    return Exchange(group="numbers", topic="too_hard", ask=ask, answer=TOO_HARD, key=f"too hard {kind} {a} {b}")
+
+
+def result_of(answer: str) -> int | None:
+    """The number a calculation ends with, or None if it has no whole result from 0 up."""
+    last = answer.rstrip(".").rsplit(" ", 1)[-1]
+    return int(last) if answer[0].isdigit() and last.isdigit() else None
+
+
+def then(rng: random.Random, total: int) -> Exchange | None:
+    """A calculation that goes on with a result, or None if the drawn one does not fit numbers up to 100."""
+    kind = rng.choice(("then_add", "then_subtract", "then_multiply", "then_double", "then_half"))
+    b = rng.randrange(1, 21)
+    if kind in {"then_double", "then_half"}:
+        b = 2
+    elif kind == "then_multiply":
+        b = rng.randrange(2, 11)
+    operation = {"then_add": "add", "then_subtract": "subtract", "then_half": "divide"}.get(kind, "multiply")
+    if total > LARGEST or (operation == "subtract" and b > total) or (operation == "divide" and total % b):
+        return None
+    ask = rng.choice(words(kind)).format(b=b)
+    answer = _SOLVE[operation](total, b)
+    return Exchange(group="arithmetic", topic=kind, ask=ask, answer=answer, key=key(operation, total, b))

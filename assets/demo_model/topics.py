@@ -1,13 +1,11 @@
-"""Exchanges that are written down: small talk, the program, facts, and questions to decline."""
+"""Exchanges that are written down: small talk and the program, with what can follow them."""
 
 from __future__ import annotations
 
 import itertools
-import re
 import string
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,18 +13,11 @@ from typing import Any
 from assets.demo_model.exchange import Exchange
 
 _CONTENT = Path(__file__).with_name("content")
-_VOWELS = "aeiou"
-_MASS_WORDS = frozenset({"bread", "honey", "snow", "rain", "wind", "fire"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowUp:
-    """An exchange that makes sense only right after its topic."""
-
-    topic: str
-    """The topic before it."""
-    exchange: Exchange
-    """The follow-up question and answer."""
+_PROGRAM_FILES = ("program", "methods", "options", "interface")
+FOLLOWING = ("short", "why", "how", "example")
+"""What can be asked after an answer about the program; frames of these names ask it."""
+NO_MORE = "I don't know more about that."
+"""Answer to a follow-up for which nothing is written."""
 
 
 @cache
@@ -42,16 +33,10 @@ def content(name: str) -> dict[str, Any]:
     return tomllib.loads((_CONTENT / f"{name}.toml").read_text(encoding="utf-8"))
 
 
+@cache
 def words(name: str) -> tuple[str, ...]:
-    """List of strings `name` of `content/frames.toml`."""
-    return tuple(content("frames")[name])
-
-
-def article(word: str) -> str:
-    """The word with `a` or `an` before it, or alone where it takes none."""
-    if word in _MASS_WORDS:
-        return word
-    return f"an {word}" if word[0].casefold() in _VOWELS else f"a {word}"
+    """List of strings `name` of `content/frames.toml`, without repetitions."""
+    return tuple(dict.fromkeys(content("frames")[name]))
 
 
 def fill(frame: str, choices: Mapping[str, Iterable[str]]) -> Iterator[str]:
@@ -61,8 +46,16 @@ def fill(frame: str, choices: Mapping[str, Iterable[str]]) -> Iterator[str]:
         yield frame.format(**dict(zip(slots, values, strict=True)))
 
 
+def with_articles(text: str) -> str:
+    """`a owl` becomes `an owl`."""
+    for article in ("a", "A"):
+        for vowel in "aeio":
+            text = text.replace(f" {article} {vowel}", f" {article}n {vowel}")
+    return text
+
+
 def _topic_exchanges(group: str, topic: dict[str, Any]) -> Iterator[Exchange]:
-    unknown_keys = set(topic) - {"name", "ask", "subjects", "goals", "answer", "follow"}
+    unknown_keys = set(topic) - {"name", "ask", "subjects", "goals", "answer"}
     if unknown_keys:
         raise ValueError(f"{group}.toml: topic {topic['name']!r} has unknown keys {sorted(unknown_keys)}")
     asked = list(topic.get("ask", ()))
@@ -70,7 +63,7 @@ def _topic_exchanges(group: str, topic: dict[str, Any]) -> Iterator[Exchange]:
     asked += [text for frame in words("goal") for text in fill(frame, {"g": topic.get("goals", ())})]
     for answer in topic["answer"]:
         for ask in asked:
-            yield Exchange(group=group, topic=topic["name"], ask=ask, answer=answer)
+            yield Exchange(group=group, topic=topic["name"], ask=ask[0].upper() + ask[1:], answer=answer)
 
 
 def talk() -> Iterator[Exchange]:
@@ -81,60 +74,27 @@ def talk() -> Iterator[Exchange]:
 
 def program() -> Iterator[Exchange]:
     """lowbit-chat: commands, settings, keys, ideas."""
-    for topic in content("program")["topic"]:
-        yield from _topic_exchanges("program", topic)
+    for name in _PROGRAM_FILES:
+        for topic in content(name)["topic"]:
+            yield from _topic_exchanges("program", topic)
 
 
 @cache
-def follow_ups() -> dict[str, tuple[FollowUp, ...]]:
-    """Follow-up exchanges by the topic that comes before them."""
-    found: dict[str, list[FollowUp]] = {}
-    for topic in content("program")["topic"]:
-        for part in topic.get("follow", ()):
-            for ask in part["ask"]:
-                exchange = Exchange(
-                    group="program",
-                    topic=f"{topic['name']}_follow",
-                    ask=ask,
-                    answer=part["answer"][0],
-                    key=f"{topic['name']}: {ask}",
-                )
-                found.setdefault(topic["name"], []).append(FollowUp(topic=topic["name"], exchange=exchange))
-    return {name: tuple(items) for name, items in found.items()}
+def _answers() -> dict[str, str]:
+    return {topic["name"]: topic["answer"][0] for name in _PROGRAM_FILES for topic in content(name)["topic"]}
 
 
-def facts() -> Iterator[Exchange]:
-    """Short definitions, capitals, opposites, colours, sounds, legs."""
-    table = content("knowledge")
-
-    def ask(kind: str, topic: str, answer: str, **slots: str) -> Iterator[Exchange]:
-        for frame in words(kind):
-            yield Exchange(group="facts", topic=topic, ask=frame.format(**slots), answer=answer)
-
-    for word, text in table["definitions"].items():
-        yield from ask("definition", f"define {word}", text, w=word, a=article(word))
-    for country, city in table["capitals"].items():
-        yield from ask("capital", f"capital of {country}", f"The capital of {country} is {city}.", x=country)
-    pairs = table["opposites"] | {second: first for first, second in table["opposites"].items()}
-    for word, other in pairs.items():
-        yield from ask("opposite", f"opposite of {word}", f"The opposite of {word} is {other}.", x=word)
-    for thing, text in table["colours"].items():
-        yield from ask("colour", f"colour of {thing}", text, x=thing)
-    for kind, prefix in (("sounds", "sound of"), ("legs", "legs of")):
-        for animal, text in table[kind].items():
-            frames = "sound" if kind == "sounds" else "legs"
-            yield from ask(frames, f"{prefix} {animal}", text, x=article(animal))
+def following(topic: str, kind: str) -> str:
+    """The answer to a follow-up of a kind of `FOLLOWING` about a topic of the program."""
+    written: str | None = content("follow").get(topic, {}).get(kind)
+    if written is None and kind == "how":
+        answer = _answers()[topic]
+        return answer if answer.startswith(("Use ", "Press ", "Type ", "Add ")) else NO_MORE
+    return written or NO_MORE
 
 
-def unknown() -> Iterator[Exchange]:
-    """Questions that the model declines."""
-    for name, part in content("unknown").items():
-        slots = {key: value for key, value in part.items() if key not in {"answer", "frames"}}
-        for frame in part["frames"]:
-            for ask in fill(frame, slots):
-                yield Exchange(group="unknown", topic=name, ask=ask, answer=part["answer"][0])
-
-
-def casual(text: str) -> str:
-    """The question as a hurried person types it: lower case, no final mark."""
-    return re.sub(r"[.?!]$", "", text).lower()
+def follow_up(topic: str, kind: str, frame: str) -> Exchange:
+    """A follow-up after a topic of the program; topic, kind and words together decide the split."""
+    answer = following(topic, kind)
+    key = f"{topic} {kind}: {frame}"
+    return Exchange(group="program", topic=f"{topic}_{kind}", ask=frame, answer=answer, key=key)

@@ -1,27 +1,32 @@
 """Train the bundled model: `python -m assets.demo_model.train --output FOLDER`.
 
-Run again with the same folder, it goes on where it stopped and ends with the very same weights.
+Run again with the same folder, it goes on where it stopped and ends with the very same weights. With `--finish-by` the
+learning rate follows the clock as well, so that it has come down by then; such a run depends on the machine's speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assets.demo_model import vocabulary
-from assets.demo_model.batches import Batch, batch
+from assets.demo_model.batches import Batch, batches
 from assets.demo_model.corpus import Writer
 
 if TYPE_CHECKING:
-    import torch
     from tokenizers import Tokenizer
+
+    from assets.demo_model.network import Network
+
+EVALUATION_TOKENS = 16384
+"""Tokens of held-out conversations over which the held-out loss is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,88 +46,68 @@ class Plan:
     vocabulary: int = vocabulary.VOCABULARY
     """V."""
     context: int = 1024
-    """Longest context in tokens, and the length of a long row."""
-    length: int = 256
-    """Length of an ordinary row."""
-    rows: int = 16
-    """Ordinary rows a step; a step of long rows has the same number of tokens."""
-    long_every: int = 8
-    """Every so many steps the rows are long."""
-    steps: int = 1600
+    """Longest context in tokens."""
+    tokens: int = 3072
+    """About how many tokens a step has."""
+    part: int = 1024
+    """Most tokens, padding counted, that go through the model at once."""
+    steps: int = 2600
     """Optimizer steps."""
-    warmup: int = 100
+    warmup: int = 40
     """Steps of rising learning rate."""
-    learning_rate: float = 2e-3
-    """Peak learning rate; a cosine takes it down to a twentieth."""
-    weight_decay: float = 0.05
-    """AdamW's decay of matrices."""
+    decay: float = 0.55
+    """Share of the training at whose end the learning rate falls to nothing, along a straight line."""
+    learning_rate: float = 0.02
+    """Muon's peak learning rate, for the matrices of the blocks."""
+    vector_rate: float = 0.004
+    """AdamW's peak learning rate, for embedding and norms."""
+    weight_decay: float = 0.02
+    """Muon's decay."""
     seed: int = 1
     """Seed of weights and data."""
-    tokenizer_texts: int = 40000
+    tokenizer_texts: int = 20000
     """Conversations from which the tokenizer is made."""
     bfloat16: bool = True
     """Whether matrix products run in bfloat16; weights and optimizer are fp32."""
 
     def __post_init__(self) -> None:
-        whole = ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocabulary", "context", "length", "rows")
-        for name in (*whole, "long_every", "steps", "warmup", "tokenizer_texts"):
+        whole = ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocabulary", "context", "tokens", "part")
+        for name in (*whole, "steps", "warmup", "tokenizer_texts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        if self.context % self.length or self.rows * self.length % self.context:
-            raise ValueError("context must be a multiple of length, and rows * length of context")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay must be above 0 and at most 1, not {self.decay}")
 
 
-def model_of(plan: Plan, tokenizer: Tokenizer) -> torch.nn.Module:
-    """A Llama model with random weights (the caller seeds)."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def model_of(plan: Plan) -> Network:
+    """A network with random weights (the caller seeds)."""
+    from assets.demo_model.network import Network
 
-    config = LlamaConfig(
-        vocab_size=plan.vocabulary,
-        hidden_size=plan.hidden,
-        intermediate_size=plan.intermediate,
-        num_hidden_layers=plan.layers,
-        num_attention_heads=plan.heads,
-        num_key_value_heads=plan.kv_heads,
-        head_dim=64,
-        max_position_embeddings=plan.context,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=vocabulary.token_id(tokenizer, vocabulary.BEGIN),
-        eos_token_id=vocabulary.token_id(tokenizer, vocabulary.END),
-        pad_token_id=vocabulary.token_id(tokenizer, vocabulary.PAD),
+    return Network(
+        vocabulary=plan.vocabulary,
+        hidden=plan.hidden,
+        intermediate=plan.intermediate,
+        layers=plan.layers,
+        heads=plan.heads,
+        kv_heads=plan.kv_heads,
     )
-    model: torch.nn.Module = LlamaForCausalLM(config)
-    return model
 
 
-def token_losses(model: torch.nn.Module, data: Batch, *, bfloat16: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of every token but a row's first.
+def rate_factor(plan: Plan, step: int, done: float = 0.0) -> float:
+    """Share of the peak learning rates at a step: a linear rise, a plateau, a straight fall to nothing.
 
     Args:
-        model: The model.
-        data: Rows of tokens.
-        bfloat16: Whether matrix products run in bfloat16.
+        plan: The plan.
+        step: Step from 0.
+        done: Share of the allotted time that is over, if a time is given.
 
     Returns:
-        Losses in nats and weights, both fp32 [B, S - 1].
+        A number from 0 to 1.
     """
-    import torch
-
-    tokens = torch.from_numpy(data.tokens)
-    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-    losses = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
-    return losses, torch.from_numpy(data.weights)[:, 1:]
-
-
-def learning_rate(plan: Plan, step: int) -> float:
-    """Learning rate of a step: a linear rise, then a cosine."""
-    if step < plan.warmup:
-        return plan.learning_rate * (step + 1) / plan.warmup
-    done = (step - plan.warmup) / max(1, plan.steps - plan.warmup)
-    return plan.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    share = max(done, (step + 0.5) / plan.steps)
+    return min(1.0, (step + 1) / plan.warmup, max(0.0, 1.0 - share) / plan.decay)
 
 
 class Trainer:
@@ -131,17 +116,23 @@ class Trainer:
     def __init__(self, plan: Plan, folder: Path) -> None:
         import torch
 
+        from assets.demo_model.muon import Muon
+
         self.plan, self.folder = plan, folder
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = self._tokenizer()
         self.train_data, self.held_out = Writer("train", plan.seed), Writer("held_out", plan.seed)
         torch.manual_seed(plan.seed)
-        self.model = model_of(plan, self.tokenizer)
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95))
+        self.model = model_of(plan)
+        matrices = self.model.matrices()
+        chosen = {id(weight) for weight in matrices}
+        others = [weight for weight in self.model.parameters() if id(weight) not in chosen]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
+            Muon(matrices, lr=plan.learning_rate, weight_decay=plan.weight_decay),
+            torch.optim.AdamW(others, lr=plan.vector_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        )
         self.step, self.seconds, self.tokens = 0, 0.0, 0
+        self._recent = [0.0, 0]
         if self._state_file.exists():
             self._restore()
 
@@ -158,57 +149,75 @@ class Trainer:
             vocabulary.save(tokenizer, self.folder, context=self.plan.context)
         return vocabulary.load(self.folder)
 
-    def run(self, *, until: int, save_every: int) -> None:
+    def run(self, *, until: int, save_every: int, finish_by: float | None = None) -> None:
         """Train up to a step and save there.
 
         Args:
             until: Step to stop at, at most the plan's.
             save_every: Steps between two checkpoints.
+            finish_by: Moment (seconds as of `time.time`) by which the learning rate shall have come down, or None.
         """
         until = min(until, self.plan.steps)
+        started = time.time() - self.seconds
         while self.step < until:
-            self._one_step()
+            now = time.time()
+            done = 0.0 if finish_by is None else 1.0 if now >= finish_by else (now - started) / (finish_by - started)
+            self._one_step(rate_factor(self.plan, self.step, done))
+            if done >= 1.0:
+                until = self.step
             if self.step % save_every == 0 or self.step == until:
                 self.save()
 
-    def _one_step(self) -> None:
+    def _one_step(self, factor: float) -> None:
         import torch
 
         plan, started = self.plan, time.perf_counter()
-        rate = learning_rate(plan, self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        losses, weights = token_losses(self.model, self._batch(self.step), bfloat16=plan.bfloat16)
-        loss = (losses * weights).sum() / weights.sum()
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        for optimizer, rate in zip(self.optimizers, (plan.learning_rate, plan.vector_rate), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.zero_grad()
+        parts = self._parts(self.train_data, self.step, plan.tokens)
+        total = sum(float(part.weights.sum()) for part in parts)
+        for part in parts:
+            losses, weights = self._losses(part, bfloat16=plan.bfloat16)
+            ((losses * weights).sum() / total).backward()
+            self._recent[0] += float(losses.detach()[weights == 1].sum())
+            self._recent[1] += int((weights == 1).sum())
+            self.tokens += int((part.tokens != self._padding).sum())
+        torch.nn.utils.clip_grad_norm_(self.optimizers[1].param_groups[0]["params"], 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.step += 1
-        self.tokens += int((weights > 0).sum())
         self.seconds += time.perf_counter() - started
-        if self.step % 25 == 0:
-            answers = weights == 1
-            self._log(loss=float(losses.detach()[answers].mean()), learning_rate=rate)
+        if self.step % 20 == 0:
+            self._log(loss=self._recent[0] / self._recent[1], rate=factor)
+            self._recent = [0.0, 0]
 
-    def _batch(self, step: int) -> Batch:
+    @property
+    def _padding(self) -> int:
+        return vocabulary.token_id(self.tokenizer, vocabulary.PAD)
+
+    def _parts(self, writer: Writer, step: int, tokens: int) -> tuple[Batch, ...]:
         plan = self.plan
-        long = step % plan.long_every == plan.long_every - 1
-        length = plan.context if long else plan.length
-        rows = plan.rows * plan.length // length
-        return batch(self.train_data, self.tokenizer, step, rows=rows, length=length, long=long)
+        return batches(writer, self.tokenizer, step, tokens=tokens, part=plan.part, context=plan.context)
 
-    def held_out_loss(self, batches: int = 4) -> float:
+    def _losses(self, part: Batch, *, bfloat16: bool) -> tuple[Any, Any]:
+        import torch
+
+        weights = torch.from_numpy(part.weights)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            losses = self.model.losses(torch.from_numpy(part.tokens), weights > 0)
+        return losses, weights[weights > 0]
+
+    def held_out_loss(self) -> float:
         """Mean loss in nats over the answers' tokens of held-out conversations."""
         import torch
 
-        plan, total, count = self.plan, 0.0, 0
+        total, count = 0.0, 0
         with torch.no_grad():
-            for step in range(batches):
-                rows = batch(self.held_out, self.tokenizer, step, rows=plan.rows, length=plan.length, long=False)
-                losses, weights = token_losses(self.model, rows, bfloat16=False)
-                answers = weights == 1
-                total, count = total + float(losses[answers].sum()), count + int(answers.sum())
+            for part in self._parts(self.held_out, 0, EVALUATION_TOKENS):
+                losses, weights = self._losses(part, bfloat16=False)
+                total, count = total + float(losses[weights == 1].sum()), count + int((weights == 1).sum())
         return total / count
 
     def _log(self, **values: float) -> None:
@@ -226,8 +235,9 @@ class Trainer:
             "step": self.step,
             "seconds": self.seconds,
             "tokens": self.tokens,
+            "recent": self._recent,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         new = self.folder / "state.new"
         torch.save(state, new)
@@ -241,36 +251,69 @@ class Trainer:
         if state["plan"] != asdict(self.plan):
             raise SystemExit(f"{self._state_file} was made with another plan; use another --output or the same options")
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, old in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(old)
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
+        self._recent = state["recent"]
 
 
-def export(model: torch.nn.Module, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
+def export(model: Network, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
     """Write a Hugging Face checkpoint folder in bfloat16.
 
     Args:
-        model: A model of `model_of`.
+        model: A network of `model_of`.
         tokenizer: Its tokenizer.
         plan: Its plan.
         folder: Where to write; made if absent.
     """
-    import copy
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
 
-    import torch
+    from assets.demo_model.network import EPSILON, ROTARY_BASE
 
-    small: Any = copy.deepcopy(model).to(torch.bfloat16)
-    small.generation_config.do_sample = False
-    small.generation_config.max_length = None
-    small.save_pretrained(folder)
+    begin, end, pad = (
+        vocabulary.token_id(tokenizer, name) for name in (vocabulary.BEGIN, vocabulary.END, vocabulary.PAD)
+    )
+    config = LlamaConfig(
+        vocab_size=plan.vocabulary,
+        hidden_size=plan.hidden,
+        intermediate_size=plan.intermediate,
+        num_hidden_layers=plan.layers,
+        num_attention_heads=plan.heads,
+        num_key_value_heads=plan.kv_heads,
+        head_dim=64,
+        max_position_embeddings=plan.context,
+        rms_norm_eps=EPSILON,
+        rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
+        tie_word_embeddings=True,
+        bos_token_id=begin,
+        eos_token_id=end,
+        pad_token_id=pad,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    generation = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad, "do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+    save_file(model.checkpoint(), folder / "model.safetensors", metadata={"format": "pt"})
     vocabulary.save(tokenizer, folder, context=plan.context)
+
+
+def moment(text: str, now: datetime) -> float:
+    """Seconds as of `time.time` of the next `HH:MM` in UTC."""
+    hours, minutes = (int(part) for part in text.split(":"))
+    at = now.replace(hour=hours, minute=minutes, second=0, microsecond=0)
+    return (at if at > now else at + timedelta(days=1)).timestamp()
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line of the trainer."""
     parser = argparse.ArgumentParser(prog="python -m assets.demo_model.train", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder of the run; an unfinished run goes on")
-    parser.add_argument("--save-every", type=int, default=250, help="steps between two checkpoints")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
     parser.add_argument("--until", type=int, default=sys.maxsize, help="stop at this step")
+    parser.add_argument("--finish-by", metavar="HH:MM", help="UTC time at which the training shall be over")
     parser.add_argument("--threads", type=int, default=1, help="processor threads")
     kinds: dict[str, type[Any]] = {"int": int, "float": float}
     for item in fields(Plan):
@@ -281,6 +324,8 @@ def main(arguments: list[str] | None = None) -> None:
             parser.add_argument(option, type=kinds[str(item.type)], default=item.default)
     given = vars(parser.parse_args(arguments))
     output, save_every, until = given.pop("output"), given.pop("save_every"), given.pop("until")
+    clock = given.pop("finish_by")
+    finish_by = None if clock is None else moment(clock, datetime.now(UTC))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
 
@@ -289,7 +334,7 @@ def main(arguments: list[str] | None = None) -> None:
         plan = Plan(**given)
     except ValueError as error:
         parser.error(str(error))
-    Trainer(plan, output).run(until=until, save_every=save_every)
+    Trainer(plan, output).run(until=until, save_every=save_every, finish_by=finish_by)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def build(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES), "isolated")
-    alphabet = ["▁", "\n", *(chr(code) for code in range(33, 127))]
+    alphabet = ["▁", "\n", *(chr(code) for code in range(33, 127)), "×", "÷"]
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[*SPECIAL, *_BYTES],

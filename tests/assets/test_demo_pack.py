@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from assets.demo_model.curve import draw
 from assets.demo_model.pack import pack
-from assets.demo_model.score import Answerer, Question, questions
+from assets.demo_model.questions import questions
+from assets.demo_model.score import FullPrecision, main, score
 from assets.demo_model.train import Plan, Trainer
 from models.recipe import Recipe
 from models.store import StoredModel
+from tests.assets import demo_table
+from tests.assets.demo_table import LowBit
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +30,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kv_heads=1,
         vocabulary=512,
         context=1024,
-        length=256,
-        rows=4,
+        tokens=1024,
+        part=1024,
         steps=2,
         tokenizer_texts=200,
     )
@@ -50,33 +54,43 @@ def test_pack_makes_a_model_of_the_store_that_can_be_packed_again(run: Path, tmp
 
 def test_answers_of_checkpoint_and_stored_model(run: Path, tmp_path: Path) -> None:
     pack(run / "checkpoint", tmp_path / "packed")
-    full = Answerer.of_checkpoint(run / "checkpoint")
-    low = Answerer.of_stored(tmp_path / "packed")
-    assert isinstance(full.answer([{"role": "user", "content": "Hello"}]), str)
-    before, after = full.held_out_loss(1), low.held_out_loss(1)
-    assert before == pytest.approx(after, rel=0.02)
-    assert before != after
+    asked = questions(1, kinds=("talk", "story"))
+    full = FullPrecision(run / "checkpoint")
+    assert set(score(full, asked)[0]) == {"talk", "story"}
+    assert full.held_out_loss(2048) > 1
+    with LowBit(tmp_path / "packed", 64, backend="reference") as low:
+        right, wrong = score(low, asked)
+    assert len(wrong) == sum(not answer for answers in right.values() for answer in answers)
 
 
-def test_questions_are_of_every_kind_and_the_same_each_time() -> None:
-    asked = questions(12)
-    assert asked == questions(12)
-    kinds = [question.kind for question in asked]
-    assert {"talk", "program", "facts", "arithmetic", "numbers", "unknown", "follow_up", "name", "story"} == set(kinds)
-    assert max(kinds.count(kind) for kind in set(kinds)) == 12
-    assert all(question.messages[-1]["role"] == "user" for question in asked)
+def test_command_line_of_the_score(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--checkpoint", str(run / "checkpoint"), "--count", "1", "--kind", "talk", "--wrong"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["right"]["talk"].endswith(" / 1")
+    assert printed["perplexity"] > 1
 
 
-def test_what_counts_as_right() -> None:
-    message = {"role": "user", "content": "?"}
-    sum_question = Question(kind="arithmetic", messages=(message,), expected=("2 + 3 = 5",))
-    assert sum_question.right("2 + 3 = 5")
-    assert not sum_question.right("2 + 3 = 6")
-    story = Question(kind="story", messages=(message,), expected=("owl", "an old castle"))
-    told = "Once an owl lived in an old castle. It saw. It met. It gave. It learned."
-    assert story.right(told)
-    assert not story.right(told.replace("owl", "fox"))
-    assert not story.right(told + " And it went")
+def test_table_of_every_form(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Silent(LowBit):
+        def __init__(self, folder: Path, k_chunk: int) -> None:
+            super().__init__(folder, k_chunk, backend="reference")
+
+        def answer(self, messages: object) -> str:
+            return "I don't know that. I am a very small model."
+
+    monkeypatch.setattr(demo_table, "LowBit", Silent)
+    monkeypatch.setattr(demo_table, "questions", lambda count: questions(count, kinds=("talk", "invented")))
+    monkeypatch.setattr(demo_table, "KINDS", ("talk", "invented"))
+    demo_table.main(["--checkpoint", str(run / "checkpoint"), "--count", "1", "--wrong", str(tmp_path / "wrong.json")])
+    rows = capsys.readouterr().out.splitlines()
+    assert (
+        rows[0]
+        == "| kind | full precision | 4 bits, k_chunk 0 | 4 bits, k_chunk 64 | 3 bits, k_chunk 0 | 3 bits, k_chunk 64 |"
+    )
+    assert rows[3].endswith("| 1 / 1 | 1 / 1 | 1 / 1 | 1 / 1 |")
+    assert len(json.loads((tmp_path / "wrong.json").read_text())) == 5
 
 
 def test_curve_shows_both_losses() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from assets.demo_model import vocabulary
-from assets.demo_model.batches import OTHER_WEIGHT, batch
+from assets.demo_model.batches import OTHER_SHARE, OTHER_WEIGHT, POOLED_STEPS, batches
 from assets.demo_model.corpus import Writer
-from assets.demo_model.train import Plan, Trainer, learning_rate, main
+from assets.demo_model.train import Plan, Trainer, main, moment, rate_factor
 
 TOY: dict[str, Any] = {
     "hidden": 64,
@@ -25,9 +27,8 @@ TOY: dict[str, Any] = {
     "kv_heads": 1,
     "vocabulary": 512,
     "context": 128,
-    "length": 64,
-    "rows": 4,
-    "long_every": 3,
+    "tokens": 256,
+    "part": 256,
     "steps": 6,
     "warmup": 2,
     "tokenizer_texts": 200,
@@ -97,31 +98,65 @@ def test_missing_token_is_an_error(tokenizer: Tokenizer) -> None:
         vocabulary.token_id(tokenizer, "<nothing>")
 
 
+def _step(split: Any, tokenizer: Tokenizer, step: int, context: int = 512) -> tuple[Any, ...]:
+    return batches(Writer(split, 1), tokenizer, step, tokens=2048, part=1024, context=context)
+
+
 def test_rows_weigh_answers_and_ignore_padding(tokenizer: Tokenizer) -> None:
-    rows = batch(Writer("train", 1), tokenizer, 3, rows=4, length=128, long=False)
-    again = batch(Writer("train", 1), tokenizer, 3, rows=4, length=128, long=False)
-    other = batch(Writer("train", 1), tokenizer, 4, rows=4, length=128, long=False)
-    assert np.array_equal(rows.tokens, again.tokens)
-    assert not np.array_equal(rows.tokens, other.tokens)
+    parts, again, other = _step("train", tokenizer, 3), _step("train", tokenizer, 3), _step("train", tokenizer, 7)
+    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(parts, again, strict=True))
+    assert not all(np.array_equal(a.tokens, b.tokens) for a, b in zip(parts, other, strict=False))
     pad, begin = tokenizer.token_to_id(vocabulary.PAD), tokenizer.token_to_id(vocabulary.BEGIN)
-    assert (rows.weights[(rows.tokens == pad) | (rows.tokens == begin)] == 0).all()
-    assert set(np.unique(rows.weights).tolist()) == {0.0, float(np.float32(OTHER_WEIGHT)), 1.0}
-    assert (rows.tokens[:, 0] == begin).all()
+    allowed = {0.0, float(np.float32(OTHER_WEIGHT / OTHER_SHARE)), 1.0}
+    for part in parts:
+        assert (part.weights[(part.tokens == pad) | (part.tokens == begin)] == 0).all()
+        assert set(np.unique(part.weights).tolist()) <= allowed
+        assert (part.tokens[:, 0] == begin).all()
+        assert ((part.tokens == begin).sum(1) == 1).all(), "one conversation a row"
 
 
-def test_a_long_row_is_one_conversation(tokenizer: Tokenizer) -> None:
-    rows = batch(Writer("train", 1), tokenizer, 0, rows=2, length=512, long=True)
-    assert ((rows.tokens == tokenizer.token_to_id(vocabulary.BEGIN)).sum(1) == 1).all()
-    assert (rows.weights[:, 1:] > 0).all()
+def test_the_steps_of_a_pool_share_its_conversations(tokenizer: Tokenizer) -> None:
+    parts = [part for step in range(POOLED_STEPS) for part in _step("train", tokenizer, step)]
+    rows = [row.tobytes() for part in parts for row in part.tokens]
+    pad = tokenizer.token_to_id(vocabulary.PAD)
+    tokens = sum(int((part.tokens != pad).sum()) for part in parts)
+    assert 2048 * POOLED_STEPS <= tokens < 2048 * POOLED_STEPS + 512
+    assert sum(part.tokens.size for part in parts) < 1.25 * tokens, "rows of like length need little padding"
+    assert len(set(rows)) > 0.9 * len(rows)
 
 
-def test_learning_rate_rises_and_falls() -> None:
-    plan = Plan(steps=100, warmup=10, learning_rate=1.0)
-    rates = [learning_rate(plan, step) for step in range(100)]
+def test_rows_are_cut_at_the_context(tokenizer: Tokenizer) -> None:
+    parts = [part for step in range(POOLED_STEPS) for part in _step("train", tokenizer, step, context=128)]
+    assert max(part.tokens.shape[1] for part in parts) == 128
+
+
+def test_rates_rise_stay_and_fall_to_nothing() -> None:
+    plan = Plan(steps=100, warmup=10, decay=0.5)
+    rates = [rate_factor(plan, step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == rates[9] == pytest.approx(1.0)
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(0.05, abs=0.01)
+    assert rates[9:50] == [1.0] * 41
+    assert rates[50:] == sorted(rates[50:], reverse=True)
+    assert rates[-1] == pytest.approx(0.01)
+
+
+def test_rates_follow_the_clock_where_it_is_ahead_of_the_steps() -> None:
+    plan = Plan(steps=1000, warmup=1, decay=0.5)
+    assert rate_factor(plan, 10, done=0.9) == pytest.approx(0.2)
+    assert rate_factor(plan, 950, done=0.1) == pytest.approx(0.099)
+    assert rate_factor(plan, 10, done=1.2) == 0.0
+
+
+def test_moment_is_the_next_such_time() -> None:
+    now = datetime(2026, 3, 31, 21, 30, tzinfo=UTC)
+    assert moment("22:05", now) - now.timestamp() == 35 * 60
+    assert moment("21:00", now) - now.timestamp() == (23 * 60 + 30) * 60
+
+
+def test_training_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    trainer = Trainer(Plan(**TOY), tmp_path)
+    trainer.run(until=6, save_every=100, finish_by=time.time() - 1)
+    assert trainer.step == 1
+    assert (tmp_path / "checkpoint" / "model.safetensors").exists()
 
 
 def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -152,7 +187,7 @@ def test_another_plan_does_not_continue_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"heads": 3}, "multiple of kv_heads"), ({"steps": 0}, "at least 1"), ({"context": 1000}, "multiple of length")],
+    [({"heads": 3}, "multiple of kv_heads"), ({"steps": 0}, "at least 1"), ({"decay": 0.0}, "above 0")],
 )
 def test_plans_that_do_not_fit(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -165,3 +200,48 @@ def test_command_line_explains_a_bad_plan(tmp_path: Path, capsys: pytest.Capture
     assert error.value.code == 2
     assert "steps must be at least 1" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_orthogonalized_moves_singular_values_near_one() -> None:
+    import torch
+
+    from assets.demo_model.muon import orthogonalized
+
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((64, 64), (96, 64), (64, 192)):
+        values = torch.linalg.svdvals(orthogonalized(torch.randn(shape, generator=generator)).float())
+        # The smallest values of a square matrix start so near 0 that five rounds leave them below the others.
+        assert values.max() < 1.3
+        assert values.quantile(0.1) > 0.5
+
+
+def test_plain_and_fused_attention_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from assets.demo_model import network
+
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, heads, 37, 64, generator=generator) for heads in (4, 2, 2))
+    plain = network.attention(q, k, v)
+    monkeypatch.setattr(network, "LONGEST_PLAIN", 0)
+    torch.testing.assert_close(plain, network.attention(q, k, v), atol=1e-5, rtol=1e-5)
+
+
+def test_the_checkpoint_is_the_trained_model(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    trainer = Trainer(Plan(**TOY), tmp_path)
+    trainer.run(until=1, save_every=1)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    tokens = torch.tensor([[0, 4, 300, 301, 1, 5, 310]])
+    with torch.no_grad():
+        for weight in trainer.model.parameters():
+            weight.copy_(weight.to(torch.bfloat16))
+        states = trainer.model.hidden_states(tokens)
+        logits = torch.nn.functional.linear(states, trainer.model.embedding.weight)
+        torch.testing.assert_close(logits, loaded(input_ids=tokens).logits, atol=1e-4, rtol=1e-4)
+        chosen = torch.zeros_like(tokens, dtype=torch.bool)
+        chosen[0, 3] = chosen[0, 6] = True
+        expected = torch.nn.functional.cross_entropy(logits[0, [2, 5]], tokens[0, [3, 6]], reduction="none")
+        torch.testing.assert_close(trainer.model.losses(tokens, chosen), expected)
