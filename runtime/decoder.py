@@ -35,6 +35,9 @@ class DecoderOptions:
     """Positions kept for each slot, in tokens."""
     slots: int = 1
     """Sequences that keep a cache at the same time (B)."""
+    pages: int | None = None
+    """Pages of the cache that all slots share; None = as many as `slots` sequences of `context` tokens need. A backend
+    whose `cache` is None has no pages and keeps room for every slot."""
     k_chunk: Mapping[str, int] | int = 0
     """Salient channels compensated per 1024 input channels: one number, or one by layer type (`qkv`, `o`, `gate_up`,
     `down`, `head`; absent = 0). A narrower matrix takes its share, rounded up; 1024 compensates every channel."""

@@ -1,9 +1,15 @@
 """The engine: a prompt goes in, pieces of text come out. It knows tokens, text and time; decoders know neither.
 
-One generation runs at a time; others wait their turn. The cache of the last generation stays, and the next prompt that
-begins with the same tokens reuses it. Tokens that were generated keep the cache entries of decoding (with error
-compensation), which a prefill of the same text would not give; so a reply may depend on what was said before it, but
-the same requests in the same order with the same seeds always give the same replies.
+One generation runs at a time; others wait their turn. What the last few conversations left in the cache stays, as many
+as the decoder has slots, and a prompt goes on from the one that begins as it does; so switching between chats,
+regenerating and branching compute only what is new.
+
+What is reused is not always what a prefill of the same tokens would give. Tokens that were generated keep the cache
+entries of decoding (with error compensation); where a kind of cache quantizes whole pages, a branch inside a page goes
+on from what the page reads back as; a prompt that is prefilled in pieces sees pages where one in a single piece would
+see the window. So a reply may depend on what was said before it, on what was dropped for want of room, and on what was
+saved to disk. But a decoder that was loaded afresh gives the same replies to the same requests in the same order with
+the same seeds, where it finds the same saved caches.
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ import numpy as np
 from models.progress import never_cancelled
 from runtime.decoder import Decoder, Float32Array, Step
 from runtime.errors import BackendError, Cancelled, ContextOverflowError, RequestError
+from runtime.kv.conversations import Conversations
+from runtime.kv.saved_folder import SavedCaches
 from runtime.sampling import Alternative, Sampler, SamplingOptions, TokenLogprob, log_probabilities
 from runtime.stopping import StopMatcher
 from runtime.tokenizer import Detokenizer, Tokenizer
@@ -81,7 +89,7 @@ class Engine:
         """Put an engine together.
 
         Args:
-            decoder: The loaded model; the engine uses its slot 0 and closes it.
+            decoder: The loaded model; the engine uses all its slots and closes it.
             tokenizer: The model's tokenizer.
             name: Name of the model, for reports.
             eos_token_ids: Every token that ends a generation.
@@ -94,7 +102,8 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._turn = threading.Lock()
         self._closed = False
-        self._cached: list[int] = []
+        options = decoder.options
+        self._conversations = Conversations(decoder.cache, slots=options.slots, context=options.context)
 
     @property
     def context(self) -> int:
@@ -158,16 +167,26 @@ class Engine:
         run = _Run(prompt=tokens, options=options, trim=trim, begin=time.perf_counter())
         return self._generate(run, cancelled)
 
-    def forget(self) -> None:
-        """Drop the cached tokens, so that the next prompt is computed from its first token."""
+    def keep_in(self, saved: SavedCaches) -> None:
+        """Write long conversations to disk when the engine is closed, and let prompts go on from what is there.
+
+        Args:
+            saved: The saved caches of this very model and kind of cache; of no use where the cache has no `layout`.
+        """
         with self._turn:
-            self._cached.clear()
+            self._conversations.saved = saved
+
+    def forget(self) -> None:
+        """Drop the cached tokens, so that the next prompt is computed from its first token, or comes from disk."""
+        with self._turn:
+            self._conversations.forget()
 
     def close(self) -> None:
         """End the running generation after its current step and release the decoder. Safe to call twice."""
         self._closed = True
         with self._turn:
-            self._cached.clear()
+            self._conversations.save()
+            self._conversations.forget()
             self.decoder.close()
 
     def _generate(self, run: _Run, cancelled: Callable[[], bool]) -> Iterator[Piece]:
@@ -208,7 +227,7 @@ class Engine:
                 if run.completion == limit:
                     break
                 self._check(cancelled)
-                logits = self._run([token], compensate=True)
+                logits = self._run(run.slot, [token], compensate=True)
         except Cancelled:
             finish = "cancelled"
         rest = stops.add(text.flush()) + stops.flush()
@@ -219,27 +238,29 @@ class Engine:
         """Bring the prompt into the cache, reusing what is there. Returns the logits [V] after its last token."""
         self._check(cancelled)
         start = time.perf_counter()
-        run.cached = shared = _common_prefix(self._cached, run.prompt[:-1])
-        del self._cached[shared:]
+        run.slot, run.cached = self._conversations.begin(run.prompt)
         rows = self.decoder.options.max_rows
-        for at in range(shared, len(run.prompt), rows):
+        for at in range(run.cached, len(run.prompt), rows):
             self._check(cancelled)
-            logits = self._run(run.prompt[at : at + rows], compensate=False, last=at + rows >= len(run.prompt))
+            last = at + rows >= len(run.prompt)
+            logits = self._run(run.slot, run.prompt[at : at + rows], compensate=False, last=last)
         run.prefill_s = time.perf_counter() - start
         return logits
 
-    def _run(self, tokens: list[int], *, compensate: bool, last: bool = True) -> Float32Array:
-        """One step of slot 0 after what is cached. Returns the last row's logits [V] (empty where not `last`)."""
-        M, start = len(tokens), len(self._cached)
+    def _run(self, slot: int, tokens: list[int], *, compensate: bool, last: bool = True) -> Float32Array:
+        """One step of a slot after what is cached. Returns the last row's logits [V] (empty where not `last`)."""
+        cached = self._conversations.tokens(slot)
+        M, start = len(tokens), len(cached)
+        self._conversations.make_room(slot, start + M)
         step = Step(
             tokens=np.array(tokens, np.int32),
-            slots=np.zeros(M, np.int32),
+            slots=np.full(M, slot, np.int32),
             positions=np.arange(start, start + M, dtype=np.int32),
             logit_rows=np.array([M - 1] if last else [], np.int32),
             compensate=compensate,
         )
         logits = self.decoder.forward(step)
-        self._cached += tokens
+        cached += tokens
         return logits[0] if last else np.empty(0, np.float32)
 
     def _check(self, cancelled: Callable[[], bool]) -> None:
@@ -264,6 +285,7 @@ class _Run:
         self.options = options
         self.trim = trim
         self.completion = 0
+        self.slot = 0
         self.cached = 0
         self.prefill_s = 0.0
         self._begin = begin
@@ -289,11 +311,3 @@ class _Run:
             decode_tokens_per_s=(self.completion - 1) / seconds if seconds > 0 else 0.0,
         )
         return Piece(text=text, finish_reason=finish, usage=usage)
-
-
-def _common_prefix(cached: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    for index, (old, new) in enumerate(zip(cached, prompt, strict=False)):
-        if old != new:
-            return index
-    return min(len(cached), len(prompt))

@@ -6,6 +6,7 @@ RuntimeFailure
  ├─ BackendError              the backend asked for cannot run here
  ├─ InvalidActivationError    NaN or infinity met on the way (a damaged model)
  ├─ RequestError              a request's arguments are not acceptable
+ ├─ SavedCacheError           a saved KV cache cannot be written, read or used
  └─ Cancelled                 the work was asked to stop
 """
 
@@ -32,6 +33,10 @@ class InvalidActivationError(RuntimeFailure):
 
 class RequestError(RuntimeFailure):
     """A request's arguments are not acceptable."""
+
+
+class SavedCacheError(RuntimeFailure):
+    """A saved KV cache cannot be written or read, is damaged, or belongs to something else."""
 
 
 class Cancelled(RuntimeFailure):

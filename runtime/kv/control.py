@@ -6,7 +6,7 @@ shared and copied is decided here, once, and is therefore the same on every back
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +16,8 @@ from models.spec import ModelSpec
 from runtime.errors import RequestError
 from runtime.kv.kinds import CacheKind, cache_bytes, page_bytes, window_token_bytes
 from runtime.kv.pages import PageTable
+from runtime.kv.transfer import Arrays as Arrays
+from runtime.kv.transfer import SavingStore, checked, chunks
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -42,12 +44,54 @@ class KVCache(Protocol):
         """Tokens of a slot."""
         ...
 
+    def slot_bytes(self, slot: int) -> int:
+        """Bytes that a slot has in use, shared pages included."""
+        ...
+
+    def paged_length(self, slot: int) -> int:
+        """Tokens of a slot that are in pages; in the running step they stand before the window's."""
+        ...
+
     def exact_from(self, slot: int) -> int:
         """The shortest length that `trim` and `fork` reach without loss; below it, a page is reopened."""
         ...
 
     def rows_until_flush(self, slot: int) -> int:
         """Rows that a step after the slot's tokens may have so that all of them see what decoding one by one sees."""
+        ...
+
+    def has_room(self, slot: int, end: int) -> bool:
+        """Whether enough pages are free for a slot to go on up to `end` tokens, at most the context."""
+        ...
+
+    @property
+    def layout(self) -> str | None:
+        """How the arrays of `export` are laid out, a name that changes with it; None where there is no `export`."""
+        ...
+
+    def export(self, slot: int) -> Iterator[Arrays]:
+        """What a slot holds, piece by piece: its window, then a few pages at a time.
+
+        A piece may be a view of the cache: use it before the next.
+
+        Raises:
+            RequestError: the cache has no `layout`.
+        """
+        ...
+
+    def load(self, slot: int, length: int, paged: int, pieces: Iterable[Arrays]) -> None:
+        """Let a slot hold what `export` gave; what it held is dropped. Where that fails, the slot is empty.
+
+        Args:
+            slot: The slot.
+            length: Tokens that were exported.
+            paged: What `paged_length` was.
+            pieces: What `export` gave, in a cache of the same kind, model and layout.
+
+        Raises:
+            RequestError: the pieces are not those of so many tokens, or the cache has no `layout`.
+            OutOfMemoryError: not enough pages are free.
+        """
         ...
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
@@ -121,10 +165,19 @@ class PagedCache:
         context: Tokens of a slot.
         slots: Sequences kept at the same time.
         max_rows: Most rows of a step.
+        pages: Pages that the slots share; None = enough for every slot.
     """
 
     def __init__(
-        self, kind: CacheKind, spec: ModelSpec, store: PageStore, *, context: int, slots: int, max_rows: int
+        self,
+        kind: CacheKind,
+        spec: ModelSpec,
+        store: PageStore,
+        *,
+        context: int,
+        slots: int,
+        max_rows: int,
+        pages: int | None = None,
     ) -> None:
         self._kind = kind
         self._store = store
@@ -132,9 +185,9 @@ class PagedCache:
         self._max_rows = max_rows
         self._page_bytes = page_bytes(kind, spec)
         self._token_bytes = window_token_bytes(kind, spec)
-        self._capacity_bytes = cache_bytes(kind, spec, context=context, slots=slots, max_rows=max_rows)
+        self._capacity_bytes = cache_bytes(kind, spec, context=context, slots=slots, max_rows=max_rows, pages=pages)
         self._lengths = [0] * slots
-        self.table = PageTable(slots, kind.max_pages(context))
+        self.table = PageTable(slots, kind.max_pages(context), pages)
         """Which pages each slot holds."""
 
     @property
@@ -157,8 +210,12 @@ class PagedCache:
         """See `KVCache.length`."""
         return self._lengths[slot]
 
+    def slot_bytes(self, slot: int) -> int:
+        """See `KVCache.slot_bytes`."""
+        return self.table.count(slot) * self._page_bytes + self.window_length(slot) * self._token_bytes
+
     def paged_length(self, slot: int) -> int:
-        """Tokens of a slot that are in pages; in the running step they stand before the window's."""
+        """See `KVCache.paged_length`."""
         return min(self.table.count(slot) * self._kind.page, self._lengths[slot])
 
     def window_length(self, slot: int) -> int:
@@ -176,6 +233,46 @@ class PagedCache:
         kept, page = self._kind.keep, self._kind.page
         window = self.window_length(slot)
         return kept + page - window if window < kept + page else page - (window - kept) % page
+
+    def has_room(self, slot: int, end: int) -> bool:
+        """See `KVCache.has_room`."""
+        page, count = self._kind.page, self.table.count(slot)
+        needed = self._kind.stored_pages(end) - count
+        last = self._lengths[slot] // page
+        if not self._kind.windowed and last < count and self.table.references(self.table.held(slot)[last]) > 1:
+            needed += 1  # a copy of the page that the next token goes to
+        return needed <= self.table.free
+
+    @property
+    def layout(self) -> str | None:
+        """See `KVCache.layout`."""
+        return self._store.saved_layout if isinstance(self._store, SavingStore) else None
+
+    def export(self, slot: int) -> Iterator[Arrays]:
+        """See `KVCache.export`."""
+        store = self._saving()
+        yield store.read_window(slot, self.window_length(slot))
+        for pages in chunks(self.table.held(slot)):
+            yield store.read_pages(pages)
+
+    def load(self, slot: int, length: int, paged: int, pieces: Iterable[Arrays]) -> None:
+        """See `KVCache.load`."""
+        store, window, page = self._saving(), length - paged, self._kind.page
+        self.clear(slot)
+        fits = 0 <= window <= self._kind.window_capacity(self._max_rows) and (not window or paged % page == 0)
+        if not (fits and 0 < length <= self._context):
+            raise RequestError(f"a {self._kind.name} cache of {self._context} tokens cannot take {paged} + {window}")
+        incoming = iter(pieces)
+        try:
+            for _ in range(-(-paged // page)):
+                self.table.append(slot)
+            store.write_window(slot, window, checked(next(incoming, {}), store.read_window(slot, window)))
+            for pages in chunks(self.table.held(slot)):
+                store.write_pages(pages, checked(next(incoming, {}), store.read_pages(pages)))
+        except BaseException:
+            self.clear(slot)
+            raise
+        self._lengths[slot] = length
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
         """See `KVCache.begin`."""
@@ -228,6 +325,12 @@ class PagedCache:
         """See `KVCache.clear`."""
         self.table.truncate(slot, 0)
         self._lengths[slot] = 0
+
+    def _saving(self) -> SavingStore:
+        """The store, where its numbers can leave it."""
+        if not isinstance(self._store, SavingStore):
+            raise RequestError("this backend's cache cannot be saved")
+        return self._store
 
     def _flush(self, slot: int) -> None:
         """Cut pages off a slot's window while it holds keep + page tokens or more."""

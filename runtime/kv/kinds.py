@@ -222,8 +222,10 @@ def bytes_per_token(kind: CacheKind, spec: ModelSpec) -> float:
     return page_bytes(kind, spec) / kind.page
 
 
-def cache_bytes(kind: CacheKind, spec: ModelSpec, *, context: int, slots: int, max_rows: int) -> int:
-    """Bytes of all buffers of a cache: every slot's pages and window.
+def cache_bytes(
+    kind: CacheKind, spec: ModelSpec, *, context: int, slots: int, max_rows: int, pages: int | None = None
+) -> int:
+    """Bytes of all buffers of a cache: all pages and every slot's window.
 
     Args:
         kind: The kind of cache.
@@ -231,6 +233,7 @@ def cache_bytes(kind: CacheKind, spec: ModelSpec, *, context: int, slots: int, m
         context: Tokens of a slot.
         slots: Sequences kept at the same time.
         max_rows: Most rows of a step.
+        pages: Pages that the slots share; None = enough for every slot.
     """
-    windows = kind.window_capacity(max_rows) * window_token_bytes(kind, spec)
-    return slots * (kind.max_pages(context) * page_bytes(kind, spec) + windows)
+    windows = slots * kind.window_capacity(max_rows) * window_token_bytes(kind, spec)
+    return (slots * kind.max_pages(context) if pages is None else pages) * page_bytes(kind, spec) + windows

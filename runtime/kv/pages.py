@@ -35,6 +35,11 @@ class PageTable:
         """Pages that somebody holds, each counted once."""
         return self.capacity - len(self._free)
 
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
     def count(self, slot: int) -> int:
         """Pages that a slot holds."""
         return self._counts[slot]

@@ -71,6 +71,7 @@ class ReferenceDecoder:
             context=options.context,
             slots=options.slots,
             max_rows=options.max_rows,
+            pages=options.pages,
         )
         self.kv_bytes = self.cache.store.nbytes
 

@@ -44,6 +44,7 @@ class Script:
     backend = "reference"
     kv_bytes = weight_bytes = 0
     recall = None
+    cache = None
 
     def __init__(self, spec: ModelSpec, answer: list[int], prompt: int, **options: Any) -> None:
         self.spec = spec

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from models.spec import ModelSpec
@@ -9,10 +11,11 @@ from runtime.kernels.attention.reference import attend
 from runtime.kv.control import PagedCache
 from runtime.kv.kinds import PARTS, CacheKind, Part, page_fields
 from runtime.kv.reference.page import Stored, dequantize, quantize
+from runtime.kv.transfer import Arrays
 
 
 class ReferenceStore:
-    """The numbers of all pages and windows. Implements `runtime.kv.control.PageStore`.
+    """The numbers of all pages and windows. Implements `PageStore` and `SavingStore` of `runtime.kv`.
 
     A page is one record of bytes for each layer, head and half: codes first, scales and zeros behind them.
 
@@ -23,6 +26,8 @@ class ReferenceStore:
         slots: Number of windows.
         window: Tokens that a window has room for.
     """
+
+    saved_layout = "reference-1"
 
     def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
         self._kind, self._D = kind, spec.head_dim
@@ -88,6 +93,26 @@ class ReferenceStore:
         for pool in self._pools.values():
             pool[target] = pool[source]
 
+    def read_pages(self, pages: Sequence[int]) -> Arrays:
+        """See `runtime.kv.transfer.SavingStore.read_pages`: records uint8 [pages, layers, H_kv, bytes]."""
+        return {part: pool[list(pages)].numpy() for part, pool in self._pools.items()}
+
+    def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
+        """See `runtime.kv.transfer.SavingStore.write_pages`."""
+        for part, pool in self._pools.items():
+            pool[list(pages)] = torch.tensor(arrays[part])
+
+    def read_window(self, slot: int, count: int) -> Arrays:
+        """See `runtime.kv.transfer.SavingStore.read_window`: float16 [layers, H_kv, count, D]."""
+        if not self._kind.windowed:
+            return {}
+        return {part: windows[slot, :, :, :count].contiguous().numpy() for part, windows in self._windows.items()}
+
+    def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
+        """See `runtime.kv.transfer.SavingStore.write_window`."""
+        for part, array in arrays.items():
+            self.window("keys" if part == "keys" else "values", slot)[:, :, :count] = torch.tensor(array)
+
     def _views(self, part: Part) -> dict[str, torch.Tensor]:
         """The fields of all records, each [pages, L, H_kv, ...], in the records' own memory."""
         views, at = {}, 0
@@ -107,18 +132,28 @@ class ReferenceCache(PagedCache):
         context: Tokens of a slot.
         slots: Sequences kept at the same time.
         max_rows: Most rows of a step.
+        pages: Pages that the slots share; None = enough for every slot.
     """
 
-    def __init__(self, kind: CacheKind, spec: ModelSpec, *, context: int, slots: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        kind: CacheKind,
+        spec: ModelSpec,
+        *,
+        context: int,
+        slots: int,
+        max_rows: int,
+        pages: int | None = None,
+    ) -> None:
         self.store = ReferenceStore(
             kind,
             spec,
-            pages=slots * kind.max_pages(context),
+            pages=slots * kind.max_pages(context) if pages is None else pages,
             slots=slots,
             window=kind.window_capacity(max_rows),
         )
         """The buffers."""
-        super().__init__(kind, spec, self.store, context=context, slots=slots, max_rows=max_rows)
+        super().__init__(kind, spec, self.store, context=context, slots=slots, max_rows=max_rows, pages=pages)
         self._D = spec.head_dim
 
     def close(self) -> None:

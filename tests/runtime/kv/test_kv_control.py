@@ -99,7 +99,7 @@ class Sut:
         if self.kind.windowed:
             assert windows <= SLOTS * self.kind.window_capacity(ROWS)
             counts = [self.cache.table.count(slot) for slot in range(SLOTS)]
-            limits = [self.kind.stored_pages(len(tokens)) for tokens in self.plain]
+            limits = [self.kind.stored_pages(len(tokens) + self.kind.keep) for tokens in self.plain]  # trimming keeps pages
             assert all(count <= limit for count, limit in zip(counts, limits, strict=True) if limit)
 
 

@@ -1,0 +1,150 @@
+"""Which tokens each slot of a cache holds, and where a prompt begins: the sequences that several chats left there.
+
+A prompt goes on from the slot that has the longest beginning in common with it. Where the prompt begins with all of
+that slot's tokens, the slot's own chat goes on; where it does not (a regenerated answer, a branch, a chat with the same
+system prompt), another slot forks from it, so that both stay, sharing pages. Slots and pages that are needed are taken
+from whoever was not used for longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runtime.kv.control import KVCache
+from runtime.kv.saved_folder import SavedCaches, SavedSequence
+
+_WORTH_OPENING = 32
+"""With fewer tokens in common, a quantized page is not opened for them: they are computed again."""
+
+
+class Conversations:
+    """The sequences in a decoder's slots. Not thread-safe: the engine asks between steps.
+
+    Args:
+        cache: The decoder's cache; None where it cannot trim and fork by request: slot 0 alone is used then, and
+            a step at a lower position cuts it back.
+        slots: Slots of the decoder.
+        context: Tokens of a slot.
+    """
+
+    def __init__(self, cache: KVCache | None, *, slots: int, context: int) -> None:
+        self._cache, self._context = cache, context
+        self._tokens: list[list[int]] = [[] for _ in range(1 if cache is None else slots)]
+        self._used = [0] * len(self._tokens)
+        self._clock = 0
+        self.saved: SavedCaches | None = None
+        """Sequences on disk, where a prompt may begin from too; only with a cache that has a layout."""
+
+    def tokens(self, slot: int) -> list[int]:
+        """What a slot holds; whoever runs a step of the slot appends what has entered the cache."""
+        return self._tokens[slot]
+
+    def begin(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """Make a slot hold the beginning of a prompt, as much of it as is known; its last token is never counted.
+
+        Returns:
+            The slot, and how many of the prompt's tokens it holds.
+        """
+        wanted = prompt[:-1]
+        slot, shared = self._longest(wanted)
+        if self.saved is not None:
+            found = self.saved.longest(wanted, beyond=shared, context=self._context)
+            if found is not None:
+                self._restore(found, self._spare(slot if shared else None))
+                slot, shared = self._longest(wanted)
+        if shared < len(self._tokens[slot]):
+            source, slot = slot, self._spare(slot if shared else None)
+            self._fork(source, slot, shared)
+        self._keep(slot, shared)
+        self._touch(slot)
+        return slot, shared
+
+    def make_room(self, slot: int, end: int) -> None:
+        """See to it that a slot can go on up to `end` tokens: others are dropped, those unused for longest first.
+
+        Where nobody is left to be dropped, the step itself is refused.
+        """
+        cache = self._cache
+        if cache is None:
+            return
+        others = sorted((other for other in range(len(self._tokens)) if other != slot), key=self._used.__getitem__)
+        for other in others:
+            if cache.has_room(slot, end):
+                return
+            self._clear(other)
+
+    def forget(self) -> None:
+        """Drop everything."""
+        for slot in range(len(self._tokens)):
+            self._clear(slot)
+
+    def save(self) -> None:
+        """Write to disk what is worth it, the latest first."""
+        if self.saved is None or self._cache is None:
+            return
+        latest = sorted(range(len(self._tokens)), key=self._used.__getitem__, reverse=True)
+        for slot in latest:
+            self._keep(slot, len(self._tokens[slot]))
+        self.saved.save(self._cache, [(slot, self._tokens[slot]) for slot in latest])
+
+    def _longest(self, wanted: Sequence[int]) -> tuple[int, int]:
+        """The slot that has most of some tokens, and how many; of equals one that can be cut back without loss."""
+        found = []
+        for slot, tokens in enumerate(self._tokens):
+            shared = common_prefix(tokens, wanted)
+            exact = self._is_exact(slot, shared)
+            found.append((shared if exact or shared >= _WORTH_OPENING else 0, exact, self._used[slot], slot))
+        shared, _, _, slot = max(found)
+        return slot, shared
+
+    def _is_exact(self, slot: int, length: int) -> bool:
+        """Whether a slot can be cut back to a length without opening a quantized page."""
+        return self._cache is None or length >= self._cache.exact_from(slot)
+
+    def _spare(self, source: int | None) -> int:
+        """A slot for other tokens: an empty one, or the one unused for longest; not `source` where there are others."""
+        others = [slot for slot in range(len(self._tokens)) if slot != source] or [0]
+        return min(others, key=lambda slot: (bool(self._tokens[slot]), self._used[slot]))
+
+    def _fork(self, source: int, target: int, length: int) -> None:
+        """Let a slot begin as another does."""
+        if self._cache is not None:
+            if length:
+                self._cache.fork(source, target, length)
+            else:
+                self._cache.clear(target)
+        self._tokens[target] = self._tokens[source][:length]
+
+    def _restore(self, found: SavedSequence, slot: int) -> None:
+        """Let a slot hold what is in a file, or nothing where that cannot be used."""
+        assert self.saved is not None
+        assert self._cache is not None
+        self._clear(slot)
+        self.make_room(slot, len(found.tokens))
+        self._tokens[slot] = self.saved.load(found, self._cache, slot)
+        self._touch(slot)
+
+    def _keep(self, slot: int, length: int) -> None:
+        """Drop what a slot holds behind its first `length` tokens, and what a step that failed has left there."""
+        del self._tokens[slot][length:]
+        if self._cache is not None and self._cache.length(slot) > length:
+            self._cache.trim(slot, length)
+
+    def _clear(self, slot: int) -> None:
+        """Drop a slot's tokens."""
+        self._tokens[slot] = []
+        if self._cache is not None:
+            self._cache.clear(slot)
+
+    def _touch(self, slot: int) -> None:
+        """Note that a slot is used now."""
+        self._clock += 1
+        self._used[slot] = self._clock
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return min(len(first), len(second))

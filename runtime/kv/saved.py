@@ -1,0 +1,274 @@
+"""One sequence of a KV cache as a file, from which it comes back without a prefill.
+
+    magic            8 bytes, `LBCHATKV`
+    header           8 bytes of length (little-endian), then JSON: format, about, tokens, paged
+    pieces           each 8 bytes of length, then JSON: name -> [dtype, shape]; then the arrays, at multiples of 64
+    checksum         16 bytes, BLAKE2b of all before it
+
+What is in the arrays is the backend's business (`runtime.kv.transfer`); the header says whose they are. A file is
+written beside its place and renamed, for its owner alone. Nothing waits for the disk: what a power cut spoils does not
+match its checksum and is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from models.errors import StoreError
+from models.spec import ModelSpec
+from models.store.durable import explained
+from runtime.errors import RequestError, SavedCacheError
+from runtime.kv.control import KVCache
+from runtime.kv.transfer import Arrays
+from runtime.lock import program_version
+
+ENDING = ".kv"
+"""Ending of a saved cache's name."""
+TEMPORARY = ".kv.tmp"
+"""Ending while it is being written."""
+_MAGIC = b"LBCHATKV"
+_FORMAT = 1
+_ALIGNMENT = 64
+_CHECKSUM = 16
+_HASHED = 1 << 22
+"""Bytes that are read and hashed at once."""
+_DTYPES = ("float16", "float32", "uint8", "int8", "int16", "int32", "uint16", "uint32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a saved cache belongs to; only where all of this is the same does it mean the same."""
+
+    model: str
+    """Content id of the model: a checksum of its files."""
+    recipe: Mapping[str, Any]
+    """How the model was quantized."""
+    spec: Mapping[str, Any]
+    """The architecture."""
+    kind: Mapping[str, Any]
+    """The kind of cache with all its numbers."""
+    layout: str
+    """Layout of the arrays: backend and version."""
+    version: str
+    """Version of the program."""
+
+    @classmethod
+    def of(cls, cache: KVCache, spec: ModelSpec, *, model: str, recipe: Mapping[str, Any]) -> About:
+        """What sequences of a cache belong to.
+
+        Args:
+            cache: The cache, which must have a layout.
+            spec: The model's architecture.
+            model: Content id of the model.
+            recipe: Its recipe.
+
+        Raises:
+            RequestError: the cache has no layout.
+        """
+        if cache.layout is None:
+            raise RequestError("this backend's cache cannot be saved")
+        plain = json.loads(json.dumps({"recipe": dict(recipe), "spec": asdict(spec), "kind": asdict(cache.kind)}))
+        return cls(model=model, layout=cache.layout, version=program_version(), **plain)
+
+    def differences(self, other: About) -> list[str]:
+        """In which words two are not the same."""
+        words = {
+            "model": "another model",
+            "recipe": "another recipe",
+            "spec": "another architecture",
+            "kind": f"another kind of cache ({other.kind.get('name')})",
+            "layout": f"another backend or layout ({other.layout})",
+            "version": f"another version of the program ({other.version})",
+        }
+        return [text for name, text in words.items() if getattr(self, name) != getattr(other, name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What stands at the beginning of a file."""
+
+    about: About
+    """What it belongs to."""
+    tokens: tuple[int, ...]
+    """The sequence."""
+    paged: int
+    """How many of them are in pages; the rest are in the window."""
+    end: int
+    """Where the header ends, in bytes."""
+
+
+def write(path: Path, about: About, tokens: Sequence[int], cache: KVCache, slot: int) -> int:
+    """Write a slot of a cache to a file that only its owner can read.
+
+    Args:
+        path: The file; replaced if it exists. Its folder must exist.
+        about: What the cache belongs to.
+        tokens: The slot's tokens, as many as it has.
+        cache: The cache.
+        slot: The slot.
+
+    Returns:
+        Bytes of the file.
+
+    Raises:
+        SavedCacheError: the disk is full, the folder read-only, or the like. Nothing half-written stays.
+        RequestError: the slot has another number of tokens, or none.
+    """
+    if not tokens or len(tokens) != cache.length(slot):
+        raise RequestError(f"slot {slot} has {cache.length(slot)} tokens, not {len(tokens)}, and cannot be saved so")
+    try:
+        with explained(f"cannot save a chat's cache as {path}"):
+            descriptor, name = tempfile.mkstemp(prefix=".", suffix=TEMPORARY, dir=path.parent)  # gives mode 0600
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    size = _write(file, about, tokens, cache, slot)
+                Path(name).replace(path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    Path(name).unlink(missing_ok=True)
+                raise
+    except StoreError as error:
+        raise SavedCacheError(str(error)) from error
+    return size
+
+
+def read_header(path: Path) -> Header:
+    """What a file says of itself; the checksum is not looked at.
+
+    Raises:
+        SavedCacheError: it cannot be read, or is not a saved cache of this format.
+    """
+    try:
+        with explained(f"cannot read {path}"), path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise SavedCacheError(f"{path} is not a saved cache")
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                raise SavedCacheError(f"{path} is cut off")
+            return _header(json.loads(file.read(length)), file.tell())
+    except StoreError as error:
+        raise SavedCacheError(str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise SavedCacheError(f"{path} is damaged, or of another version of the program ({error})") from error
+
+
+def load(path: Path, about: About, cache: KVCache, slot: int) -> list[int]:
+    """Bring a file back into a slot; what that held is dropped.
+
+    Args:
+        path: The file.
+        about: What the cache belongs to.
+        cache: The cache, with room for the sequence.
+        slot: The slot, empty afterwards where this fails.
+
+    Returns:
+        The sequence.
+
+    Raises:
+        SavedCacheError: the file cannot be read, is damaged, or belongs to something else; the message says to what.
+        OutOfMemoryError: not enough pages are free.
+    """
+    header = read_header(path)
+    if reasons := about.differences(header.about):
+        raise SavedCacheError(f"the saved cache {path} is not used: it was made with {', '.join(reasons)}")
+    try:
+        with (
+            explained(f"cannot read {path}"),
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        ):
+            _verify(path, mapped)
+            cache.load(slot, len(header.tokens), header.paged, _pieces(mapped, header))
+    except StoreError as error:
+        raise SavedCacheError(str(error)) from error
+    except (RequestError, ValueError, KeyError, TypeError) as error:
+        raise SavedCacheError(f"the saved cache {path} cannot be used: {error}") from error
+    return list(header.tokens)
+
+
+class _Hashed:
+    """A file that is written from front to back, and its checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.blake2b(digest_size=_CHECKSUM)
+        self.at = 0
+
+    def write(self, data: bytes) -> None:
+        """Write bytes."""
+        self._file.write(data)
+        self.digest.update(data)
+        self.at += len(data)
+
+    def json(self, data: object) -> None:
+        """Write JSON with its length before it."""
+        text = json.dumps(data, separators=(",", ":")).encode()
+        self.write(len(text).to_bytes(8, "little") + text)
+
+    def align(self) -> None:
+        """Go on at a multiple of the alignment."""
+        self.write(bytes(-self.at % _ALIGNMENT))
+
+
+def _write(file: BinaryIO, about: About, tokens: Sequence[int], cache: KVCache, slot: int) -> int:
+    """Write all of a file. Returns its bytes."""
+    out = _Hashed(file)
+    out.write(_MAGIC)
+    header = {"format": _FORMAT, "about": asdict(about), "tokens": list(tokens), "paged": cache.paged_length(slot)}
+    out.json(header)
+    for piece in cache.export(slot):
+        out.json({name: [array.dtype.name, list(array.shape)] for name, array in piece.items()})
+        for array in piece.values():
+            out.align()
+            out.write(array.tobytes())
+    file.write(out.digest.digest())
+    return out.at + _CHECKSUM
+
+
+def _header(data: Mapping[str, Any], end: int) -> Header:
+    if data["format"] != _FORMAT:
+        raise ValueError(f"its format is {data['format']}, not {_FORMAT}")
+    tokens = tuple(data["tokens"])
+    if not all(type(number) is int and number >= 0 for number in (*tokens, data["paged"])):
+        raise ValueError("a number is none")
+    return Header(about=About(**data["about"]), tokens=tokens, paged=data["paged"], end=end)
+
+
+def _verify(path: Path, mapped: mmap.mmap) -> None:
+    """Raise SavedCacheError where a file does not match its checksum."""
+    digest = hashlib.blake2b(digest_size=_CHECKSUM)
+    with memoryview(mapped) as data:
+        for at in range(0, len(data) - _CHECKSUM, _HASHED):
+            digest.update(data[at : min(at + _HASHED, len(data) - _CHECKSUM)])
+        if digest.digest() != bytes(data[-_CHECKSUM:]):
+            raise SavedCacheError(f"the saved cache {path} is damaged (its checksum does not match) and is not used")
+
+
+def _pieces(mapped: mmap.mmap, header: Header) -> Iterator[Arrays]:
+    """The arrays, copied out of the file piece by piece."""
+    at = header.end
+    while at < len(mapped) - _CHECKSUM:
+        length = int.from_bytes(mapped[at : at + 8], "little")
+        described = json.loads(mapped[at + 8 : at + 8 + length])
+        at += 8 + length
+        piece = {}
+        for name, (dtype, shape) in described.items():
+            if dtype not in _DTYPES:
+                raise ValueError(f"it holds numbers of type {dtype}")
+            at += -at % _ALIGNMENT
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            piece[name] = np.frombuffer(mapped[at : at + size], dtype).reshape(shape)
+            at += size
+        yield piece

@@ -1,0 +1,57 @@
+"""What a backend's store offers so that a sequence can leave the cache and come back. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy.typing as npt
+
+from runtime.errors import RequestError
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+"""Named arrays in main memory, in whatever layout a backend keeps them."""
+_CHUNK_PAGES = 8
+"""Pages that are read or written at once."""
+
+
+@runtime_checkable
+class SavingStore(Protocol):
+    """A `runtime.kv.control.PageStore` whose numbers can leave it and come back, in its own layout."""
+
+    saved_layout: str
+    """Name of the layout: the backend, and a version that changes whenever an array does."""
+
+    def read_pages(self, pages: Sequence[int]) -> Arrays:
+        """Some pages, maybe none: arrays [len(pages), ...] of all layers, keys and values, codes and scales."""
+        ...
+
+    def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
+        """Set some pages to what `read_pages` gave for as many."""
+        ...
+
+    def read_window(self, slot: int, count: int) -> Arrays:
+        """The first `count` tokens of a window; no arrays where the kind has no window."""
+        ...
+
+    def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
+        """Set the first `count` tokens of a window to what `read_window` gave for as many."""
+        ...
+
+
+def chunks(pages: list[int]) -> Iterator[list[int]]:
+    """The pages of a slot, a few at a time."""
+    for start in range(0, len(pages), _CHUNK_PAGES):
+        yield pages[start : start + _CHUNK_PAGES]
+
+
+def checked(arrays: Arrays, like: Arrays) -> Arrays:
+    """Arrays that came from outside, with the names, types and shapes that they should have.
+
+    Raises:
+        RequestError: one has not.
+    """
+    found, wanted = ({name: (x.dtype, x.shape) for name, x in each.items()} for each in (arrays, like))
+    if found != wanted:
+        raise RequestError(f"saved arrays do not belong to this cache: {found} instead of {wanted}")
+    return arrays
