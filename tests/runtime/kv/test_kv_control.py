@@ -99,7 +99,8 @@ class Sut:
         if self.kind.windowed:
             assert windows <= SLOTS * self.kind.window_capacity(ROWS)
             counts = [self.cache.table.count(slot) for slot in range(SLOTS)]
-            limits = [self.kind.stored_pages(len(tokens) + self.kind.keep) for tokens in self.plain]  # trimming keeps pages
+            # Cutting back to within the window keeps all pages.
+            limits = [self.kind.stored_pages(len(tokens) + self.kind.keep) for tokens in self.plain]
             assert all(count <= limit for count, limit in zip(counts, limits, strict=True) if limit)
 
 
