@@ -14,7 +14,7 @@ from typing import Literal
 from models.spec import ModelSpec
 from runtime.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError
-from runtime.kv.kinds import KINDS, cache_bytes
+from runtime.kv.kinds import KINDS, CacheKind, bytes_per_token, cache_bytes
 from tuner.detect import MemoryInfo, detect_memory
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -23,8 +23,14 @@ DEFAULT_CONTEXT = 8192
 """Context in tokens where neither the person, nor the model, nor memory asks for less."""
 SMALLEST_CONTEXT = 256
 """A model that can't have this many tokens of context (or its own maximum, if that is less) is not loaded."""
+CONVERSATIONS = 4
+"""Sequences whose cache stays at hand where a person chats, if memory allows; they share the pages of one context."""
 _STEP = 64
 """A planned context is a multiple of this, unless it is the model's own maximum."""
+_ADVISED: tuple[KVKind, ...] = ("int8", "int4", "kivi2")
+"""Kinds of cache that advice names: the cheapest of 8, 4 and 2 bits."""
+_CLEARLY_LESS = 0.8
+"""Advice names a kind only if it takes less than this share."""
 _MARGIN = 256 * MIB
 """Room left for what is not planned: allocator slack, the tokenizer, the rest of the system."""
 _LARGE_CONTEXT = 1024
@@ -57,6 +63,10 @@ class MemoryPlan:
 
     context: int
     """Positions of each slot, in tokens."""
+    slots: int
+    """Sequences that keep a cache at the same time."""
+    pages: int | None
+    """Pages that the slots share; None = each has its own."""
     weight_bytes: int
     """The weights in the backend's own layout."""
     residual_bytes: int
@@ -95,6 +105,7 @@ def plan(
     kv: KVKind = "fp16",
     context: int | None = None,
     slots: int = 1,
+    shared: bool = False,
     rows: int = 128,
     backend: Backend = "cpu",
     compensated: bool = False,
@@ -105,9 +116,11 @@ def plan(
     Args:
         spec: The architecture.
         sizes: What its stored weights take.
-        kv: Precision of the cache.
+        kv: The kind of cache.
         context: Tokens of context, or None for the least of the model's maximum, what fits, and `DEFAULT_CONTEXT`.
         slots: Sequences that keep a cache at the same time.
+        shared: Whether the slots share the pages of one context, so that only their windows add up; where even that is
+            too much, there are fewer slots.
         rows: Most rows of one step.
         backend: Which backend will hold the weights; the reference one unpacks them to fp32.
         compensated: Whether error compensation will be used (the reference backend then unpacks the residuals too).
@@ -123,17 +136,27 @@ def plan(
         )
     free = memory if memory is not None else detect_memory()
     weights = _resident_weights(spec, sizes, backend, compensated=compensated)
+    kind = KINDS[kv]
 
-    def at(tokens: int) -> MemoryPlan:
+    def with_slots(tokens: int, count: int) -> MemoryPlan:
+        pages = kind.max_pages(tokens) if shared else None
         return MemoryPlan(
             context=tokens,
+            slots=count,
+            pages=pages,
             weight_bytes=weights,
             residual_bytes=sizes.residual_bytes if compensated else 0,
-            kv_bytes=cache_bytes(KINDS[kv], spec, context=tokens, slots=slots, max_rows=rows),
+            kv_bytes=cache_bytes(kind, spec, context=tokens, slots=count, max_rows=rows, pages=pages),
             buffer_bytes=buffer_bytes(spec, tokens, rows),
             margin_bytes=_MARGIN + (_DEVICE_CONTEXT if backend == "triton" else 0),
             available_bytes=free.available_bytes,
         )
+
+    def at(tokens: int) -> MemoryPlan:
+        found = with_slots(tokens, slots)
+        while shared and not found.fits and found.slots > 1:
+            found = with_slots(tokens, found.slots - 1)
+        return found
 
     wanted = context if context is not None else min(spec.max_context, DEFAULT_CONTEXT)
     if at(wanted).fits:
@@ -142,7 +165,7 @@ def plan(
     largest = _largest_fitting(at, smallest, wanted)
     if context is None and largest is not None:
         return at(largest)
-    raise OutOfMemoryError(_explain(at(wanted if context is not None else smallest), largest, kv, free))
+    raise OutOfMemoryError(_explain(at(wanted if context is not None else smallest), largest, kind, spec, free))
 
 
 def describe(planned: MemoryPlan) -> str:
@@ -183,13 +206,13 @@ def _largest_fitting(at: _PlanAt, smallest: int, wanted: int) -> int | None:
     return max(low * _STEP, smallest)
 
 
-def _explain(planned: MemoryPlan, largest: int | None, kv: KVKind, free: MemoryInfo) -> str:
+def _explain(planned: MemoryPlan, largest: int | None, kind: CacheKind, spec: ModelSpec, free: MemoryInfo) -> str:
     limited = f" of this container's {size(free.limit_bytes)}" if free.limit_bytes is not None else ""
     advice = []
     if largest is not None:
         advice.append(f"a context of {largest} tokens fits")
-    if kv == "fp16" and planned.kv_bytes > planned.needed_bytes // 8:
-        advice.append("an int8 cache takes about half")
+    if planned.kv_bytes > planned.needed_bytes // 8 and (cheaper := _cheaper(kind, spec)):
+        advice.append(cheaper)
     if largest is None or planned.context <= _LARGE_CONTEXT:
         advice.append("use fewer bits or a smaller model")
     holder = largest_process()
@@ -198,6 +221,14 @@ def _explain(planned: MemoryPlan, largest: int | None, kv: KVKind, free: MemoryI
         f"not enough memory: needs {describe(planned)}, but {size(free.available_bytes)}{limited} is free now; "
         + ", or ".join(advice)
     )
+
+
+def _cheaper(kind: CacheKind, spec: ModelSpec) -> str | None:
+    """Which kinds of cache would take less, and how much of what this one takes; None if there is none."""
+    now = bytes_per_token(kind, spec)
+    shares = {name: bytes_per_token(KINDS[name], spec) / now for name in _ADVISED}
+    listed = [f"{name} {100 * share:.0f} %" for name, share in shares.items() if share < _CLEARLY_LESS]
+    return f"another kind of cache takes less ({', '.join(listed)} of {kind.name}'s)" if listed else None
 
 
 def largest_process() -> str | None:

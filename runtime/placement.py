@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Literal
 
 from models.spec import ModelSpec
 from runtime.decoder import KVKind
 from runtime.errors import OutOfMemoryError
-from runtime.memory import MemoryPlan, ModelSizes, plan
+from runtime.memory import Backend, MemoryPlan, ModelSizes, plan
 from runtime.open import target
 from tuner.detect import MemoryInfo
 
@@ -33,6 +32,7 @@ def place(
     kv: KVKind,
     context: int | None,
     compensated: bool,
+    slots: int = 1,
     backend: str = "auto",
     memory: MemoryInfo | None = None,
 ) -> Placement:
@@ -41,9 +41,11 @@ def place(
     Args:
         spec: The architecture.
         sizes: What the weights take.
-        kv: Precision of the cache.
+        kv: The kind of cache.
         context: Tokens of context; None: as many as fit, up to a default.
         compensated: Whether error compensation may be used.
+        slots: Sequences that keep a cache at the same time, sharing the pages of one context; fewer where memory does
+            not suffice.
         backend: As in `runtime.open.open_decoder`.
         memory: Main memory; looked up if None.
 
@@ -53,17 +55,27 @@ def place(
         RequestError: as `runtime.memory.plan`.
     """
     chosen = target(backend)
+
+    def planned(where: Backend, free: MemoryInfo | None) -> MemoryPlan:
+        return plan(
+            spec,
+            sizes,
+            kv=kv,
+            context=context,
+            slots=slots,
+            shared=True,
+            backend=where,
+            compensated=compensated,
+            memory=free,
+        )
+
     if chosen.backend == "triton":
         try:
-            planned = plan(
-                spec, sizes, kv=kv, context=context, backend="triton", compensated=compensated, memory=chosen.memory
-            )
-            return Placement(backend=backend, plan=planned)
+            return Placement(backend=backend, plan=planned("triton", chosen.memory))
         except OutOfMemoryError as error:
             if backend == "triton":
                 raise
             logger.warning("the model does not fit the GPU, so the CPU runs it: %s", error)
             backend = "cpu"
-    resident: Literal["cpu", "reference"] = "reference" if chosen.backend == "reference" else "cpu"
-    planned = plan(spec, sizes, kv=kv, context=context, backend=resident, compensated=compensated, memory=memory)
-    return Placement(backend=backend, plan=planned)
+    resident: Backend = "reference" if chosen.backend == "reference" else "cpu"
+    return Placement(backend=backend, plan=planned(resident, memory))

@@ -21,7 +21,7 @@ class LoadChoices:
     """What the person asked for; None leaves it to the settings and the program."""
 
     kv: str | None = None
-    """Precision of the cache."""
+    """The kind of cache."""
     context: int | None = None
     """Tokens of context."""
     k_chunk: int | None = None

@@ -128,18 +128,24 @@ class CpuCache(PagedCache):
 
     Args:
         spec: The model.
-        options: `kv`, `slots`, `context` and `max_rows` count.
+        options: `kv`, `slots`, `context`, `pages` and `max_rows` count.
         threads: Threads that attention is split over.
     """
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, threads: int) -> None:
         kind = KINDS[options.kv]
         window = padded(kind.window_capacity(options.max_rows), SPAN)
-        pages = options.slots * kind.max_pages(options.context)
+        pages = options.slots * kind.max_pages(options.context) if options.pages is None else options.pages
         self.store = CpuStore(kind, spec, pages=pages, slots=options.slots, window=window)
         """The buffers."""
         super().__init__(
-            kind, spec, self.store, context=options.context, slots=options.slots, max_rows=options.max_rows
+            kind,
+            spec,
+            self.store,
+            context=options.context,
+            slots=options.slots,
+            max_rows=options.max_rows,
+            pages=options.pages,
         )
         self.max_splits = max(1, min(8, 2 * threads))
         """Most pieces that one head's context is cut into."""

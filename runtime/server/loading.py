@@ -100,7 +100,7 @@ class StoreLoader:
             RuntimeFailure: memory does not suffice, or the backend cannot run it.
         """
         from runtime.decoder import DecoderOptions
-        from runtime.memory import ModelSizes, describe
+        from runtime.memory import CONVERSATIONS, ModelSizes, describe
         from runtime.open import open_engine, preparation
         from runtime.placement import place
 
@@ -123,12 +123,19 @@ class StoreLoader:
             context=None if request.context is None else min(request.context, model.spec.max_context),
             backend=request.backend,
             compensated=any(by_type.values()) or (wanted.k_chunk is None and bool(wanted.budget)),
+            slots=CONVERSATIONS,
         )
         if first := preparation(placed.backend):
             report("compile", first)
         else:
             report("load", f"loading {request.model}: {describe(placed.plan)}")
-        options = DecoderOptions(kv=request.kv or "fp16", context=placed.plan.context, k_chunk=by_type)
+        options = DecoderOptions(
+            kv=request.kv or "fp16",
+            context=placed.plan.context,
+            slots=placed.plan.slots,
+            pages=placed.plan.pages,
+            k_chunk=by_type,
+        )
         engine = open_engine(model, options, placed.backend)
         if cancelled():
             engine.close()

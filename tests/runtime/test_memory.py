@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from models.spec import ModelSpec, RopeSpec
 from runtime.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError
-from runtime.kv.kinds import KINDS
+from runtime.kv.kinds import KINDS, window_token_bytes
 from runtime.memory import (
     DEFAULT_CONTEXT,
     MIB,
@@ -92,8 +92,16 @@ def test_the_refusal_has_numbers_and_a_way_out() -> None:
     assert "for 32768 tokens" in text
     assert "1000 MiB is free" in text
     assert f"context of {planned(1000).context} tokens fits" in text
-    assert "int8" in text
+    assert "int8 52 %, int4 28 %, kivi2 16 % of fp16's" in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(("kv", "named"), [("int8", "(int4 55 %, kivi2"), ("gear4", "(int4 68 %, kivi2"), ("kivi2", "")])
+def test_advice_names_cheaper_kinds_alone(kv: KVKind, named: str) -> None:
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan(spec(1 << 20), WEIGHTS, kv=kv, context=1 << 20, memory=free(1000))
+    assert named in str(caught.value)
+    assert ("another kind" in str(caught.value)) == bool(named)
 
 
 def test_weights_that_do_not_fit_at_all() -> None:
@@ -129,6 +137,23 @@ def test_slots_multiply_the_cache() -> None:
     one = plan(spec(), WEIGHTS, context=1024, memory=free(16_000))
     four = plan(spec(), WEIGHTS, context=1024, slots=4, memory=free(16_000))
     assert four.kv_bytes == 4 * one.kv_bytes
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_slots_that_share_pages_add_their_windows_alone(kv: KVKind) -> None:
+    kind, per_slot = KINDS[kv], KINDS[kv].window_capacity(128) * window_token_bytes(KINDS[kv], spec())
+    one = plan(spec(), WEIGHTS, kv=kv, slots=1, shared=True, memory=free(16_000))
+    four = plan(spec(), WEIGHTS, kv=kv, slots=4, shared=True, memory=free(16_000))
+    assert (four.slots, four.pages) == (4, kind.max_pages(DEFAULT_CONTEXT))
+    assert four.kv_bytes == one.kv_bytes + 3 * per_slot
+    two = plan(spec(), WEIGHTS, kv=kv, context=DEFAULT_CONTEXT, slots=4, shared=True, memory=tight(one, per_slot))
+    assert (two.slots, two.context) == (2 if per_slot else 4, DEFAULT_CONTEXT)
+    with pytest.raises(OutOfMemoryError):
+        plan(spec(), WEIGHTS, kv=kv, context=DEFAULT_CONTEXT, slots=4, memory=tight(one, per_slot))
+
+
+def tight(one: MemoryPlan, more: int) -> MemoryInfo:
+    return MemoryInfo(total_bytes=64 << 30, available_bytes=one.needed_bytes + more, limit_bytes=None)
 
 
 @given(st.integers(0, 40_000), st.integers(1, 200_000), st.sampled_from(["fp16", "int8"]))
