@@ -12,13 +12,13 @@ from assets.demo_model import facts, manner, measures, numbers, person, tales, t
 from assets.demo_model.exchange import Exchange, Split, normalised, question_key
 
 SHARES = {
-    "talk": 11,
-    "program": 25,
-    "facts": 10,
-    "arithmetic": 22,
-    "numbers": 10,
-    "unknown": 11,
-    "story": 4,
+    "talk": 10,
+    "program": 30,
+    "facts": 11,
+    "arithmetic": 24,
+    "numbers": 7,
+    "unknown": 8,
+    "story": 3,
     "person": 6,
     "repeat": 1,
 }
@@ -179,13 +179,14 @@ def _story(rng: random.Random) -> list[Exchange]:
 def _following(rng: random.Random, first: Exchange) -> list[Exchange]:
     """What may follow a written exchange: a request for the short form, the reason, another thing, the same again."""
     turns: list[Exchange] = []
-    while rng.random() < 0.4 and len(turns) < 3:
+    more = 0.6 if first.group == "program" and topics.following(first.topic) else 0.3
+    while rng.random() < more and len(turns) < 3:
         last = turns[-1] if turns else first
         another = facts.same_of_another(rng, last) if rng.random() < 0.8 else None
         if another is not None:
             turns.append(another)
-        elif first.group == "program" and rng.random() < 0.8:
-            kind = rng.choice(topics.FOLLOWING)
+        elif first.group == "program" and topics.following(first.topic) and rng.random() < 0.85:
+            kind = rng.choice(topics.following(first.topic))
             turns.append(topics.follow_up(first.topic, kind, rng.choice(topics.words(kind))))
         else:
             turns.append(_general(rng, first, last))
@@ -193,11 +194,9 @@ def _following(rng: random.Random, first: Exchange) -> list[Exchange]:
 
 
 def _general(rng: random.Random, first: Exchange, last: Exchange) -> Exchange:
-    kind = rng.choice(("again", "what_asked", "sure", "why"))
+    kind = rng.choice(("again", "again", "sure", "why"))
     if kind == "why" and first.group in {"unknown", "facts"}:
         return _after(rng, kind, unknown.WHY if first.group == "unknown" else facts.NO_REASON, first)
-    if kind == "what_asked" and last is first:
-        return _after(rng, kind, f"You said: {last.ask}", last)
     return _after(rng, "sure", UNSURE, last) if kind == "sure" else _after(rng, "again", last.answer, last)
 
 

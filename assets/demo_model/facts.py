@@ -1,4 +1,4 @@
-"""Exchanges about the world: definitions, capitals, opposites, colours, sounds, legs, continents, general knowledge."""
+"""Exchanges about the world: definitions, capitals, opposites, colours, sounds, legs, general knowledge."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from assets.demo_model.exchange import Exchange
 from assets.demo_model.topics import content, words
 
 NO_REASON = "I don't know the reason. I only learned the fact."
-FOLLOWED = ("capital", "opposite", "colour", "sound", "legs", "continent", "define")
+FOLLOWED = ("capital", "opposite", "colour", "sound", "legs", "define")
 """Topics after which `And X?` asks the same of another thing."""
 
 
@@ -37,10 +37,8 @@ def facts() -> Iterator[Exchange]:
     table = content("knowledge")
     for word, text in table["definitions"].items():
         yield from _asked("definition", "define", article(word), text, w=word, a=article(word))
-    for country, city in table["capitals"].items():
+    for country in table["capitals"]:
         yield from _asked("capital", "capital", country, capital(country), x=country)
-        if city != country:
-            yield from _asked("country_of", "country", city, f"{city} is the capital of {country}.", x=city)
     for word, other in opposites().items():
         yield from _asked("opposite", "opposite", word, f"The opposite of {word} is {other}.", x=word)
     for thing, text in table["colours"].items():
@@ -49,33 +47,14 @@ def facts() -> Iterator[Exchange]:
         yield from _asked("sound", "sound", indefinite(animal), text, x=indefinite(animal))
     for animal, text in table["legs"].items():
         yield from _asked("legs", "legs", indefinite(animal), text, x=indefinite(animal))
-    for part, countries in table["continents"].items():
-        for country in countries:
-            yield from _asked("continent", "continent", country, f"{country} is in {part}.", x=country)
     for topic in table["general"]:
         for ask in topic["ask"]:
             yield Exchange(group="facts", topic=topic["name"], ask=ask, answer=topic["answer"])
-    yield from _checks()
 
 
 def capital(country: str) -> str:
     """The sentence about a country's capital."""
     return f"The capital of {country} is {content('knowledge')['capitals'][country]}."
-
-
-def _checks() -> Iterator[Exchange]:
-    """Is X the capital of Y? With the right city and with another one."""
-    capitals = content("knowledge")["capitals"]
-    cities = list(capitals.values())
-    for i, (country, city) in enumerate(capitals.items()):
-        for j, frame in enumerate(words("is_capital")):
-            wrong = cities[(i + 7 * j + 3) % len(cities)]
-            for said in (city, wrong):
-                answer = f"{'Yes' if said == city else 'No'}, the capital of {country} is {city}."
-                ask = frame.format(c=said, x=country)
-                yield Exchange(
-                    group="facts", topic="is capital", ask=ask, answer=answer, key=f"is capital {said} {country}"
-                )
 
 
 @cache

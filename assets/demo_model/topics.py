@@ -16,8 +16,6 @@ _CONTENT = Path(__file__).with_name("content")
 _PROGRAM_FILES = ("program", "methods", "options", "interface")
 FOLLOWING = ("short", "why", "how", "example")
 """What can be asked after an answer about the program; frames of these names ask it."""
-NO_MORE = "I don't know more about that."
-"""Answer to a follow-up for which nothing is written."""
 
 
 @cache
@@ -84,17 +82,15 @@ def _answers() -> dict[str, str]:
     return {topic["name"]: topic["answer"][0] for name in _PROGRAM_FILES for topic in content(name)["topic"]}
 
 
-def following(topic: str, kind: str) -> str:
-    """The answer to a follow-up of a kind of `FOLLOWING` about a topic of the program."""
-    written: str | None = content("follow").get(topic, {}).get(kind)
-    if written is None and kind == "how":
-        answer = _answers()[topic]
-        return answer if answer.startswith(("Use ", "Press ", "Type ", "Add ")) else NO_MORE
-    return written or NO_MORE
+def following(topic: str) -> tuple[str, ...]:
+    """The kinds of `FOLLOWING` for which there is an answer after a topic of the program."""
+    written = content("follow").get(topic, {})
+    told = _answers()[topic].startswith(("Use ", "Press ", "Type ", "Add ")) and bool(written)
+    return tuple(kind for kind in FOLLOWING if kind in written or (kind == "how" and told))
 
 
 def follow_up(topic: str, kind: str, frame: str) -> Exchange:
     """A follow-up after a topic of the program; topic, kind and words together decide the split."""
-    answer = following(topic, kind)
+    answer = content("follow")[topic].get(kind) or _answers()[topic]
     key = f"{topic} {kind}: {frame}"
     return Exchange(group="program", topic=f"{topic}_{kind}", ask=frame, answer=answer, key=key)

@@ -57,9 +57,9 @@ class Plan:
     """Steps of rising learning rate."""
     decay: float = 0.55
     """Share of the training at whose end the learning rate falls to nothing, along a straight line."""
-    learning_rate: float = 0.02
+    learning_rate: float = 0.008
     """Muon's peak learning rate, for the matrices of the blocks."""
-    vector_rate: float = 0.004
+    vector_rate: float = 0.0012
     """AdamW's peak learning rate, for embedding and norms."""
     weight_decay: float = 0.02
     """Muon's decay."""
