@@ -31,7 +31,7 @@ def store_root() -> Path:
 
 
 def cache_dir() -> Path:
-    """Folder of what may be deleted at any time: compiled kernels, measurements."""
+    """Folder of what may be deleted at any time: compiled kernels, measurements, the caches of long conversations."""
     moved = _moved_home()
     return moved / "cache" if moved else Path(platformdirs.user_cache_dir(APPLICATION, appauthor=False))
 

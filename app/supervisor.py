@@ -243,6 +243,8 @@ def own_command() -> list[str]:
         str(assets.calibration_file()),
         "--evaluation",
         str(assets.evaluation_file()),
+        "--chats",
+        str(cache_dir() / "chats"),
     ]
 
 

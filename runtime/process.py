@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare(parsed.home)
     bundle = Bundle(models=dict(parsed.bundled), calibration=parsed.calibration, evaluation=parsed.evaluation)
     minutes: float | None = parsed.idle_unload
-    service = open_service(parsed.home, bundle, idle_unload_s=None if minutes is None else 60 * minutes)
+    service = open_service(
+        parsed.home, bundle, idle_unload_s=None if minutes is None else 60 * minutes, chats=parsed.chats
+    )
     return run(service, home=parsed.home, parent_pid=parsed.parent_pid, model=parsed.model)
 
 
@@ -152,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parent-pid", type=int, help="end when this process is gone")
     parser.add_argument("--model", help="a model to load at the start")
     parser.add_argument("--idle-unload", type=float, metavar="MINUTES", help="unload a model that nobody uses")
+    parser.add_argument("--chats", type=Path, metavar="DIR", help="keep the caches of long conversations there")
     parser.add_argument("--bundled", type=_bundled, action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="text for quantizers")
     parser.add_argument("--evaluation", type=Path, metavar="FILE", help="text on which new models are measured")

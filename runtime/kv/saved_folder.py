@@ -25,7 +25,7 @@ SMALLEST = 1024
 """A shorter sequence is not saved: a prefill of it takes no longer than a person waits."""
 GAIN = 256
 """Tokens that a file must spare to be read, and that a sequence must add to another one to be saved beside it."""
-SAVING_S = 5.0
+SAVING_S = 2.0
 """No file is begun after so many seconds of saving: whoever ends the program does not wait for ever."""
 _STALE_S = 3600.0
 """A file that is being written for longer was left behind by a process that is gone."""
@@ -72,7 +72,7 @@ class SavedCaches:
         self._found = self._scan()
 
     def longest(self, tokens: Sequence[int], *, beyond: int, context: int) -> SavedSequence | None:
-        """The file with most tokens in common at its beginning with some others.
+        """The file with most tokens in common at its beginning with some others; of equals the shortest.
 
         Args:
             tokens: What a prompt begins with.
@@ -80,7 +80,7 @@ class SavedCaches:
             context: Longer sequences do not count.
         """
         wanted, best, most = np.array(tokens, np.int32), None, beyond + self._gain - 1
-        for found in self._found:
+        for found in sorted(self._found, key=lambda found: len(found.tokens)):
             if len(found.tokens) <= context and (shared := _shared(found.tokens, wanted)) > most:
                 best, most = found, shared
         return best

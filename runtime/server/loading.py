@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from models.errors import StoreError
 from models.progress import Cancelled as CancelledCheck
@@ -18,6 +19,9 @@ from runtime.server.records import LoadedModel, LoadRequest, ModelEntry, TuneReq
 from runtime.server.service import Service
 from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, within_budget
 from tuner.profiles import ProfileStore
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +88,20 @@ class StoreLoader:
         catalogue: Where the models are.
         profiles: Folder of tuning profiles.
         compensation: What applies to a model that is loaded with neither a k_chunk nor a budget.
+        chats: Folder in which long conversations outlive the loaded model; None: they do not.
     """
 
-    def __init__(self, catalogue: StoreCatalogue, profiles: Path, compensation: TuneRequest | None = None) -> None:
+    def __init__(
+        self,
+        catalogue: StoreCatalogue,
+        profiles: Path,
+        compensation: TuneRequest | None = None,
+        *,
+        chats: Path | None = None,
+    ) -> None:
         self._catalogue = catalogue
         self._profiles = profiles
+        self._chats = chats
         self._compensation = compensation or TuneRequest(budget=DEFAULT_BUDGET_PERCENT)
 
     def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
@@ -152,13 +165,25 @@ class StoreLoader:
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
         )
-        if wanted.k_chunk is not None:
-            return loaded
         try:
-            return self._tuned(loaded, model, wanted, progress, cancelled)
+            if wanted.k_chunk is None:
+                loaded = self._tuned(loaded, model, wanted, progress, cancelled)
+            self._remember(engine, model)
         except BaseException:
             engine.close()
             raise
+        return loaded
+
+    def _remember(self, engine: Engine, model: StoredModel) -> None:
+        """Let an engine's long conversations outlive it, where there is a folder for them."""
+        from runtime.kv.saved import About
+        from runtime.kv.saved_folder import SavedCaches
+        from runtime.profile_key import content_id
+
+        cache = engine.decoder.cache
+        if self._chats is not None and cache is not None and cache.layout is not None:
+            about = About.of(cache, model.spec, model=content_id(model), recipe=model.recipe.to_json())
+            engine.keep_in(SavedCaches(self._chats, about))
 
     def tune(
         self, loaded: LoadedModel, request: TuneRequest, progress: ProgressCallback, cancelled: CancelledCheck
@@ -212,7 +237,12 @@ def _decoder(loaded: LoadedModel) -> Decoder:
 
 
 def open_service(
-    home: Path, bundle: Bundle, *, compensation: TuneRequest | None = None, idle_unload_s: float | None = None
+    home: Path,
+    bundle: Bundle,
+    *,
+    compensation: TuneRequest | None = None,
+    idle_unload_s: float | None = None,
+    chats: Path | None = None,
 ) -> Service:
     """The service of the models under a home folder.
 
@@ -221,13 +251,15 @@ def open_service(
         bundle: What came with the program.
         compensation: What applies to models that are loaded with neither a k_chunk nor a budget.
         idle_unload_s: Unload a model after so many seconds without a request; None: never.
+        chats: Folder in which the caches of long conversations are kept while their model is not loaded; None: nothing
+            of a conversation is written to disk.
     """
     from runtime.server.making import StoreWorkshop
 
     store = Store(home / "models")
     catalogue = StoreCatalogue(store, bundle.models)
     return Service(
-        StoreLoader(catalogue, home / PROFILES, compensation),
+        StoreLoader(catalogue, home / PROFILES, compensation, chats=chats),
         catalogue,
         StoreWorkshop(store, bundle),
         inspector=MachineInspector(home / PROFILES),

@@ -17,6 +17,9 @@ from models.spec import ModelSpec
 from runtime.decoder import DecoderOptions, Step
 from runtime.engine import Engine, Piece
 from runtime.errors import BackendError, ContextOverflowError, InvalidActivationError, RequestError
+from runtime.kv.kinds import KINDS, KVKind
+from runtime.kv.saved import About
+from runtime.kv.saved_folder import SavedCaches
 from runtime.reference.decoder import ReferenceDecoder
 from runtime.sampling import SamplingOptions
 from runtime.tokenizer import Tokenizer
@@ -307,3 +310,105 @@ def test_a_random_model_answers_the_same_however_the_prompt_is_chunked(
     assert answers(4, 1) == answers(4, 1)
     assert answers(4, 1) == answers(7, 1) == answers(128, 1)
     assert answers(4, 1) != answers(4, 2)
+
+
+CHATS = (list(range(100, 140)), list(range(200, 230)))
+
+
+def open_tiny(
+    model: Any,
+    tokenizer: Tokenizer,
+    kv: KVKind = "fp16",
+    *,
+    slots: int = 3,
+    context: int = 160,
+    folder: Path | None = None,
+) -> Engine:
+    """A random model with a pool of pages for one context, and maybe a folder of saved chats."""
+    options = DecoderOptions(
+        context=context, kv=kv, k_chunk=64, slots=slots, pages=KINDS[kv].max_pages(context), max_rows=64
+    )
+    decoder = ReferenceDecoder(model, options)
+    engine = Engine(decoder, tokenizer, name="tiny", eos_token_ids=())
+    if folder is not None:
+        about = About.of(decoder.cache, model.spec, model="id", recipe={"bits": 4})
+        engine.keep_in(SavedCaches(folder, about, smallest=20, gain=5))
+    return engine
+
+
+def ask(engine: Engine, prompt: list[int], seed: int = 1, max_tokens: int = 6) -> tuple[list[int], int]:
+    """The answer's tokens, and how many of the prompt's were cached."""
+    pieces = list(engine.generate(prompt, SamplingOptions(temperature=0.9, seed=seed, max_tokens=max_tokens)))
+    assert pieces[-1].usage is not None
+    return [piece.token for piece in pieces[:-1] if piece.token is not None], pieces[-1].usage.cached_tokens
+
+
+def test_switching_regenerating_and_branching_compute_only_what_is_new(
+    tiny_model: Callable[..., Any], tiny_spec: Callable[..., ModelSpec], tokenizer: Tokenizer
+) -> None:
+    engine = open_tiny(tiny_model(tiny_spec(vocab_size=V, max_context=256)), tokenizer)
+    one, two = CHATS
+    first, _ = ask(engine, one)
+    second, _ = ask(engine, two)
+    assert ask(engine, one) == (first, len(one) - 1)  # regenerated with the same seed: the same answer
+    other, cached = ask(engine, one, seed=2)
+    assert (other != first, cached) == (True, len(one) - 1)
+    assert ask(engine, [*two, *second, 5])[1] == len(two) + len(second) - 1
+    assert ask(engine, [*one, *other, 5])[1] == len(one) + len(other) - 1
+    assert ask(engine, [*one[:30], 9, 9])[1] == 30
+
+
+@pytest.mark.parametrize("kv", ["int4", "hierarchical", "kivi2"])
+def test_chats_never_run_out_of_pages(
+    tiny_model: Callable[..., Any], tiny_spec: Callable[..., ModelSpec], tokenizer: Tokenizer, kv: KVKind
+) -> None:
+    model = tiny_model(tiny_spec(vocab_size=V, max_context=512, num_layers=1))
+    engine = open_tiny(model, tokenizer, kv, context=300)
+    for length in (100, 250, 290, 120, 299, 297):
+        for start in (0, 1):
+            prompt = [50 + (start + i) % 200 for i in range(length)]
+            ask(engine, prompt, max_tokens=4)
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int4", "kivi2"])
+def test_a_reopened_chat_goes_on_as_if_it_had_stayed(
+    tiny_model: Callable[..., Any],
+    tiny_spec: Callable[..., ModelSpec],
+    tokenizer: Tokenizer,
+    kv: KVKind,
+    tmp_path: Path,
+) -> None:
+    model = tiny_model(tiny_spec(vocab_size=V, max_context=512, num_layers=1))
+    long = [50 + i % 200 for i in range(180)]
+
+    def open_again(folder: Path | None) -> Engine:
+        return open_tiny(model, tokenizer, kv, context=256, folder=folder)
+
+    stays, goes = open_again(None), open_again(tmp_path)
+    for engine in (stays, goes):
+        ask(engine, [3, 4, 5])  # too short to be kept
+        first, _ = ask(engine, long)
+    goes.close()
+    assert len(list(tmp_path.iterdir())) == 1
+    reopened = open_again(tmp_path)
+    again = [*long, *first, 7, 8]
+    assert ask(reopened, again) == ask(stays, again)
+    reopened.forget()
+    assert ask(reopened, again)[1] == len(long) + len(first) - 1, "what is on disk is still there"
+    reopened.close()
+    fresh = open_again(None)
+    assert ask(fresh, again)[1] == 0
+    assert len(list(tmp_path.iterdir())) == 1, "the longer chat took the place of the shorter"
+
+
+def test_a_spoilt_file_costs_only_a_prefill(
+    tiny_model: Callable[..., Any], tiny_spec: Callable[..., ModelSpec], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = tiny_model(tiny_spec(vocab_size=V, max_context=256))
+    engine = open_tiny(model, tokenizer, folder=tmp_path)
+    expected, _ = ask(engine, CHATS[0])
+    engine.close()
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    engine = open_tiny(model, tokenizer, folder=tmp_path)
+    assert ask(engine, CHATS[0]) == (expected, 0)
