@@ -9,7 +9,7 @@ from runtime.cpu import pages as page
 from runtime.cpu.operands import operands, parameter, rows_of, share_of
 from runtime.cpu.vector import as_float, get_float, get_int, set_float
 from runtime.kernels.attention.cpu import SPAN, attend_span, clear_sums
-from runtime.kernels.attention.cpu_lowbit import attend_page, copy_queries, word
+from runtime.kernels.attention.cpu_lowbit import attend_page, copy_queries, settle_queries, word
 from runtime.kernels.cache.cpu import store_half_key, store_half_value, store_key, store_value
 from runtime.kernels.norm.cpu import norm_head
 from runtime.kernels.rope.cpu import rotate_head
@@ -98,6 +98,7 @@ def attend(i: int, control: int, thread: int, threads: int, scratch: int) -> Non
         start, stop = begin + (units - begin) * split // splits, begin + (units - begin) * (split + 1) // splits
         _attend_pages(
             cache,
+            parameter(control, op.DRAFT),
             pages,
             slot,
             kv_heads,
@@ -142,6 +143,7 @@ def attend(i: int, control: int, thread: int, threads: int, scratch: int) -> Non
 @numba.njit(nogil=True)
 def _attend_pages(
     cache: int,
+    draft: int,
     pages: int,
     slot: int,
     kv_heads: int,
@@ -169,7 +171,10 @@ def _attend_pages(
         here = position - tokens * number
         if lowbit:
             prepared = number > start
-            attend_page(cache, record, 0, rows, heads, here, window, sums, sums_row, sums_head, scratch, prepared)
+            following = _record(cache, pages, slot, number + 1, kv_heads, kv_head) if number + 1 < stop else 0
+            attend_page(
+                cache, record, following, draft, rows, heads, here, window, sums, sums_row, sums_head, scratch, prepared
+            )
             continue
         key_scales = 0 if bits == 16 else record + word(cache, page.KEY_SCALES)
         value_scales = 0 if bits == 16 else record + word(cache, page.VALUE_SCALES)
@@ -191,3 +196,5 @@ def _attend_pages(
             sums_head,
             scratch,
         )
+    if lowbit and start < stop:
+        settle_queries(cache, rows, heads, sums, sums_row, sums_head, scratch)

@@ -104,10 +104,31 @@ def whole(b: Builder, x: Any) -> Any:
     return call(b, "llvm.trunc.v16f32", FLOATS, x)
 
 
+def _larger(b: Builder, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+@define(floats16, floats16, floats16)
+def larger(b: Builder, x: Any, y: Any) -> Any:
+    """The larger of both, lane by lane, in one instruction: y where either is a NaN."""
+    return _larger(b, x, y)
+
+
+@define(types.float32, floats16)
+def largest_lane(b: Builder, x: Any) -> Any:
+    """The largest lane; not for NaNs."""
+    for width in (8, 4, 2, 1):
+        low = ir.Constant(ir.VectorType(I32, width), list(range(width)))
+        high = ir.Constant(ir.VectorType(I32, width), list(range(width, 2 * width)))
+        undefined = ir.Constant(x.type, ir.Undefined)
+        x = _larger(b, b.shuffle_vector(x, undefined, low), b.shuffle_vector(x, undefined, high))
+    return b.extract_element(x, ir.Constant(I32, 0))
+
+
 @define(floats16, floats16)
 def exp2(b: Builder, x: Any) -> Any:
     """2^x for x <= 0, relative error under 3e-6; below -126 what 2^-126 is."""
-    x = call(b, "llvm.maxnum.v16f32", FLOATS, x, constant(FLOATS, -126.0))
+    x = _larger(b, x, constant(FLOATS, -126.0))
     near = call(b, "llvm.rint.v16f32", FLOATS, x)
     fraction = b.fsub(x, near)
     power = constant(FLOATS, _EXP2_TERMS[-1])

@@ -41,6 +41,8 @@ M_ROWS, R_ROWS, RUNS, SPLITS, COMPENSATE = 40, 41, 42, 43, 44
 TOKENS, SLOTS, POSITIONS, LOGIT_ROWS, RUN_ROWS, SCRATCH, SCRATCH_STRIDE = 45, 46, 47, 48, 49, 50, 51
 PROGRAM, INSTRUCTIONS = 52, 53
 """Address of the program that the next step runs, and its number of instructions."""
+DRAFT = 54
+"""1: attention reads the upper plane alone where the cache has two."""
 
 
 def float_bits(value: float) -> int:

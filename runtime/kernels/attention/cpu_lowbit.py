@@ -19,7 +19,7 @@ import math
 import numba
 
 from runtime.cpu import pages as page
-from runtime.cpu.codes import exp2, get_short, store_bytes, whole
+from runtime.cpu.codes import exp2, get_short, larger, largest_lane, store_bytes, whole
 from runtime.cpu.vector import (
     absolute,
     add,
@@ -31,9 +31,8 @@ from runtime.cpu.vector import (
     keep_lanes,
     load_floats,
     load_halves,
-    max_lanes,
-    maximum,
     mul,
+    prefetch,
     rounded,
     set_float,
     store_floats,
@@ -51,8 +50,13 @@ from runtime.kernels.attention.cpu_products import (
 
 _LOWEST = -1e30
 _LOG2E = math.log2(math.e)
-_META = 64
-"""Bytes of what is noted of a query: scale, mean's correction and sum with zeros of its codes, then of its weights."""
+_META = 256
+"""Bytes of what is noted of a query: floats as by the numbers below, then sixteen sums of its weights and sixteen of
+what all channels get alike, which are only added up at the end."""
+_SCALE, _MEAN, _ZEROS, _LARGEST, _STEP = 0, 4, 8, 12, 16
+"""Scale of the query's codes, correction of their mean, product with the zeros; the largest score in the page; scale of
+the weights' codes."""
+_TOTAL, _BESIDES = 64, 128
 _SMALLEST = 1.1754944e-38
 
 
@@ -64,7 +68,7 @@ def word(cache: int, index: int) -> int:
 
 @numba.njit(nogil=True)
 def copy_queries(q: int, q_row: int, rows: int, heads: int, dim: int, padded: int, out: int) -> None:
-    """Copy the query heads of some rows to float32 [rows * heads, padded], zero-padded."""
+    """Copy the query heads of some rows to float32 [rows * heads, padded], zero-padded, with nothing noted of them."""
     for n in range(rows * heads):
         source, to = q + n // heads * q_row + 4 * dim * (n % heads), out + 4 * padded * n
         d = 0
@@ -75,6 +79,9 @@ def copy_queries(q: int, q_row: int, rows: int, heads: int, dim: int, padded: in
             set_float(to + 4 * i, get_float(source + 4 * i))
         for i in range(dim, padded):
             set_float(to + 4 * i, numba.float32(0.0))
+        meta = out + 4 * padded * rows * heads + _META * n
+        store_floats(meta + _TOTAL, zero_floats())
+        store_floats(meta + _BESIDES, zero_floats())
 
 
 @numba.njit(nogil=True)
@@ -115,7 +122,8 @@ def quantize_query(
         centre: Middle of the codes that the query will meet.
         codes: Address of int8 [planes, padded].
         codes_step: Bytes from plane to plane.
-        meta: Address of float32 [3]: scale, correction of the mean, product with the zeros (sum of q without scales).
+        meta: Address of what is noted of the query: scale, correction of the mean, and product with the zeros (or sum
+            of q, without scales) are written.
         folded: Address of scratch, float32 [padded].
     """
     largest, total, with_zeros = zero_floats(), zero_floats(), zero_floats()
@@ -129,9 +137,9 @@ def quantize_query(
         else:
             with_zeros = add(with_zeros, value)
         total = add(total, value)
-        largest = maximum(largest, absolute(value))
+        largest = larger(absolute(value), largest)
         store_floats(folded + 4 * d, value)
-    step, inverse = _step_of(max_lanes(largest), planes)
+    step, inverse = _step_of(largest_lane(largest), planes)
     rounded_sum = zero_floats()
     for d in range(0, padded, 16):
         code = rounded(mul(load_floats(folded + 4 * d), fill(inverse)))
@@ -141,17 +149,17 @@ def quantize_query(
             store_bytes(codes + codes_step + d, fma(high, fill(numba.float32(-128.0)), code))
             code = high
         store_bytes(codes + d, code)
-    set_float(meta, step)
+    set_float(meta + _SCALE, step)
     mean = numba.float32(sum_lanes(total) - step * sum_lanes(rounded_sum))
-    set_float(meta + 4, numba.float32(mean * numba.float32(centre)))
-    set_float(meta + 8, sum_lanes(with_zeros))
+    set_float(meta + _MEAN, numba.float32(mean * numba.float32(centre)))
+    set_float(meta + _ZEROS, sum_lanes(with_zeros))
 
 
 @numba.njit(nogil=True)
 def _finish_scores(
     scores: int, step: int, planes: int, tokens: int, meta: int, key_scales: int, key_zeros: int
 ) -> None:
-    """Turn integer products into scores, in the first plane's row.
+    """Turn integer products into scores, in the first plane's row, and note the largest.
 
     Args:
         scores: Address of float32 [planes, tokens].
@@ -162,10 +170,11 @@ def _finish_scores(
         key_scales: Address of float32 [tokens], or 0 where scales were the channels'.
         key_zeros: Address of float32 [tokens].
     """
-    scale, zero = fill(get_float(meta)), fill(get_float(meta + 8))
-    mean = fill(get_float(meta + 4))
+    scale, zero = fill(get_float(meta + _SCALE)), fill(get_float(meta + _ZEROS))
+    mean = fill(get_float(meta + _MEAN))
     if key_scales == 0:
         mean = add(mean, zero)
+    largest = fill(get_float(meta + _LARGEST))
     for tile in range(0, 4 * tokens, 64):
         value = load_floats(scores + tile)
         if planes == 2:
@@ -174,43 +183,50 @@ def _finish_scores(
         if key_scales != 0:
             value = fma(value, load_floats(key_scales + tile), mul(zero, load_floats(key_zeros + tile)))
         store_floats(scores + tile, value)
+        largest = larger(value, largest)
+    set_float(meta + _LARGEST, largest_lane(largest))
 
 
 @numba.njit(nogil=True)
-def softmax_page(scores: int, tokens: int, first: int, end: int, sums: int, padded: int) -> None:
-    """Turn one query's scores into weights and bring its running maximum and sum up to date.
-
-    Args:
-        scores: Address of float32 [tokens]; overwritten by the weights.
-        tokens: A multiple of 16.
-        first: First token of the page that the query sees.
-        end: One past the last; at least one token is seen.
-        sums: Address of the query's partial result: float32 [padded], then maximum and sum.
-        padded: D padded to 16.
-    """
-    state = sums + 4 * padded
+def _mask_scores(scores: int, tokens: int, first: int, end: int, meta: int) -> None:
+    """Make the scores of tokens outside first .. end - 1 very small, and note the largest of the others."""
     largest = fill(numba.float32(_LOWEST))
     for tile in range(0, tokens, 16):
         value = load_floats(scores + 4 * tile)
         if tile < first or tile + 16 > end:
             value = keep_lanes(value, first - tile, end - tile)
             store_floats(scores + 4 * tile, value)
-        largest = maximum(largest, value)
-    before = get_float(state)
-    top = max(before, max_lanes(largest))
-    total = zero_floats()
+        largest = larger(value, largest)
+    set_float(meta + _LARGEST, largest_lane(largest))
+
+
+@numba.njit(nogil=True)
+def _raise_maximum(meta: int, sums: int, padded: int) -> float:
+    """Bring a query's running maximum up to date, and what has been summed up under the one before. Returns it."""
+    state = sums + 4 * padded
+    before, top = get_float(state), get_float(meta + _LARGEST)
+    if top <= before:
+        return before
+    change = numba.float32(math.exp(before - top))
+    set_float(state, top)
+    set_float(state + 4, numba.float32(get_float(state + 4) * change))
+    for at in (meta + _TOTAL, meta + _BESIDES):
+        store_floats(at, mul(load_floats(at), fill(change)))
+    for d in range(0, padded, 16):
+        store_floats(sums + 4 * d, mul(load_floats(sums + 4 * d), fill(change)))
+    return top
+
+
+@numba.njit(nogil=True)
+def _exponentials(scores: int, tokens: int, top: float, meta: int) -> None:
+    """Turn one query's scores into weights: e^(score - top)."""
+    total = load_floats(meta + _TOTAL)
     factor, shift = fill(numba.float32(_LOG2E)), fill(numba.float32(-top * numba.float32(_LOG2E)))
-    for tile in range(0, tokens, 16):
-        weight = exp2(fma(load_floats(scores + 4 * tile), factor, shift))
+    for tile in range(0, 4 * tokens, 64):
+        weight = exp2(fma(load_floats(scores + tile), factor, shift))
         total = add(total, weight)
-        store_floats(scores + 4 * tile, weight)
-    if top > before:
-        change = numba.float32(math.exp(before - top))
-        set_float(state, numba.float32(top))
-        set_float(state + 4, numba.float32(get_float(state + 4) * change))
-        for d in range(0, padded, 16):
-            store_floats(sums + 4 * d, mul(load_floats(sums + 4 * d), fill(change)))
-    set_float(state + 4, numba.float32(get_float(state + 4) + sum_lanes(total)))
+        store_floats(scores + tile, weight)
+    store_floats(meta + _TOTAL, total)
 
 
 @numba.njit(nogil=True)
@@ -225,7 +241,7 @@ def quantize_weights(
     codes: int,
     codes_step: int,
     meta: int,
-    scaled: int,
+    besides: int,
 ) -> None:
     """Round softmax weights, times the values' scales, to INT8.
 
@@ -239,45 +255,61 @@ def quantize_weights(
         dither: Address of float32 [tokens] in [0, 1): what is added before cutting off, one plane only.
         codes: Address of int8 [planes, tokens].
         codes_step: Bytes from plane to plane.
-        meta: Address of float32 [2]: scale, and what every channel gets besides: zeros and the mean's correction.
-        scaled: Address of scratch, float32 [tokens].
+        meta: Address of what is noted of the query; the scale is written.
+        besides: Address of float32 [16], whose sum every channel gets besides: zeros and the mean's correction are
+            added.
     """
-    largest, total, with_zeros = zero_floats(), zero_floats(), zero_floats()
+    largest = zero_floats()
     for tile in range(0, 4 * tokens, 64):
-        weight = load_floats(weights + tile)
-        with_zeros = fma(weight, load_floats(zeros + tile), with_zeros)
-        weight = mul(weight, load_floats(scales + tile))
-        total = add(total, weight)
-        largest = maximum(largest, weight)
-        store_floats(scaled + tile, weight)
-    step, inverse = _step_of(max_lanes(largest), planes)
-    rounded_sum = zero_floats()
+        largest = larger(mul(load_floats(weights + tile), load_floats(scales + tile)), largest)
+    step, inverse = _step_of(largest_lane(largest), planes)
+    factor, middle, lost = fill(inverse), fill(numba.float32(centre)), fill(numba.float32(-step * centre))
+    both = load_floats(besides)
     for tile in range(0, tokens, 16):
-        weight = load_floats(scaled + 4 * tile)
+        weight = load_floats(weights + 4 * tile)
+        both = fma(weight, load_floats(zeros + 4 * tile), both)
+        weight = mul(weight, load_floats(scales + 4 * tile))
         if planes == 1:
-            code = whole(fma(weight, fill(inverse), load_floats(dither + 4 * tile)))
-            rounded_sum = add(rounded_sum, code)
+            code = whole(fma(weight, factor, load_floats(dither + 4 * tile)))
+            store_bytes(codes + tile, code)
         else:
-            code = rounded(mul(weight, fill(inverse)))
-            rounded_sum = add(rounded_sum, code)
+            code = rounded(mul(weight, factor))
             high = rounded(mul(code, fill(numba.float32(1 / 128))))
             store_bytes(codes + codes_step + tile, fma(high, fill(numba.float32(-128.0)), code))
-            code = high
-        store_bytes(codes + tile, code)
-    mean = numba.float32(sum_lanes(total) - step * sum_lanes(rounded_sum))
-    set_float(meta, step)
-    set_float(meta + 4, numba.float32(sum_lanes(with_zeros) + mean * numba.float32(centre)))
+            store_bytes(codes + tile, high)
+        both = fma(weight, middle, fma(code, lost, both))
+    store_floats(besides, both)
+    set_float(meta + _STEP, step)
 
 
 @numba.njit(nogil=True)
 def _add_products(products: int, step: int, planes: int, channels: int, meta: int, sums: int) -> None:
     """Add integer products of weights and values, times their scale, to a query's sums."""
-    scale, besides = fill(get_float(meta)), fill(get_float(meta + 4))
+    scale = fill(get_float(meta + _STEP))
     for d in range(0, 4 * channels, 64):
         value = load_floats(products + d)
         if planes == 2:
             value = fma(value, fill(numba.float32(128.0)), load_floats(products + step + d))
-        store_floats(sums + d, add(load_floats(sums + d), fma(value, scale, besides)))
+        store_floats(sums + d, fma(value, scale, load_floats(sums + d)))
+
+
+@numba.njit(nogil=True)
+def _add_to_all(sums: int, channels: int, value: float) -> None:
+    """Add a number to some of a query's sums."""
+    for d in range(0, 4 * channels, 64):
+        store_floats(sums + d, add(load_floats(sums + d), fill(value)))
+
+
+@numba.njit(nogil=True)
+def settle_queries(cache: int, rows: int, heads: int, sums: int, sums_row: int, sums_head: int, scratch: int) -> None:
+    """Add what `attend_page` has left in the scratch to the partial results. Arguments as there."""
+    padded, channels = word(cache, page.PADDED), (word(cache, page.DIM) + 15) // 16 * 16
+    for n in range(rows * heads):
+        to = sums + n // heads * sums_row + n % heads * sums_head
+        meta = scratch + 4 * padded * rows * heads + _META * n
+        state = to + 4 * channels
+        set_float(state + 4, numba.float32(get_float(state + 4) + sum_lanes(load_floats(meta + _TOTAL))))
+        _add_to_all(to, channels, sum_lanes(load_floats(meta + _BESIDES)))
 
 
 @numba.njit(nogil=True)
@@ -362,6 +394,7 @@ def page_scratch(queries: int, padded: int, tokens: int) -> int:
 def attend_page(
     cache: int,
     record: int,
+    following: int,
     draft: int,
     rows: int,
     heads: int,
@@ -378,6 +411,7 @@ def attend_page(
     Args:
         cache: Address of the cache's description.
         record: Address of what the page keeps of the key-value head.
+        following: Address of the page's record that comes next, which is fetched on the way; 0 = none.
         draft: 1 = read the upper plane alone, where there are two.
         rows: Rows, at consecutive positions.
         heads: Query heads that share the key-value head.
@@ -410,6 +444,8 @@ def attend_page(
     if tokenwise:
         _widen(record + word(cache, page.KEY_SCALES), tokens, valid, 1.0, key_scales)
         _widen(record + word(cache, page.KEY_ZEROS), tokens, valid, 1.0, key_zeros)
+    for n in range(queries):
+        set_float(meta + _META * n + _LARGEST, numba.float32(_LOWEST))
     group = word(cache, page.KEY_GROUP)
     vectors, lower = word(cache, page.KEY_VECTORS), word(cache, page.KEY_LOWER)
     for g in range(tokens // group):
@@ -433,19 +469,26 @@ def attend_page(
         for n in range(queries):
             at = out + planes * step * n
             _finish_scores(at, step, planes, group, meta + _META * n, key_scales if tokenwise else 0, key_zeros)
+    size = word(cache, page.RECORD)
     for n in range(queries):
-        row, at = n // heads, scores + 4 * tokens * planes * n
+        row, at, noted = n // heads, scores + 4 * tokens * planes * n, meta + _META * n
+        if following != 0:
+            for line in range(size * n // queries // 64 * 64, size * (n + 1) // queries, 64):
+                prefetch(following + line)
         end = min(position + row + 1, tokens)
         first = 0 if window == 0 else max(0, position + row + 1 - window)
         to = sums + row * sums_row + n % heads * sums_head
-        if word(cache, page.RANK) != 0:
+        corrected = word(cache, page.RANK) != 0
+        if corrected:
             correct_scores(cache, record, scratch + 4 * padded * n, tokens, dim, padded, at)
         if first >= end:
             for t in range(0, tokens, 16):
                 store_floats(at + 4 * t, zero_floats())
             continue
-        softmax_page(at, tokens, first, end, to, channels)
-        if word(cache, page.RANK) != 0:
+        if corrected or first > 0 or end < tokens:
+            _mask_scores(at, tokens, first, end, noted)
+        _exponentials(at, tokens, _raise_maximum(noted, to, channels), noted)
+        if corrected:
             correct_sums(cache, record, at, tokens, padded, to)
     width, lower = word(cache, page.VALUE_GROUP), word(cache, page.VALUE_LOWER)
     count, block = word(cache, page.VALUE_COUNT), word(cache, page.VALUE_BLOCK)
@@ -455,7 +498,11 @@ def attend_page(
         zeros = record + word(cache, page.VALUE_ZEROS) + 2 * tokens * g
         _widen(scales, tokens, valid, factor, value_scales)
         _widen_shifted(zeros, scales, tokens, valid, shift, value_zeros)
+        several = width < padded
         for n in range(queries):
+            besides = scaled if several else meta + _META * n + _BESIDES
+            if several:
+                store_floats(besides, zero_floats())
             quantize_weights(
                 scores + 4 * tokens * planes * n,
                 value_scales,
@@ -466,9 +513,12 @@ def attend_page(
                 word(cache, page.DITHER),
                 weights + tokens * planes * n,
                 tokens,
-                meta + _META * n + 16,
-                scaled,
+                meta + _META * n,
+                besides,
             )
+            if several:
+                to = sums + n // heads * sums_row + n % heads * sums_head + 4 * start
+                _add_to_all(to, min(stop, channels) - start, sum_lanes(load_floats(besides)))
         values, blocks, step = (
             record + word(cache, page.VALUE_CODES) + start // 32 * block,
             (stop - start) // 32,
@@ -483,4 +533,4 @@ def attend_page(
         for n in range(queries):
             to = sums + n // heads * sums_row + n % heads * sums_head + 4 * start
             at = products + planes * step * n
-            _add_products(at, step, planes, min(stop, channels) - start, meta + _META * n + 16, to)
+            _add_products(at, step, planes, min(stop, channels) - start, meta + _META * n, to)

@@ -32,24 +32,18 @@ from runtime.cpu.codes import (
     load_bytes,
     low_nibbles,
 )
-from runtime.cpu.vector import add_words, broadcast_word, dot4, prefetch, store_floats, to_floats, zero_words
-
-_AHEAD = 1024
-"""Bytes that the prefetch runs ahead of the loads."""
+from runtime.cpu.vector import add_words, broadcast_word, dot4, store_floats, to_floats, zero_words
 
 
 @numba.njit(nogil=True, inline="always")
 def _halves_4(address: int, _lower: int) -> Any:
     x = load_bytes(address)
-    prefetch(address + _AHEAD)
     return low_nibbles(x), high_nibbles(x)
 
 
 @numba.njit(nogil=True, inline="always")
 def _halves_8(address: int, lower: int) -> Any:
     x, y = load_bytes(address), load_bytes(address + lower)
-    prefetch(address + _AHEAD)
-    prefetch(address + lower + _AHEAD)
     return join_low(x, y), join_high(x, y)
 
 
@@ -133,7 +127,6 @@ def _all_key_rows(four: Any, one: Any) -> Any:
 @numba.njit(nogil=True, inline="always")
 def _quarters(address: int) -> Any:
     x = load_bytes(address)
-    prefetch(address + _AHEAD)
     return bits_0(x), bits_2(x), bits_4(x), bits_6(x)
 
 

@@ -1,0 +1,158 @@
+"""How long attention over the CPU's KV cache takes, for every kind of cache side by side.
+
+    python -m tests.bench.kv [--tokens 8192 32768] [--kinds fp16 int4 ...] [--threads N] [--out FILE.json]
+
+One new token attends to so many cached ones: 22 layers of 4 key-value heads with 8 query heads each and D = 64, as in a
+Llama of 1.1 B. The layers' caches are read one after another, so the last-level cache does not hold them where they
+outgrow it; milliseconds are those of all layers. Kinds take turns, so that a busy moment of the machine strikes all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.cpu import instructions as op
+from runtime.cpu import sync
+from runtime.cpu.cache import CpuCache
+from runtime.cpu.isa import VARIANT
+from runtime.cpu.layout import aligned_zeros
+from runtime.cpu.pool import Pool, default_threads
+from runtime.decoder import DecoderOptions
+from runtime.kernels.attention.cpu_lowbit import page_scratch
+from runtime.kv.kinds import KINDS, PARTS, KVKind
+from runtime.kv.reference.page import quantize
+
+LAYERS, KV_HEADS, SHARE, D = 22, 4, 8, 64
+KEPT_PAGES = 16
+
+
+class Attention:
+    """Attention of one row over a full cache of one kind, in every layer.
+
+    Args:
+        kind: The kind of cache.
+        tokens: Cached tokens.
+        threads: Threads.
+        draft: Whether to read as a draft does.
+    """
+
+    def __init__(self, kind: KVKind, tokens: int, threads: int, *, draft: bool = False) -> None:
+        spec: Any = SimpleNamespace(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=D)
+        self.cache = CpuCache(spec, DecoderOptions(kv=kind, context=tokens + 256, slots=1, max_rows=1), threads)
+        self._fill(tokens)
+        H = KV_HEADS * SHARE
+        self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        room = (page_scratch(8 * SHARE, self.cache.store.layout.padded, 128) + 63) // 64 * 64
+        self._scratch = aligned_zeros((threads, room), np.uint8)
+        self._inputs = aligned_zeros((3, 2), np.int32)
+        self._inputs[1, 0], self._inputs[2] = tokens - 1, (0, 1)
+        for word, row in zip((op.SLOTS, op.POSITIONS, op.RUN_ROWS), self._inputs, strict=True):
+            self._control[word] = row.ctypes.data
+        self._control[op.SCRATCH], self._control[op.SCRATCH_STRIDE] = self._scratch.ctypes.data, room
+        splits = min(self.cache.max_splits, max(1, 2 * threads // KV_HEADS))
+        self._control[[op.M_ROWS, op.RUNS, op.SPLITS]] = 1, 1, splits
+        self._control[op.DRAFT] = int(draft)
+        self._q = aligned_zeros((H + 2 * KV_HEADS, D), np.float32)
+        self._q[:] = np.random.default_rng(1).standard_normal(self._q.shape) * D**-0.5
+        self._out = aligned_zeros((splits * H * (D + 16),), np.float32)
+        self._program = aligned_zeros((LAYERS, op.WIDTH), np.int64)
+        operands = {
+            "qkv": self._q.ctypes.data,
+            "heads": H,
+            "kv_heads": KV_HEADS,
+            "dim": D,
+            "out": self._out.ctypes.data,
+        }
+        for layer, words in enumerate(self._program):
+            names = ("cache", "pages", "window_keys", "window_values")
+            operands |= dict(zip(names, self.cache.addresses(layer), strict=True))
+            words[0] = op.ATTEND
+            for name, value in operands.items():
+                words[1 + op.OPERANDS[op.ATTEND].index(name)] = value
+        self._pool = Pool(self._control, threads)
+
+    def _fill(self, tokens: int) -> None:
+        """Fill pages and window with some random pages over and over."""
+        kind, store = self.cache.kind, self.cache.store
+        x = torch.randn(KEPT_PAGES, KV_HEADS, kind.page, D, generator=torch.Generator().manual_seed(0))
+        some = aligned_zeros((KEPT_PAGES, KV_HEADS, store.layout.record), np.uint8)
+        for part in PARTS:
+            fields = {name: array.numpy() for name, array in quantize(kind, part, x).items()}
+            store.layout.write(some, part, fields)
+        for layer in store.records:
+            layer[:] = some[np.arange(len(layer)) % KEPT_PAGES]
+        # Token by token until it is full: a page is cut off where a step finds the window due.
+        store.flush = lambda slot, page, rest: None  # type: ignore[method-assign]
+        at = 0
+        while at < tokens:
+            count = min(64, tokens - at) if kind.windowed else tokens
+            rows = np.arange(at, at + count, dtype=np.int32)
+            self.cache.begin(np.zeros(count, np.int32), rows)
+            at += count
+
+    def run(self) -> float:
+        """Seconds of all layers once: of one thread its processor's, which a busy machine hardly changes."""
+        clock = time.thread_time if self._pool.threads == 1 else time.perf_counter
+        with self._pool.session():
+            start = clock()
+            self._pool.step(self._program)
+            return clock() - start
+
+
+def measure(tokens: int, kinds: list[str], threads: int, rounds: int) -> list[dict[str, Any]]:
+    """Measure all kinds in turns. Returns a row for each."""
+    cases: dict[str, Attention] = {}
+    for name in kinds:
+        kind, _, draft = name.partition(" ")
+        cases[name] = Attention(kind, tokens, threads, draft=draft == "draft")  # type: ignore[arg-type]
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name, case in cases.items():
+            times[name].append(case.run())
+    rows = []
+    for name, found in times.items():
+        found.sort()
+        row = {"kind": name, "tokens": tokens, "threads": threads, "best": found[0], "p50": statistics.median(found)}
+        row["bytes_per_token"] = cases[name].cache.store.page_bytes / KINDS[name.split()[0]].page  # type: ignore[index]
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
+    every = [name for kind in KINDS.values() for name in ([kind.name] + [f"{kind.name} draft"] * kind.has_draft)]
+    parser.add_argument("--kinds", nargs="+", default=every)
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for tokens in arguments.tokens:
+        for row in measure(tokens, arguments.kinds, arguments.threads, arguments.rounds):
+            rows.append(row)
+            first = next(other for other in rows if other["tokens"] == tokens)
+            print(
+                f"{tokens:6} tokens  {row['kind']:20} {row['bytes_per_token']:8.0f} B/token"
+                f"  best {1e3 * row['best']:8.2f} ms  p50 {1e3 * row['p50']:8.2f} ms"
+                f"  {row['best'] / first['best']:5.2f} x {first['kind']}",
+                flush=True,
+            )
+    if arguments.out:
+        about = {"date": dt.datetime.now(tz=dt.UTC).date().isoformat(), "variant": VARIANT, "rows": rows}
+        arguments.out.write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
