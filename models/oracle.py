@@ -29,6 +29,10 @@ Trace = Callable[[str, Tensor, Tensor], None]
 """Called with a linear layer's name, its input [B, S, K] and its output [B, S, N] after the layer ran."""
 
 
+KeyObserver = Callable[[int, Tensor], None]
+"""Called with a block's number and its keys as attention reads them, rotated: [B, H_kv, S, D]."""
+
+
 class Weights(Protocol):
     """Where the oracle takes its weights from; `models.checkpoint.Checkpoint` is one."""
 
@@ -74,6 +78,7 @@ class Oracle:
         weights: A checkpoint, or anything else that provides `Weights`.
         dtype: Of weights and activations: float32 or bfloat16. Norms and softmax are float32 inside.
         observe: Sees the input of every linear layer; None for no observer.
+        observe_keys: Sees the keys of every block.
         trace: Sees input and output of every linear layer; with it, what `block` does is recorded for autograd.
         resident: Whether weights stay in memory once used. If not, only those of the block (or table, or head) that
             ran last do.
@@ -85,12 +90,14 @@ class Oracle:
         dtype: torch.dtype = torch.float32,
         *,
         observe: Observer | None = None,
+        observe_keys: KeyObserver | None = None,
         trace: Trace | None = None,
         resident: bool = True,
     ) -> None:
         self.spec = weights.spec
         self.dtype = dtype
         self.observe = observe
+        self.observe_keys = observe_keys
         self.trace = trace
         self._weights = weights
         self._resident = resident
@@ -249,6 +256,8 @@ class _Operations(architecture.Operations[Tensor]):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         queries, keys, values = (self._heads(x).transpose(1, 2) for x in (q, k, v))  # [B, H or H_kv, S, D]
+        if self.oracle.observe_keys is not None:
+            self.oracle.observe_keys(layer, keys)
         first = int(self.positions[0]) if self.cache is None else 0  # position of the first key
         if self.cache is not None:
             end = int(self.positions[-1]) + 1

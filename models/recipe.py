@@ -30,7 +30,7 @@ RESIDUAL_BITS = (0, 2, 4, 8, 16)
 """Widths of the residuals; 0 keeps none, 16 keeps them in half precision."""
 HEAD_BITS = (3, 4)
 """Widths of the output head."""
-_LATER = frozenset({"block_bits"})
+_LATER = frozenset({"block_bits", "smooth_attention"})
 """Keys that a recipe's JSON object leaves out at their defaults."""
 
 
@@ -52,6 +52,8 @@ class Recipe:
     """Bits of the residuals W - Ŵ kept in RAM for error compensation: 0 (none), 2, 4, 8 or 16 (half precision)."""
     head_bits: int = 4
     """Bits of the output head."""
+    smooth_attention: bool = False
+    """Whether key channels are evened out for a KV cache of few bits, at no cost when the model runs."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -60,6 +62,8 @@ class Recipe:
             value = getattr(self, name)
             if type(value) is not int:
                 raise QuantizationError(f"{name} must be a whole number, not {value!r}")
+        if type(self.smooth_attention) is not bool:
+            raise QuantizationError(f"smooth_attention must be true or false, not {self.smooth_attention!r}")
         self._check_bits()
         if self.group_size < 32 or self.group_size % 32:
             raise QuantizationError(f"group_size must be a multiple of 32, not {self.group_size}")

@@ -38,6 +38,13 @@ def quantize(
     residual_bits: Annotated[
         int, typer.Option("--residual-bits", help="Bits of the residuals kept in RAM: 0, 2, 4, 8 or 16.")
     ] = 4,
+    smooth_attention: Annotated[
+        bool,
+        typer.Option(
+            "--smooth-attention/--no-smooth-attention",
+            help="Even out the channels of keys, for a cache of 4 bits or fewer (--kv int4).",
+        ),
+    ] = False,
     calibration: Annotated[
         Path | None,
         typer.Option("--calibration", metavar="FILE", help="Text to calibrate on; a bundled one if not given."),
@@ -51,7 +58,13 @@ def quantize(
     from models.recipe import Recipe
 
     try:
-        recipe = Recipe(method=method, bits=bits, group_size=group_size, residual_bits=residual_bits)
+        recipe = Recipe(
+            method=method,
+            bits=bits,
+            group_size=group_size,
+            residual_bits=residual_bits,
+            smooth_attention=smooth_attention,
+        )
     except QuantizationError as error:
         raise typer.BadParameter(str(error)) from error
     if name == DEMO:

@@ -151,6 +151,7 @@ def _details(info: StoredModelInfo) -> dict[str, Any]:
         "group_size": recipe.group_size,
         "residual_bits": recipe.residual_bits,
         "head_bits": recipe.head_bits,
+        "smooth_attention": recipe.smooth_attention,
     }
 
 

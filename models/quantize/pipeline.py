@@ -21,6 +21,7 @@ from models.quantize.matrix import quantize_matrix, stored_tensors
 from models.quantize.outer import quantize_outer
 from models.quantize.quality import Quality, summarize
 from models.quantize.scales import scale_block
+from models.quantize.smooth import smooth_attention
 from models.quantize.source import identity_of, read_source
 from models.quantize.streams import Batches, Streams
 from models.quantize.text import (
@@ -67,6 +68,8 @@ class Pipeline:
             raise QuantizationError(
                 f"{recipe.bits:g} bits on average need a calibration text; give one, or choose 3 or 4"
             )
+        if calibration is None and recipe.smooth_attention:
+            raise QuantizationError("smooth_attention needs a calibration text; give one, or leave it out")
         self.checkpoint = Checkpoint.open(folder)
         self.store = store
         self.recipe = recipe
@@ -212,6 +215,8 @@ class Pipeline:
 
         step()
         working = WorkingBlock(checkpoint, layer)
+        if self.recipe.smooth_attention:
+            smooth_attention(working, streams.largest_keys(working, layer, step))
         moments = self.recipe.method in SECOND_MOMENTS
         if self.recipe.method in SCALED:
             scale_block(working, streams.observe(working, layer, step, second_moments=True), self.recipe, step)

@@ -17,6 +17,7 @@ from models.checkpoint import Checkpoint
 from models.oracle import Oracle, Weights
 from models.packed import PackedLinear
 from models.quantizers.dequantize import dequantize
+from models.quantizers.groups import FloatArray
 from models.spec import LAYER_TYPES, ModelSpec
 from models.store.tensors import Array, MappedTensors
 
@@ -94,6 +95,30 @@ class Streams:
             oracle.block(layer, x)
             watch()
         return statistics
+
+    def largest_keys(self, weights: Weights, layer: int, watch: Callable[[], None]) -> FloatArray:
+        """Look at a block's keys over the calibration text, which stays before the block.
+
+        Args:
+            weights: Have the block.
+            layer: Which block.
+            watch: Called after each batch; may raise to stop.
+
+        Returns:
+            float32 [H_kv, D]: the largest magnitude of each channel of the rotated keys; NaN or infinite where the
+            model computes that.
+        """
+        spec = weights.spec
+        largest = torch.zeros(spec.num_kv_heads, spec.head_dim)
+
+        def look(_: int, keys: torch.Tensor) -> None:
+            torch.maximum(largest, keys.abs().amax((0, 2)), out=largest)
+
+        oracle = Oracle(weights, resident=False, observe_keys=look)
+        for x in self.calibration:
+            oracle.block(layer, x)
+            watch()
+        return largest.numpy()
 
     def run_full(
         self, weights: Weights, layer: int, watch: Callable[[], None], *, second_moments: bool

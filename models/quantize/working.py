@@ -48,6 +48,29 @@ class WorkingBlock:
         """A linear layer's weight float32 [N, K] and bias float32 [N] or None."""
         return self._linears[name]
 
+    def scale_keys(self, scales: FloatArray) -> None:
+        """Divide the channels of the keys, and multiply those of the queries that meet them by the same.
+
+        What scales them is the rows of q and k with their biases; where norms follow these (and would undo it), the
+        norms.
+
+        Args:
+            scales: float32 [H_kv, D], positive. Channels i and i + rotary_dim / 2 of a head, which rotate together, are
+                equal; so are all heads where the architecture has norms of queries and keys.
+        """
+        prefix, spec = f"layers.{self.layer}", self.spec
+        keys = torch.from_numpy(scales)
+        if spec.qk_norm:
+            self._vectors[f"{prefix}.q_norm"] = self._vectors[f"{prefix}.q_norm"] * keys[0]
+            self._vectors[f"{prefix}.k_norm"] = self._vectors[f"{prefix}.k_norm"] / keys[0]
+            return
+        queries = keys.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0)
+        factors = torch.cat((queries.flatten(), 1 / keys.flatten()))
+        weight, bias = self._linears[f"{prefix}.qkv"]
+        weight[: len(factors)] *= factors[:, None]
+        if bias is not None:
+            bias[: len(factors)] *= factors
+
     def take(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same, which is then no longer here."""
         return self._linears.pop(name)

@@ -63,6 +63,8 @@ def default_name(checkpoint: Path, recipe: Recipe) -> str:
     for letter, field in (("g", "group_size"), ("r", "residual_bits"), ("h", "head_bits")):
         if getattr(recipe, field) != getattr(usual, field):
             name += f"-{letter}{getattr(recipe, field)}"
+    if recipe.smooth_attention:
+        name += "-sa"
     return check_name(name)
 
 

@@ -34,6 +34,7 @@ def test_json_round_trip() -> None:
         ("group_size", -32, "multiple of 32"),
         ("residual_bits", 3, "residual_bits must be one of"),
         ("head_bits", 2, "head_bits must be one of"),
+        ("smooth_attention", 1, "smooth_attention must be true or false"),
     ],
 )
 def test_bad_values_are_named(field: str, value: Any, message: str) -> None:
@@ -49,6 +50,12 @@ def test_unknown_and_missing_keys_are_errors() -> None:
         Recipe.from_json({key: value for key, value in data.items() if key != "bits"})
     with pytest.raises(QuantizationError, match="JSON object"):
         Recipe.from_json([])
+
+
+def test_smooth_attention_is_written_where_it_is_chosen() -> None:
+    assert "smooth_attention" not in Recipe().to_json()
+    chosen = Recipe(smooth_attention=True)
+    assert Recipe.from_json(json.loads(json.dumps(chosen.to_json()))) == chosen
 
 
 def test_the_head_has_bits_of_its_own() -> None:

@@ -46,6 +46,7 @@ def test_bad_names(name: str) -> None:
         ("...", Recipe(), "model-rtn-4bit"),
         ("a--b..c", Recipe(), "a-b.c-rtn-4bit"),
         ("m", Recipe(group_size=64, residual_bits=8, head_bits=3), "m-rtn-4bit-g64-r8-h3"),
+        ("m", Recipe(group_size=64, smooth_attention=True), "m-rtn-4bit-g64-sa"),
         ("models--Qwen--Qwen2.5-0.5B/snapshots/0123abc", Recipe(bits=3), "Qwen/Qwen2.5-0.5B-rtn-3bit"),
         ("models--gpt/snapshots/0123abc", Recipe(), "gpt-rtn-4bit"),
         ("x" * 200, Recipe(), "x" * 60 + "-rtn-4bit"),

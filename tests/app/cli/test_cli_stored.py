@@ -61,9 +61,11 @@ def test_show(answer: Answer, stored: str, services: Any) -> None:
         "source",
         "path",
         "method",
+        "block_bits",
         "group_size",
         "residual_bits",
         "head_bits",
+        "smooth_attention",
         "verified",
     }
     assert found["path"] == str(services.store().root / stored)

@@ -43,6 +43,15 @@ def test_quantize(answer: Answer, checkpoint: Path, services: Any) -> None:
     assert (recipe.bits, recipe.residual_bits, recipe.group_size, recipe.method) == (3, 8, 32, "rtn")
 
 
+def test_quantize_with_even_keys(answer: Answer, checkpoint: Path, services: Any) -> None:
+    found = answer("quantize", checkpoint, "--smooth-attention")
+    assert found["name"].endswith("-rtn-4bit-sa")
+    assert services.quantized[0].smooth_attention
+    assert answer("show", found["name"])["smooth_attention"] is True
+    assert not answer("quantize", checkpoint, "--no-smooth-attention")["name"].endswith("-sa")
+    assert not services.quantized[1].smooth_attention
+
+
 def test_quantize_to_an_average(answer: Answer, run: Callable[..., Any], checkpoint: Path, services: Any) -> None:
     found = answer("quantize", checkpoint, "--bits", 3.5, "--method", "gptq")
     assert found["name"].endswith("-gptq-3.5bit")
@@ -181,6 +190,13 @@ def test_bench(answer: Answer, run: Callable[..., Any]) -> None:
     expected = found["decode_tokens_per_s"] * found["bytes_per_token"] / 1e10 * 100
     assert math.isclose(found["percent_of_limit"], expected)
     assert "tokens/s" in run("bench", "--prompt-tokens", 4, "--decode-tokens", 4).stdout
+
+
+@pytest.mark.parametrize("kv", ["int4", "kivi2", "gear4"])
+def test_bench_of_a_kind_of_cache(answer: Answer, kv: str) -> None:
+    lengths = ("--prompt-tokens", 20, "--decode-tokens", 4, "--backend", "reference")
+    plain, found = answer("bench", "demo", *lengths), answer("bench", "demo", *lengths, "--kv", kv)
+    assert found["kv_bytes_per_token"] < plain["kv_bytes_per_token"] / 1.5
 
 
 def test_bench_of_what_does_not_fit(error: Callable[..., str]) -> None:
