@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import QuantizationError
-
-FloatArray = npt.NDArray[np.float32]
+from models.salience import FloatArray, without_salient
 
 _CHUNK = 1 << 22
 
@@ -29,17 +28,21 @@ class InputStatistics:
     magnitude_sum: npt.NDArray[np.float64]
     """float64 [K]: sum of |x| over tokens."""
     hessian: FloatArray | None = None
-    """float32 [K, K]: sum of x xᵀ over tokens, the Hessian of the layer's squared output error but for a factor."""
+    """float32 [K, K]: sum of x xᵀ over tokens, the Hessian of the layer's squared output error but for a factor; of x
+    without its salient channels where compensation is expected."""
+    expected_k_chunk: int = 0
+    """Salient channels per 1024 that the Hessian leaves out, see `models.salience`."""
     tokens: int = 0
     """Tokens seen."""
 
     @classmethod
-    def empty(cls, width: int, *, second_moments: bool = False) -> InputStatistics:
+    def empty(cls, width: int, *, second_moments: bool = False, expected_k_chunk: int = 0) -> InputStatistics:
         """Statistics of no tokens.
 
         Args:
             width: K.
             second_moments: Whether to gather the Hessian too, 4 K² bytes.
+            expected_k_chunk: Salient channels per 1024 that it leaves out.
         """
         hessian = np.zeros((width, width), np.float32) if second_moments else None
         return cls(
@@ -47,6 +50,7 @@ class InputStatistics:
             square_sum=np.zeros(width, np.float64),
             magnitude_sum=np.zeros(width, np.float64),
             hessian=hessian,
+            expected_k_chunk=expected_k_chunk,
         )
 
     def add(self, x: FloatArray, name: str) -> None:
@@ -74,7 +78,8 @@ class InputStatistics:
             self.magnitude_sum += magnitude
             self.square_sum += np.square(rows[start : start + step]).sum(0, dtype=np.float64)
             if self.hessian is not None:
-                self.hessian += rows[start : start + step].T @ rows[start : start + step]
+                left = without_salient(rows[start : start + step], self.expected_k_chunk)
+                self.hessian += left.T @ left
             self.tokens += part.shape[0]
 
     def mean_square(self) -> FloatArray:

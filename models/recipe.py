@@ -28,8 +28,12 @@ SMALLEST_BITS, LARGEST_BITS = 3, 4
 """Range of `Recipe.bits`; a number between is an average over blocks."""
 RESIDUAL_BITS = (0, 2, 4, 8, 16)
 """Widths of the residuals; 0 keeps none, 16 keeps them in half precision."""
+LARGEST_K_CHUNK = 512
+"""The most salient channels of 1024 that a base quantizer can leave out: it needs others to look at."""
 HEAD_BITS = (3, 4)
 """Widths of the output head."""
+EXPECTED_K_CHUNK = 32
+"""What a budget of some percent buys on the GPUs this is made for."""
 _LATER = frozenset({"block_bits", "smooth_attention"})
 """Keys that a recipe's JSON object leaves out at their defaults."""
 
@@ -52,13 +56,16 @@ class Recipe:
     """Bits of the residuals W - Ŵ kept in RAM for error compensation: 0 (none), 2, 4, 8 or 16 (half precision)."""
     head_bits: int = 4
     """Bits of the output head."""
+    expected_k_chunk: int = EXPECTED_K_CHUNK
+    """Salient channels per 1024 that error compensation is expected to restore when the model runs: base quantizers
+    that look at activations leave these out (see `models.salience`). Without residuals it counts as 0."""
     smooth_attention: bool = False
     """Whether key channels are evened out for a KV cache of few bits, at no cost when the model runs."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise QuantizationError(f"unknown method {self.method!r}; choose one of: {', '.join(METHODS)}")
-        for name in ("group_size", "residual_bits", "head_bits"):
+        for name in ("group_size", "residual_bits", "head_bits", "expected_k_chunk"):
             value = getattr(self, name)
             if type(value) is not int:
                 raise QuantizationError(f"{name} must be a whole number, not {value!r}")
@@ -69,6 +76,10 @@ class Recipe:
             raise QuantizationError(f"group_size must be a multiple of 32, not {self.group_size}")
         if self.residual_bits not in RESIDUAL_BITS:
             raise QuantizationError(f"residual_bits must be one of {_listed(RESIDUAL_BITS)}, not {self.residual_bits}")
+        if not 0 <= self.expected_k_chunk <= LARGEST_K_CHUNK:
+            raise QuantizationError(
+                f"expected_k_chunk must be from 0 to {LARGEST_K_CHUNK}, not {self.expected_k_chunk}"
+            )
         if self.head_bits not in HEAD_BITS:
             raise QuantizationError(f"head_bits must be one of {_listed(HEAD_BITS)}, not {self.head_bits}")
 
@@ -109,6 +120,11 @@ class Recipe:
         return self.block_bits[layer]
 
     @property
+    def left_out(self) -> int:
+        """Salient channels per 1024 that base quantizers leave to compensation."""
+        return self.expected_k_chunk if self.residual_bits else 0
+
+    @property
     def codebook(self) -> bool:
         """Whether matrices have a codebook for each output channel."""
         return self.method in CODEBOOK_METHODS
@@ -127,6 +143,7 @@ class Recipe:
         """
         if not isinstance(data, dict):
             raise QuantizationError(f"a recipe is a JSON object, not {type(data).__name__}")
+        data = {"expected_k_chunk": 0, **data}  # recipes written before there was one
         known = _DEFAULTS.keys()
         unknown, missing = sorted(map(str, data.keys() - known)), sorted(known - data.keys() - _LATER)
         if unknown:

@@ -38,6 +38,14 @@ def quantize(
     residual_bits: Annotated[
         int, typer.Option("--residual-bits", help="Bits of the residuals kept in RAM: 0, 2, 4, 8 or 16.")
     ] = 4,
+    expect_k_chunk: Annotated[
+        int,
+        typer.Option(
+            "--expect-k-chunk",
+            help="Salient channels per 1024 that compensation is expected to restore: methods that look at activations "
+            "leave them out. 0 for use without compensation.",
+        ),
+    ] = EXPECTED_K_CHUNK,
     smooth_attention: Annotated[
         bool,
         typer.Option(
@@ -63,6 +71,7 @@ def quantize(
             bits=bits,
             group_size=group_size,
             residual_bits=residual_bits,
+            expected_k_chunk=expect_k_chunk,
             smooth_attention=smooth_attention,
         )
     except QuantizationError as error:

@@ -120,7 +120,9 @@ def quantize_outer(
 
 def _statistics(streams: Streams, norm: torch.Tensor, recipe: Recipe, eps: float) -> InputStatistics:
     """Of the head's inputs over the calibration text."""
-    statistics = InputStatistics.empty(norm.shape[0], second_moments=recipe.method in SECOND_MOMENTS)
+    statistics = InputStatistics.empty(
+        norm.shape[0], second_moments=recipe.method in SECOND_MOMENTS, expected_k_chunk=recipe.left_out
+    )
     for x in streams.calibration:
         statistics.add(_normed(x, norm, eps).numpy(), "head")
     return statistics

@@ -183,7 +183,7 @@ class Pipeline:
         if self.recipe.method not in SENSITIVITIES or work.marked(_SENSITIVITIES):
             return
         watch = self._shares(_SENSITIVITIES, "Finding the weights that matter most")
-        fisher.sensitivities(self.checkpoint, calibration, work, watch)
+        fisher.sensitivities(self.checkpoint, calibration, work, watch, expected_k_chunk=self.recipe.left_out)
         work.mark(_SENSITIVITIES)
 
     def _sensitivity(self, work: Work, name: str) -> npt.NDArray[np.floating] | None:
@@ -217,10 +217,9 @@ class Pipeline:
         working = WorkingBlock(checkpoint, layer)
         if self.recipe.smooth_attention:
             smooth_attention(working, streams.largest_keys(working, layer, step))
-        moments = self.recipe.method in SECOND_MOMENTS
         if self.recipe.method in SCALED:
-            scale_block(working, streams.observe(working, layer, step, second_moments=True), self.recipe, step)
-        statistics = streams.run_full(working, layer, step, second_moments=moments)
+            scale_block(working, streams.observe(working, layer, self.recipe, step), self.recipe, step)
+        statistics = streams.run_full(working, layer, self.recipe, step)
         linears: dict[str, PackedLinear] = {}
         for name in list(statistics):
             done += 1

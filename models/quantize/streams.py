@@ -16,8 +16,10 @@ from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.oracle import Oracle, Weights
 from models.packed import PackedLinear
+from models.quantizers import SECOND_MOMENTS
 from models.quantizers.dequantize import dequantize
 from models.quantizers.groups import FloatArray
+from models.recipe import Recipe
 from models.spec import LAYER_TYPES, ModelSpec
 from models.store.tensors import Array, MappedTensors
 
@@ -73,15 +75,15 @@ class Streams:
         return cls(**streams)
 
     def observe(
-        self, weights: Weights, layer: int, watch: Callable[[], None], *, second_moments: bool
+        self, weights: Weights, layer: int, recipe: Recipe, watch: Callable[[], None]
     ) -> dict[str, InputStatistics]:
         """Look at the inputs of a block's linear layers over the calibration text, which stays before the block.
 
         Args:
             weights: Have the block.
             layer: Which block.
+            recipe: Says what the statistics are for.
             watch: Called after each batch; may raise to stop.
-            second_moments: Whether the Hessian of each linear layer is wanted.
 
         Returns:
             Statistics at the input of each of the block's linear layers.
@@ -89,7 +91,7 @@ class Streams:
         Raises:
             QuantizationError: an activation is NaN or infinite.
         """
-        statistics = _no_statistics(weights.spec, layer, second_moments=second_moments)
+        statistics = _no_statistics(weights.spec, layer, recipe)
         oracle = _observing(weights, statistics)
         for x in self.calibration:
             oracle.block(layer, x)
@@ -121,15 +123,15 @@ class Streams:
         return largest.numpy()
 
     def run_full(
-        self, weights: Weights, layer: int, watch: Callable[[], None], *, second_moments: bool
+        self, weights: Weights, layer: int, recipe: Recipe, watch: Callable[[], None]
     ) -> dict[str, InputStatistics]:
         """Pass the full-precision streams through a block.
 
         Args:
             weights: Have the block.
             layer: Which block.
+            recipe: Says what the statistics are for.
             watch: Called after each batch; may raise to stop.
-            second_moments: Whether the Hessian of each linear layer is wanted.
 
         Returns:
             Statistics of the calibration text at the input of each of the block's linear layers.
@@ -137,7 +139,7 @@ class Streams:
         Raises:
             QuantizationError: an activation is NaN or infinite.
         """
-        statistics = _no_statistics(weights.spec, layer, second_moments=second_moments)
+        statistics = _no_statistics(weights.spec, layer, recipe)
         oracle = _observing(weights, statistics)
         self.calibration = _pass(oracle, layer, self.calibration, watch)
         oracle.observe = None
@@ -194,9 +196,13 @@ def _pass(oracle: Oracle, layer: int, batches: Batches, watch: Callable[[], None
     return outputs
 
 
-def _no_statistics(spec: ModelSpec, layer: int, *, second_moments: bool) -> dict[str, InputStatistics]:
+def _no_statistics(spec: ModelSpec, layer: int, recipe: Recipe) -> dict[str, InputStatistics]:
     return {
-        f"layers.{layer}.{kind}": InputStatistics.empty(spec.linear_shape(kind)[1], second_moments=second_moments)
+        f"layers.{layer}.{kind}": InputStatistics.empty(
+            spec.linear_shape(kind)[1],
+            second_moments=recipe.method in SECOND_MOMENTS,
+            expected_k_chunk=recipe.left_out,
+        )
         for kind in LAYER_TYPES
     }
 

@@ -60,7 +60,7 @@ def default_name(checkpoint: Path, recipe: Recipe) -> str:
     usual = Recipe(method=recipe.method, bits=recipe.bits)
     source = "/".join(filter(None, (_cleaned(part) for part in source_name(checkpoint).split("/")))) or "model"
     name = f"{source}-{recipe.method}-{recipe.bits:g}bit"
-    for letter, field in (("g", "group_size"), ("r", "residual_bits"), ("h", "head_bits")):
+    for letter, field in (("g", "group_size"), ("r", "residual_bits"), ("h", "head_bits"), ("e", "expected_k_chunk")):
         if getattr(recipe, field) != getattr(usual, field):
             name += f"-{letter}{getattr(recipe, field)}"
     if recipe.smooth_attention:

@@ -34,6 +34,9 @@ def test_json_round_trip() -> None:
         ("group_size", -32, "multiple of 32"),
         ("residual_bits", 3, "residual_bits must be one of"),
         ("head_bits", 2, "head_bits must be one of"),
+        ("expected_k_chunk", 513, "expected_k_chunk must be from 0 to 512"),
+        ("expected_k_chunk", -1, "expected_k_chunk must be"),
+        ("expected_k_chunk", 1.5, "whole number"),
         ("smooth_attention", 1, "smooth_attention must be true or false"),
     ],
 )
@@ -93,3 +96,14 @@ def test_bits_that_are_none(bits: Any) -> None:
 def test_every_method_has_code(method: str) -> None:
     found = quantizer(method, hessian=np.eye(8, dtype=np.float32), sensitivity=np.ones((4, 8), np.float32))
     assert callable(found)
+
+
+def test_recipes_from_before_expected_compensation_expected_none() -> None:
+    data = Recipe().to_json()
+    assert data.pop("expected_k_chunk") == 32
+    assert Recipe.from_json(data).expected_k_chunk == 0
+
+
+def test_without_residuals_nothing_is_left_to_compensation() -> None:
+    assert Recipe(expected_k_chunk=16).left_out == 16
+    assert Recipe(expected_k_chunk=16, residual_bits=0).left_out == 0
