@@ -13,7 +13,7 @@ from app.cli.errors import CliError
 from app.cli.model import find_checkpoint, quantized
 from app.cli.output import Output, size
 from app.cli.services import DEMO, services_of
-from models.recipe import DEFAULT_METHOD, GOOD_FOR, Method
+from models.recipe import DEFAULT_METHOD, EXPECTED_K_CHUNK, GOOD_FOR, Method
 
 METHODS_TOLD = ", ".join(f"{method} ({words})" for method, words in GOOD_FOR.items())
 """The methods and what each is good for."""
