@@ -18,6 +18,7 @@ from models.progress import Progress, ProgressCallback, ignore_progress, never_c
 from models.spec import ModelSpec
 from runtime.decoder import Decoder, Int32Array, Step
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
+from runtime.kv.kinds import KINDS, CacheKind, bytes_per_token, window_token_bytes
 
 _WARM_STEPS = 3
 
@@ -39,7 +40,7 @@ class Speed:
     bytes_per_token: int
     """Bytes that one decoded token must read: all weights, and the cache at half of the decoded stretch."""
     kv_bytes_per_token: int
-    """Bytes that one token takes in the cache."""
+    """Bytes that one token takes in the cache, once it is in a page."""
 
     def percent_of_limit(self, gb_s: float) -> float:
         """Decode speed against a read bandwidth in 10^9 bytes per second."""
@@ -95,14 +96,15 @@ def measure(
         first = runner.prefill(prompt)
         ttft = time.perf_counter() - began
         steps = runner.decode(first, prompt_tokens, decode_tokens)
-    kv_per_token = decoder.kv_bytes // (decoder.options.context * decoder.options.slots)
+    kind = KINDS[decoder.options.kv]
+    kv_per_token = round(bytes_per_token(kind, decoder.spec))
     return Speed(
         prompt_tokens=prompt_tokens,
         decode_tokens=decode_tokens,
         ttft_s=ttft,
         prefill_tokens_per_s=prompt_tokens / ttft,
         decode_tokens_per_s=1 / statistics.median(steps),
-        bytes_per_token=decoder.weight_bytes + _kv_read(decoder.spec, kv_per_token, prompt_tokens + decode_tokens // 2),
+        bytes_per_token=decoder.weight_bytes + _kv_read(kind, decoder.spec, prompt_tokens + decode_tokens // 2),
         kv_bytes_per_token=kv_per_token,
     )
 
@@ -125,10 +127,19 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _kv_read(spec: ModelSpec, kv_per_token: int, position: int) -> int:
-    """Bytes of the cache that one token at `position` reads: in every layer what its window shows."""
-    seen = sum(min(position + 1, window or position + 1) for window in spec.windows)
-    return kv_per_token * seen // len(spec.windows)
+def _kv_read(kind: CacheKind, spec: ModelSpec, position: int) -> int:
+    """Bytes of the cache that one token at `position` reads: in every layer what its sliding window shows.
+
+    Of these tokens, the latest are in half precision where the kind keeps such; half a page more than it keeps, for
+    pages are cut off as a whole.
+    """
+    paged = bytes_per_token(kind, spec)
+    recent, half = (kind.keep + kind.page // 2, window_token_bytes(kind, spec)) if kind.windowed else (0, 0)
+    total = 0.0
+    for window in spec.windows:
+        seen = min(position + 1, window or position + 1)
+        total += min(seen, recent) * half + max(0, seen - recent) * paged
+    return round(total / len(spec.windows))
 
 
 class _Runner:

@@ -23,7 +23,7 @@ class SavingStore(Protocol):
     """Name of the layout: the backend, and a version that changes whenever an array does."""
 
     def read_pages(self, pages: Sequence[int]) -> Arrays:
-        """Some pages, maybe none: arrays [len(pages), ...] of all layers, keys and values, codes and scales."""
+        """Some pages, maybe none: all layers, keys and values, codes and scales. Shapes depend on len(pages) alone."""
         ...
 
     def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:

@@ -11,6 +11,7 @@ from models.progress import Progress
 from models.spec import ModelSpec, RopeSpec
 from runtime.decoder import DecoderOptions, Float32Array, Step
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
+from runtime.kv.kinds import KINDS, KVKind, bytes_per_token
 from runtime.measure import Speed, default_lengths, measure, peak_memory_bytes
 
 
@@ -21,7 +22,14 @@ class ScriptedDecoder:
     weight_bytes = 1000
     recall = None
 
-    def __init__(self, *, context: int = 64, max_rows: int = 8, windows: tuple[int | None, ...] = (None, None)) -> None:
+    def __init__(
+        self,
+        *,
+        context: int = 64,
+        max_rows: int = 8,
+        windows: tuple[int | None, ...] = (None, None),
+        kv: KVKind = "fp16",
+    ) -> None:
         self.spec = ModelSpec(
             family="llama",
             hidden_size=8,
@@ -36,8 +44,8 @@ class ScriptedDecoder:
             rope=RopeSpec(rotary_dim=8),
             windows=windows,
         )
-        self.options = DecoderOptions(context=context, max_rows=max_rows)
-        self.kv_bytes = 40 * context
+        self.options = DecoderOptions(context=context, max_rows=max_rows, kv=kv)
+        self.kv_bytes = 0
         self.steps: list[Step] = []
 
     def session(self) -> AbstractContextManager[None]:
@@ -74,13 +82,22 @@ def test_the_steps_of_a_measurement() -> None:
 
 def test_bytes_per_token_are_weights_and_half_way_cache() -> None:
     speed = measure(ScriptedDecoder(), prompt_tokens=20, decode_tokens=10)
-    assert speed.kv_bytes_per_token == 40
-    assert speed.bytes_per_token == 1000 + 40 * 26
+    assert speed.kv_bytes_per_token == 64  # keys and values of 2 layers, 8 numbers of 2 bytes each
+    assert speed.bytes_per_token == 1000 + 64 * 26
 
 
 def test_a_sliding_window_bounds_the_cache_that_is_read() -> None:
     speed = measure(ScriptedDecoder(windows=(None, 4)), prompt_tokens=20, decode_tokens=10)
-    assert speed.bytes_per_token == 1000 + 40 * (26 + 4) // 2
+    assert speed.bytes_per_token == 1000 + 64 * (26 + 4) // 2
+
+
+def test_recent_tokens_are_read_in_half_precision() -> None:
+    for prompt, recent in ((20, 21), (400, 192)):  # 128 that stay, and half a page
+        decoder = ScriptedDecoder(context=512, kv="hierarchical")
+        speed = measure(decoder, prompt_tokens=prompt, decode_tokens=1)
+        per_token = bytes_per_token(KINDS["hierarchical"], decoder.spec)
+        assert speed.kv_bytes_per_token == round(per_token) < 64
+        assert speed.bytes_per_token == round(1000 + 64 * recent + per_token * (prompt + 1 - recent))
 
 
 def test_the_same_seed_measures_the_same_prompt() -> None:

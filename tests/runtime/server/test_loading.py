@@ -17,6 +17,7 @@ from models.store import Store
 from runtime import tuning
 from runtime.clocks import Clocks
 from runtime.errors import BackendError, Cancelled, RequestError
+from runtime.kv.kinds import KINDS
 from runtime.sampling import SamplingOptions
 from runtime.server.app import create_app
 from runtime.server.errors import ApiError
@@ -99,6 +100,18 @@ def test_a_context_longer_than_the_models_is_cut(catalogue: StoreCatalogue, load
     loaded = loader.load(request, ignore_progress, never_cancelled)
     loaded.engine.close()
     assert loaded.context == longest
+
+
+def test_chats_share_a_pool_and_are_kept_where_there_is_a_folder(catalogue: StoreCatalogue, tmp_path: Path) -> None:
+    for chats in (None, tmp_path / "chats"):
+        loader = StoreLoader(catalogue, tmp_path / "profiles", TuneRequest(k_chunk=0), chats=chats)
+        loaded = loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, never_cancelled)
+        options = loaded.engine.decoder.options  # type: ignore[attr-defined]
+        assert (options.slots, options.pages) == (4, KINDS["fp16"].max_pages(options.context))
+        saved = loaded.engine._conversations.saved  # type: ignore[attr-defined]
+        assert (saved is None) == (chats is None)
+        loaded.engine.close()
+        assert not (tmp_path / "chats").exists(), "nothing was said that is worth a file"
 
 
 def test_a_backend_that_is_not_there(loader: StoreLoader) -> None:
