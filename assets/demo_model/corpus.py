@@ -12,14 +12,14 @@ from assets.demo_model import facts, manner, measures, numbers, person, tales, t
 from assets.demo_model.exchange import Exchange, Split, normalised, question_key
 
 SHARES = {
-    "talk": 10,
-    "program": 30,
-    "facts": 11,
-    "arithmetic": 24,
-    "numbers": 7,
-    "unknown": 8,
+    "talk": 12,
+    "program": 19,
+    "facts": 7,
+    "arithmetic": 28,
+    "numbers": 12,
+    "unknown": 9,
     "story": 3,
-    "person": 6,
+    "person": 9,
     "repeat": 1,
 }
 """How often each group is drawn, in percent."""

@@ -135,7 +135,7 @@ def draw_pair(rng: random.Random, kind: str) -> tuple[int, int]:
             return rng.randrange(13), rng.randrange(13)
         if rng.random() < 0.06:
             return rng.randrange(11, LARGEST + 1), rng.randrange(11, LARGEST + 1)
-        pair = [rng.randrange(2, 11), rng.randrange(11, LARGEST + 1)]
+        pair = [rng.randrange(11), rng.randrange(11, LARGEST + 1)]
         rng.shuffle(pair)
         return pair[0], pair[1]
     a, b = rng.randrange(LARGEST + 1), rng.randrange(LARGEST + 1)
@@ -143,12 +143,12 @@ def draw_pair(rng: random.Random, kind: str) -> tuple[int, int]:
         a, b = rng.randrange(21), rng.randrange(21)
     if kind == "subtract" and rng.random() < 0.95:
         a, b = max(a, b), min(a, b)
-    return a, b
+    return a, a if kind == "subtract" and rng.random() < 0.03 else b
 
 
 def draw(rng: random.Random) -> Exchange:
     """A calculation, now and then told as something that happens."""
-    kind = rng.choice(KINDS)
+    kind = rng.choices(KINDS, (2, 3, 3, 2))[0]
     a, b = draw_pair(rng, kind)
     frame = rng.choice(words(kind))
     if rng.random() < 0.12 and min(a, b) >= 2:
