@@ -6,7 +6,7 @@ Per layer: records [pages, H_kv, bytes]; of kinds with a window also, per slot a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,13 @@ from runtime.decoder import DecoderOptions
 from runtime.kernels.attention.cpu import SPAN
 from runtime.kv.control import Int32Array, PagedCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, window_token_bytes
+from runtime.kv.transfer import Arrays
 
 _DITHER_BITS = 8
 
 
 class CpuStore:
-    """The numbers of all pages and windows. Implements `runtime.kv.control.PageStore`.
+    """The numbers of all pages and windows. Implements `PageStore` and `SavingStore` of `runtime.kv`.
 
     Args:
         kind: What is stored.
@@ -34,6 +35,8 @@ class CpuStore:
         slots: Number of windows.
         window: Tokens that a window has room for, a multiple of SPAN.
     """
+
+    saved_layout = "cpu-1"
 
     def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
         self._kind = kind
@@ -110,6 +113,24 @@ class CpuStore:
     def copy_page(self, source: int, target: int) -> None:
         """See `PageStore.copy_page`."""
         self.records[:, target] = self.records[:, source]
+
+    def read_pages(self, pages: Sequence[int]) -> Arrays:
+        """See `runtime.kv.transfer.SavingStore.read_pages`: records uint8 [layers, pages, H_kv, bytes]."""
+        return {"records": self.records[:, list(pages)]}
+
+    def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
+        """See `runtime.kv.transfer.SavingStore.write_pages`."""
+        self.records[:, list(pages)] = arrays["records"]
+
+    def read_window(self, slot: int, count: int) -> Arrays:
+        """See `runtime.kv.transfer.SavingStore.read_window`: float16 [layers, H_kv, count, D]."""
+        return {part: self.window(part, slot, count) for part in PARTS} if self._kind.windowed else {}
+
+    def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
+        """See `runtime.kv.transfer.SavingStore.write_window`."""
+        if count:
+            for part in PARTS:
+                self._write_window(part, slot, arrays[part])
 
     def _write_window(self, part: Part, slot: int, x: npt.NDArray[np.float16]) -> None:
         """Write float16 [layers, H_kv, count, D] at the front of a slot's window."""
