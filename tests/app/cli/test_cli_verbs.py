@@ -192,7 +192,7 @@ def test_bench(answer: Answer, run: Callable[..., Any]) -> None:
     assert "tokens/s" in run("bench", "--prompt-tokens", 4, "--decode-tokens", 4).stdout
 
 
-@pytest.mark.parametrize("kv", ["int4", "kivi2", "gear4"])
+@pytest.mark.parametrize("kv", ["int4", "kivi2"])
 def test_bench_of_a_kind_of_cache(answer: Answer, kv: str) -> None:
     lengths = ("--prompt-tokens", 20, "--decode-tokens", 4, "--backend", "reference")
     plain, found = answer("bench", "demo", *lengths), answer("bench", "demo", *lengths, "--kv", kv)
