@@ -96,7 +96,9 @@ def test_the_refusal_has_numbers_and_a_way_out() -> None:
     assert "\n" not in text
 
 
-@pytest.mark.parametrize(("kv", "named"), [("int8", "(int4 55 %, kivi2"), ("gear4", "(int4 68 %, kivi2"), ("kivi2", "")])
+@pytest.mark.parametrize(
+    ("kv", "named"), [("int8", "(int4 55 %, kivi2"), ("gear4", "(int4 68 %, kivi2"), ("kivi2", "")]
+)
 def test_advice_names_cheaper_kinds_alone(kv: KVKind, named: str) -> None:
     with pytest.raises(OutOfMemoryError) as caught:
         plan(spec(1 << 20), WEIGHTS, kv=kv, context=1 << 20, memory=free(1000))
