@@ -58,7 +58,7 @@ class Recipe:
     """Bits of the output head."""
     expected_k_chunk: int = EXPECTED_K_CHUNK
     """Salient channels per 1024 that error compensation is expected to restore when the model runs: base quantizers
-    that look at activations leave these out (see `models.salience`). Without residuals it counts as 0."""
+    that work with second moments leave these out (see `models.salience`). Without residuals it counts as 0."""
     smooth_attention: bool = False
     """Whether key channels are evened out for a KV cache of few bits, at no cost when the model runs."""
 

@@ -42,8 +42,8 @@ def quantize(
         int,
         typer.Option(
             "--expect-k-chunk",
-            help="Salient channels per 1024 that compensation is expected to restore: methods that look at activations "
-            "leave them out. 0 for use without compensation.",
+            help="Salient channels per 1024 that compensation is expected to restore: gptq, awq and awq-gptq "
+            "leave them out of what they minimize. 0 for use without compensation.",
         ),
     ] = EXPECTED_K_CHUNK,
     smooth_attention: Annotated[

@@ -25,7 +25,6 @@ from models.errors import QuantizationError, StoreError
 from models.oracle import Oracle
 from models.quantize.streams import Batches
 from models.quantize.work import Work
-from models.salience import without_salient
 from models.spec import LAYER_TYPES, ModelSpec
 from models.store.durable import write_file
 from models.store.tensors import Array, MappedTensors, PiecewiseTensor, tensor_file
@@ -37,14 +36,7 @@ _BACKWARD = 3
 """What a block costs backwards (run again, gradients, squares), in units of a pass forwards."""
 
 
-def sensitivities(
-    checkpoint: Checkpoint,
-    windows: Batches,
-    work: Work,
-    watch: Callable[[float], None],
-    *,
-    expected_k_chunk: int = 0,
-) -> None:
+def sensitivities(checkpoint: Checkpoint, windows: Batches, work: Work, watch: Callable[[float], None]) -> None:
     """Find the sensitivities of all linear layers, for `load`.
 
     Args:
@@ -52,13 +44,12 @@ def sensitivities(
         windows: int64 [B, S] token windows of the calibration text, S >= 2.
         work: Where they are kept, and what a killed run left.
         watch: Called with the share that is done; may raise to stop.
-        expected_k_chunk: Salient channels per 1024 whose errors count for nothing (see `models.salience`).
 
     Raises:
         QuantizationError: an activation or a gradient is NaN or infinite.
         StoreError: the disk refuses.
     """
-    run = _Run(checkpoint, windows, work, watch, expected_k_chunk)
+    run = _Run(checkpoint, windows, work, watch)
     layers = checkpoint.spec.num_layers
     if not run.missing():
         run.clean()
@@ -105,19 +96,11 @@ def _path(work: Work, owner: str, kind: str = _SENSITIVITY) -> Path:
 class _Run:
     """One run of `sensitivities`; see there for the arguments."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        windows: Batches,
-        work: Work,
-        watch: Callable[[float], None],
-        expected_k_chunk: int,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, windows: Batches, work: Work, watch: Callable[[float], None]) -> None:
         self.checkpoint = checkpoint
         self.spec = checkpoint.spec
         self.windows = windows
         self.work = work
-        self.expected_k_chunk = expected_k_chunk
         self._watch = watch
         block = sum(math.prod(self.spec.linear_shape(kind)) for kind in LAYER_TYPES)
         self._head_cost = (_BACKWARD + 1) * math.prod(self.spec.linear_shape("head")) / block
@@ -164,7 +147,6 @@ class _Run:
             torch.cat([tokens[:, 1:].flatten() for tokens in self.windows]),
             self.checkpoint.linear("head")[0],
             lambda share: self._report(layers + share * self._head_cost),
-            self.expected_k_chunk,
         )
         shape = self.spec.linear_shape("head")
         tensor = PiecewiseTensor(dtype=np.dtype(np.float16), shape=shape, pieces=head.pieces)
@@ -188,7 +170,7 @@ class _Run:
 
         def add(name: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
             squares = gradient.flatten(0, -2).square()
-            sums[name].addmm_(squares.T, _counted(x.detach().flatten(0, -2), self.expected_k_chunk).square())
+            sums[name].addmm_(squares.T, x.detach().flatten(0, -2).square())
 
         def trace(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
             y.register_hook(partial(add, name, x))  # type: ignore[no-untyped-call]
@@ -228,23 +210,16 @@ class _Head:
         targets: int64 [T], the tokens that follow.
         weight: [V, C] in the checkpoint's dtype.
         watch: Called with the share that is done; may raise to stop.
-        expected_k_chunk: See `sensitivities`.
     """
 
     def __init__(
-        self,
-        x: torch.Tensor,
-        targets: torch.Tensor,
-        weight: torch.Tensor,
-        watch: Callable[[float], None],
-        expected_k_chunk: int,
+        self, x: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor, watch: Callable[[float], None]
     ) -> None:
         self.x = x
         self.targets = targets
         self.weight = weight
         self.gradient = torch.zeros_like(x)
         self._watch = watch
-        self._expected_k_chunk = expected_k_chunk
 
     def pieces(self) -> Iterator[Array]:
         """float16 [n, C] of consecutive tokens of the vocabulary. `gradient` is whole after the last."""
@@ -254,7 +229,7 @@ class _Head:
         for index, part in enumerate(parts):
             self._watch(index / (2 * len(parts)))
             total = torch.logaddexp(total, (self.x @ self._rows(part).T).logsumexp(1))
-        squares = _counted(self.x, self._expected_k_chunk).square()
+        squares = self.x.square()
         for index, part in enumerate(parts):
             self._watch((1 + index / len(parts)) / 2)
             rows = self._rows(part)
@@ -266,11 +241,6 @@ class _Head:
 
     def _rows(self, part: slice) -> torch.Tensor:
         return self.weight[part].to(torch.float32)
-
-
-def _counted(x: torch.Tensor, expected_k_chunk: int) -> torch.Tensor:
-    """Inputs [T, K] whose errors count."""
-    return torch.from_numpy(without_salient(x.numpy(), expected_k_chunk))
 
 
 def _relative(sums: torch.Tensor, name: str) -> npt.NDArray[np.float16]:

@@ -183,7 +183,7 @@ class Pipeline:
         if self.recipe.method not in SENSITIVITIES or work.marked(_SENSITIVITIES):
             return
         watch = self._shares(_SENSITIVITIES, "Finding the weights that matter most")
-        fisher.sensitivities(self.checkpoint, calibration, work, watch, expected_k_chunk=self.recipe.left_out)
+        fisher.sensitivities(self.checkpoint, calibration, work, watch)
         work.mark(_SENSITIVITIES)
 
     def _sensitivity(self, work: Work, name: str) -> npt.NDArray[np.floating] | None:
