@@ -24,7 +24,7 @@ def run_benchmark(out: Path, *arguments: str, before: str = "") -> tuple[subproc
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory) -> dict:
     """The result file of all parts."""
-    parts = "bandwidth,gemv,knee,prefill,decode,tests"
+    parts = "bandwidth,gemv,knee,prefill,attention,decode,tests"
     done, report = run_benchmark(tmp_path_factory.mktemp("benchmark") / "result.json", "--parts", parts)
     assert done.returncode == 0, done.stdout + done.stderr
     return report
@@ -37,6 +37,7 @@ def everything(tmp_path_factory) -> dict:
         ("gemv", {"what", "kind", "N", "K", "p20_us", "p50_us", "p80_us", "gb_s", "percent_of_copy"}),
         ("knee", {"kind", "bits", "n_tb", "k_chunk", "p50_us", "normalized", "fetched_gb_s"}),
         ("prefill", {"what", "kind", "M", "p50_us", "tflop_s"}),
+        ("attention", {"what", "context", "p50_us", "gb_s", "times_as_fast_as_torch"}),
         ("decode", {"bits", "budget_percent", "tokens_per_second", "measured_slowdown_percent"}),
         ("tests", {"command", "exit_status", "passed"}),
     ],

@@ -102,7 +102,7 @@ def verdicts(found: Results) -> dict[str, Verdict]:
 def test_every_promise_holds_on_numbers_as_the_papers(tmp_path: Path) -> None:
     found = verdicts(results(tmp_path / "results.json"))
     assert {claim: verdict for claim, verdict in found.items() if verdict is not Verdict.YES} == {}
-    assert len(found) == 13
+    assert len(found) == 14
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,15 @@ def test_every_promise_holds_on_numbers_as_the_papers(tmp_path: Path) -> None:
         ("Static selection is", lambda p: p.select == "random", lambda p: FULL + 0.001),
         ("Approximate selection is", lambda p: p.select == "exact", lambda p: expected(p) - 0.02),
         ("At equal fetched", lambda p: p.residual_bits == 8, lambda p: FULL),
-        ("At 3 bits,", lambda p: p.k_chunk == 64 and p.method == "gptq", lambda p: expected(replace(p, k_chunk=16))),
+        ("At 3 bits,", lambda p: p.k_chunk == 64 and p.method == "rtn", lambda p: expected(replace(p, k_chunk=16))),
+        (
+            "Likewise with every",
+            lambda p: p.k_chunk == 64 and p.method == "gptq",
+            lambda p: expected(replace(p, k_chunk=16)),
+        ),
         ("In no more", lambda p: p.bits == 3 and p.k_chunk > 0, lambda p: FULL + 0.08),
     ],
-    ids=["awq", "squeezellm", "monotone", "static", "random", "exact", "residuals", "closed", "peer"],
+    ids=["awq", "squeezellm", "monotone", "static", "random", "exact", "residuals", "closed", "closed by all", "peer"],
 )
 def test_a_broken_promise_is_seen(tmp_path: Path, claim: str, where: Any, nats: Any) -> None:
     found = verdicts(results(tmp_path / "results.json", {"where": where, "nats": nats}))

@@ -27,6 +27,8 @@ class Sizes:
     """Replays of each contestant."""
     prefill_rows: tuple[int, ...]
     """Rows of activations in a prefill step (M)."""
+    attention_contexts: tuple[int, ...]
+    """Tokens in the cache when attention alone is timed."""
     knee_k_chunks: tuple[int, ...]
     """k_chunk along a knee curve."""
     knee_n_tbs: tuple[int, ...]
@@ -79,6 +81,7 @@ FULL = Sizes(
     rotated_bytes=512 << 20,
     rounds=60,
     prefill_rows=(16, 128, 512),
+    attention_contexts=(8192, 65536, 262144),
     knee_k_chunks=(2, 4, 8, 12, 16, 24, 32, 48, 64),
     knee_n_tbs=(2, 4, 8, 16),
     reading_n_tbs=(1, 2, 4, 8, 16, 32, 64, 128),
@@ -99,6 +102,7 @@ SMOKE = Sizes(
     rotated_bytes=1,
     rounds=1,
     prefill_rows=(4,),
+    attention_contexts=(256,),
     knee_k_chunks=(8,),
     knee_n_tbs=(1,),
     reading_n_tbs=(1, 2),

@@ -89,10 +89,10 @@ def claims(view: View) -> list[Claim]:
         ),
         (f"At equal fetched bytes 4-bit residuals are the best or within {RESIDUAL_TOLERANCE} % of it", _residuals),
         (
-            f"At 3 bits, k_chunk {REFERENCE_K} closes {100 * LEAST_CLOSED:.0f} % or more of rtn's loss to full precision",
+            f"At 3 bits, k_chunk {REFERENCE_K} closes {100 * LEAST_CLOSED:.0f} % or more of rtn's gap to full precision",
             _closed("rtn"),
         ),
-        ("The same for every method", _closed(*METHODS)),
+        ("Likewise with every method", _closed(*METHODS)),
         (f"llama.cpp in float32 and our full precision agree to {SAME_TOLERANCE} %", _same),
         ("In no more GPU bytes than llama.cpp's Q3_K_M, 3 bits with compensation are better", _peer("Q3_K_M")),
     ]
