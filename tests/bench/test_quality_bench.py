@@ -119,7 +119,7 @@ def test_every_promise_holds_on_numbers_as_the_papers(tmp_path: Path) -> None:
         ("Static selection is", lambda p: p.select == "random", lambda p: FULL + 0.001),
         ("Approximate selection is", lambda p: p.select == "exact", lambda p: expected(p) - 0.02),
         ("At equal fetched", lambda p: p.residual_bits == 8, lambda p: FULL),
-        ("At 3 bits,", lambda p: p.k_chunk == 64 and p.method == "rtn", lambda p: expected(replace(p, k_chunk=16))),
+        ("At 3 bits", lambda p: p.k_chunk == 64 and p.method == "rtn", lambda p: expected(replace(p, k_chunk=16))),
         (
             "Likewise with every",
             lambda p: p.k_chunk == 64 and p.method == "gptq",

@@ -89,7 +89,7 @@ def claims(view: View) -> list[Claim]:
         ),
         (f"At equal fetched bytes 4-bit residuals are the best or within {RESIDUAL_TOLERANCE} % of it", _residuals),
         (
-            f"At 3 bits, k_chunk {REFERENCE_K} closes {100 * LEAST_CLOSED:.0f} % or more of rtn's gap to full precision",
+            f"At 3 bits k_chunk {REFERENCE_K} closes {100 * LEAST_CLOSED:.0f} % of rtn's gap to full precision or more",
             _closed("rtn"),
         ),
         ("Likewise with every method", _closed(*METHODS)),
