@@ -14,7 +14,7 @@ import pytest
 
 from models.errors import ModelError
 from models.store import Store
-from tests.bench.quality import judge, llama, measure, points
+from tests.bench.quality import judge, llama, measure, points, reasons
 from tests.bench.quality.cases import CASES
 from tests.bench.quality.judge import Verdict
 from tests.bench.quality.measure import Laboratory
@@ -279,3 +279,8 @@ def test_a_point_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [again.point(point)["nats"] for point in (none, every)] == losses
     with pytest.raises(ModelError):
         again.point(replace(none, k_chunk=8))
+
+
+def test_reasons_name_claims_that_exist(tmp_path: Path) -> None:
+    texts = {claim.text for claim in judge.claims(View(results(tmp_path / "results.json")))}
+    assert set(reasons.WHY) <= texts

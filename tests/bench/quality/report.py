@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.bench.quality import judge
+from tests.bench.quality import judge, reasons
 from tests.bench.quality.cases import STRIDE, WINDOW, Case
 from tests.bench.quality.judge import Claim, Verdict
 from tests.bench.quality.outliers import SHARES
@@ -106,6 +106,7 @@ def _promises(view: View, found: Sequence[Claim]) -> str:
         for claim in found
     ]
     wrong = [claim.text for claim in found if claim.verdict is Verdict.NO]
+    why = "".join(f"- **{text}**: {reasons.WHY.get(text, 'not understood yet.')}\n" for text in wrong)
     summary = (
         f"{sum(claim.verdict is Verdict.YES for claim in found)} of {len(found)} hold everywhere they can be judged"
     )
@@ -116,6 +117,9 @@ def _promises(view: View, found: Sequence[Claim]) -> str:
 
 {_table(head, rows)}
 
+{"Where a promise does not hold, and what we take for the reason:" if wrong else ""}
+
+{why}
 <details><summary>The numbers behind each verdict</summary>
 
 {chr(10).join(part + chr(10) for part in behind)}
