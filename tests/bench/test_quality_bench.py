@@ -174,7 +174,7 @@ def test_the_report_draws_everything_and_the_same_each_time(tmp_path: Path) -> N
         contents.append([file.read_bytes() for file in files])
     assert contents[0] == contents[1]
     text = (tmp_path / "one" / "quality.md").read_text(encoding="utf-8")
-    assert "13 of 13 hold" in text
+    assert "14 of 14 hold" in text
     assert "](quality/bytes.svg)" in text
     assert f"{math.exp(FULL):.2f}" in text
 

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 
 WHY: Mapping[str, str] = {
     "The same for squeezellm": (
-        "rows of 128 to 352 weights have one codebook each, while groups of 32 give rtn four to eleven scales a row; at "
-        "4 bits, and on the model with groups of 128, squeezellm is ahead."
+        "rows of 128 to 352 weights have one codebook each, while groups of 32 give rtn four to eleven scales a row. "
+        "At 4 bits, and on the model with groups of 128, squeezellm is not behind."
     ),
     "Perplexity falls, or stays within 2 standard errors, at every step of k_chunk": (
         "methods with error feedback minimize what is left when 32 of 1024 channels are restored, which is what the "
-        "recipe expects. Restoring more takes away errors that others have been moved to make up for. Those steps start "
-        "from perplexities within one percent of full precision; before second moments left out the salient channels, "
+        "recipe expects. Restoring more takes away errors that others have been moved to make up for. Those steps "
+        "start from perplexities within one percent of full precision; before second moments left them out, "
         "gptq rose from k_chunk 0 on (docs/decisions.md)."
     ),
     "Static selection is at least as good as random, to 2 standard errors": (
-        "one of 54 comparisons lies just outside two standard errors, where one or two are to be expected by chance: on "
-        "the smallest model, whose matrices have 64 input channels, static channels are hardly better than any others."
+        "one of 54 comparisons lies just outside two standard errors, where one or two are to be expected by chance: "
+        "on the smallest model, whose matrices have 64 input channels, static channels are hardly better than others."
     ),
     "At equal fetched bytes 4-bit residuals are the best or within 0.5 % of it": (
         "activations of these models have few outliers (see the picture of them), so the error is spread over many "
