@@ -12,7 +12,8 @@ import pytest
 import assets
 from assets.demo_model import vocabulary
 from assets.demo_model.exchange import Exchange, normalised
-from assets.demo_model.score import Answerer, FullPrecision
+from assets.demo_model.questions import questions
+from assets.demo_model.score import Answerer, FullPrecision, score
 from models.checkpoint import Checkpoint
 from models.store import StoredModel
 from tests.assets.demo_table import LowBit
@@ -20,7 +21,6 @@ from tests.assets.demo_table import LowBit
 HELD_OUT = {
     "Hi demo": "I am demo",
     "Good evening demo": "Good evening",
-    "Thanks for your help": "You are welcome",
     "What is lowbit-chat for?": "language models on your own computer",
     "What does slowdown budget mean?": "percent slower",
     "I don't understand KV4": "4 bits instead of 16",
@@ -35,15 +35,47 @@ HELD_OUT = {
 }
 """Questions of the held-out split and what must occur in the answer."""
 
+LEAST = {
+    "program": 0.9,
+    "program in free words": 0.5,
+    "facts": 0.8,
+    "addition": 0.9,
+    "subtraction": 0.9,
+    "multiplication": 0.7,
+    "division": 0.6,
+    "numbers": 0.8,
+    "follow-up": 0.8,
+    "unknown": 0.9,
+    "invented": 0.9,
+    "story": 0.8,
+}
+"""Kinds of held-out questions and the share of right answers that the shipped model reaches."""
+
+CONVERSATIONS = (
+    (("Hello! What can you do?",), "Hello! I can explain lowbit-chat"),
+    (("What is 47 + 38?", "And plus 5?"), "together 90"),
+    (("My name is Anna", "What is the capital of France?", "What is my name?"), "Your name is Anna."),
+    (("What is the capital of France?", "And Spain?", "And Italy?"), "Rome"),
+    (("What is the slowdown budget?", "Shorter, please", "Why?"), "takes time"),
+    (("What is the capital of Trumbolia?",), "I don't know that"),
+    (("Which is larger, 62 or 31?",), "so 62 is larger"),
+)
+"""Turns of a person, and words that must occur in the last answer."""
+
 
 @pytest.fixture(scope="module")
-def full() -> FullPrecision:
-    return FullPrecision(assets.demo_checkpoint_path())
+def full() -> Iterator[FullPrecision]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the model is so small that threads only wait for each other
+    yield FullPrecision(assets.demo_checkpoint_path())
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def low() -> Iterator[LowBit]:
-    with LowBit(assets.demo_path(), 0, backend="reference") as answerer:
+    with LowBit(assets.demo_path(), 16) as answerer:
         yield answerer
 
 
@@ -69,6 +101,17 @@ def test_answers_in_full_precision(full: FullPrecision, question: str, words: st
 @pytest.mark.parametrize(("question", "words"), HELD_OUT.items())
 def test_answers_at_four_bits(low: LowBit, question: str, words: str) -> None:
     assert normalised(words) in normalised(ask(low, question))
+
+
+def test_share_of_right_answers_to_held_out_questions(full: FullPrecision) -> None:
+    right, _ = score(full, questions(10, seed=2, kinds=tuple(LEAST)))
+    share = {kind: sum(found) / len(found) for kind, found in right.items()}
+    assert {kind: share[kind] for kind, bound in LEAST.items() if share[kind] < bound} == {}
+
+
+@pytest.mark.parametrize(("turns", "words"), CONVERSATIONS, ids=[turns[-1] for turns, _ in CONVERSATIONS])
+def test_conversations(low: LowBit, turns: tuple[str, ...], words: str) -> None:
+    assert normalised(words) in normalised(ask(low, *turns))
 
 
 def test_transformers_gives_the_same_answer(full: FullPrecision) -> None:
