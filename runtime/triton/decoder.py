@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from models.architecture import forward
-from runtime.decoder import DecoderOptions, Float32Array, Step, check_kind, check_step
+from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, RequestError
 from runtime.kernels.select.budget import LAYER_KINDS, k_chunk_of
 from runtime.kernels.select.triton import Selection, recall, select
@@ -65,13 +65,11 @@ class TritonDecoder:
     """
 
     backend = "triton"
-    cache = None
 
     @_explained
     def __init__(self, model: Weights, options: DecoderOptions, device: torch.device | str = "cuda") -> None:
         if options.context < 1 or options.slots < 1 or options.max_rows < 1:
             raise RequestError("context, slots and max_rows must be at least 1")
-        check_kind(options.kv, "GPU", ("fp16",))
         self.spec, self.options = model.spec, options
         self._device = torch.device(device)
         self._model = GpuModel(model, options, self._device)
@@ -85,7 +83,8 @@ class TritonDecoder:
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, list[Selection | None]]] = {}
         self._recall_sum, self._selections = 0.0, 0
-        self.kv_bytes = self._model.keys.nbytes + self._model.values.nbytes
+        self.cache = self._model.cache
+        self.kv_bytes = self.cache.store.nbytes
         self.weight_bytes = self._model.weight_bytes
 
     @property
@@ -112,6 +111,7 @@ class TritonDecoder:
     def forward(self, step: Step) -> Float32Array:
         """See `runtime.decoder.Decoder.forward`."""
         check_step(step, self.spec, self.options)
+        self.cache.begin(step.slots, step.positions)
         decoding = step.tokens.size == 1 and step.logit_rows.size == 1
         if self._on_gpu and decoding and not self.options.measure_recall:
             logits = self._decode(step)

@@ -176,13 +176,13 @@ class Pass(Operations[Value]):
         """See `models.architecture.Operations`."""
         model, spec, buffers, M = self._model, self._spec, self._buffers, self._M
         assert q.tensor is v.tensor
-        keys, values = model.keys[layer], model.values[layer]
+        pages, window = model.cache.layers[layer], spec.windows[layer]
         positions, slots = buffers.positions[:M], buffers.slots[:M]
         queries, out = buffers.queries(M, spec.q_width), buffers.input(M, spec.q_width)
         q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
         rope = (model.cos, model.sin)
-        heads(v.tensor, v.dec, q_norm, k_norm, spec.norm_eps, *rope, positions, slots, keys, values, queries)
-        attend(queries, keys, values, positions, slots, spec.windows[layer], out, buffers.main)
+        heads(v.tensor, v.dec, q_norm, k_norm, spec.norm_eps, *rope, positions, slots, pages, queries)
+        attend(queries, pages, positions, slots, window, out, buffers.main, context=model.options.context)
         return Value(out)
 
     def gate(self, gate_value: Value, up: Value) -> Value:

@@ -15,6 +15,8 @@ from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
 from runtime.kernels.select.budget import k_chunk_of, layer_kind
 from runtime.kernels.select.triton import Selection, make_selection
+from runtime.kv.kinds import KINDS
+from runtime.triton.cache import GpuCache
 from runtime.triton.layout import GpuLinear, repack
 from runtime.triton.residual import GpuResidual, PageLockError, load_residuals, page_locked
 from runtime.weights import Weights
@@ -69,9 +71,15 @@ class GpuModel:
         self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in names}
         self.table = self._table(weights)
         self.cos, self.sin = (self._move(table) for table in tables(spec.rope, options.context))
-        shape = (spec.num_layers, options.slots, spec.num_kv_heads, options.context, spec.head_dim)
-        self.keys = torch.zeros(shape, dtype=torch.float16, device=device)
-        self.values = torch.zeros(shape, dtype=torch.float16, device=device)
+        self.cache = GpuCache(
+            KINDS[options.kv],
+            spec,
+            context=options.context,
+            slots=options.slots,
+            max_rows=options.max_rows,
+            pages=options.pages,
+            device=device,
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -110,6 +118,7 @@ class GpuModel:
     def close(self) -> None:
         """Release what can be released before the last reference goes."""
         self.linears.clear()
+        self.cache.close()
 
     def _load_residuals(self, names: Sequence[str]) -> None:
         """Bring residuals into page-locked memory that are wanted for the first time."""

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 SPLIT_ROWS = 8
-"""Steps of at most so many rows give every row programs of its own; longer ones share keys between neighbours."""
+"""Steps of at most so many rows, decoded tokens and drafts to be verified, are split finely along the context."""
+FEW_TILE_ROWS = 64
+"""Rows of the matrix products of such a step at most: its rows stand together, so that keys are read once for them."""
 DECODE_PROGRAMS = 256
 """Programs that a step of few rows is split into, where its context allows: two for each multiprocessor of a large GPU,
 more for a small one, so that enough reads are in flight to keep memory busy."""
@@ -19,6 +21,8 @@ DOT_ROWS = 16
 TILE_ROWS = 128
 """Rows of the matrix products in a step of many rows. At least as many rows as channels: the compiler then gives every
 warp rows of its own, and each holds only these of q."""
+PACKED_STAGES = 4
+"""Stages of the pipeline where few rows meet codes: a block of codes is a quarter of a block of halves."""
 LONG_STEP = 128
 """Steps of more rows take half of TILE_ROWS up to 64 channels: there the whole tile, not split, spills registers."""
 WIDE_TILE_ROWS = 32
@@ -51,7 +55,9 @@ def power_of_two(number: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def launch_config(M: int, group: int, kv_heads: int, dim: int, seen: int) -> LaunchConfig:
+def launch_config(
+    M: int, group: int, kv_heads: int, dim: int, seen: int, *, packed: bool = False, corrected: bool = False
+) -> LaunchConfig:
     """How to launch attention of a shape.
 
     Args:
@@ -60,6 +66,8 @@ def launch_config(M: int, group: int, kv_heads: int, dim: int, seen: int) -> Lau
         kv_heads: H_kv.
         dim: D.
         seen: Most positions that a row can see: the capacity of the cache, or the window where that is smaller.
+        packed: Whether keys and values are codes: less is read, so more is fetched ahead.
+        corrected: Whether GEAR's corrections are added to them, for which registers must be left.
 
     Returns:
         The choice; nothing in it depends on positions.
@@ -68,9 +76,13 @@ def launch_config(M: int, group: int, kv_heads: int, dim: int, seen: int) -> Lau
     few = M <= SPLIT_ROWS
     narrow = TILE_ROWS // 2 if block_d <= 64 and M > LONG_STEP else TILE_ROWS
     tile = WIDE_TILE_ROWS if block_d > 128 else narrow
-    block_m = max(DOT_ROWS if few else tile, power_of_two(group))
-    rows = 1 if few else block_m // group
-    block_t = 64 if few and block_d <= 128 else 32
+    if few:
+        tile = min(max(DOT_ROWS, power_of_two(M * group)), tile, FEW_TILE_ROWS)
+    if corrected:
+        tile = DOT_ROWS
+    block_m = max(tile, power_of_two(group))
+    rows = min(M, block_m // group)
+    block_t = 64 if few and block_d <= 128 and not corrected else 32
     tiles = -(-M // rows) * kv_heads
     wanted = (DECODE_PROGRAMS if few else TILED_PROGRAMS) // tiles
     splits = max(1, min(wanted, MAX_SPLITS, -(-seen // block_t)))
@@ -81,5 +93,5 @@ def launch_config(M: int, group: int, kv_heads: int, dim: int, seen: int) -> Lau
         block_d=block_d,
         splits=splits,
         num_warps=8 if block_m >= 128 else 4,
-        num_stages=2,
+        num_stages=PACKED_STAGES if few and packed and (M == 1 or not corrected) else 2,
     )

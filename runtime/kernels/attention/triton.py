@@ -1,10 +1,16 @@
-"""Causal attention of grouped query heads over the half-precision cache on the GPU, for decode and prefill alike.
+"""Causal attention of grouped query heads over the paged cache on the GPU, for decode, verification and prefill alike.
 
-The query heads that read one key-value head stand as rows of one matrix product, so every key is read once for all of
-them. In decode a row of the step is a tile of its own and the positions it sees are divided among many programs, which
-`_merge_kernel` puts together; in prefill neighbouring rows share a tile. How many programs there are depends on the
-cache's capacity, what each reads on the positions, which lie on the device: a captured launch replays at any length.
-The sums run in an order that depends on shapes and positions alone, so results repeat to the last bit.
+The query heads that read one key-value head, and neighbouring rows of a step, stand as rows of one matrix product, so
+every key is read once for all of them, in its packed form. The positions that they see are divided among many
+programs, which `_merge_kernel` puts together. How many programs there are depends on the cache's capacity, what each
+reads on positions and tables, which lie on the device: a captured launch replays at any length. The sums run in an
+order that depends on shapes and positions alone, so results repeat to the last bit.
+
+Blocks of tokens that all rows see whole are visited without a causal mask; what is behind them, the window of recent
+tokens where the kind has one, with it.
+
+Source: QuantSpec §4.3 (both planes, the window), QServe §5.3 (codes become halves by their bits), GEAR §4 (the
+low-rank path as (qB)A^T).
 """
 
 from __future__ import annotations
@@ -17,6 +23,9 @@ import triton
 import triton.language as tl
 
 from runtime.kernels.attention.configs import LaunchConfig, launch_config, power_of_two
+from runtime.kernels.attention.visit import visit_slot
+from runtime.kernels.cache.pages import LayerPages, record_sizes
+from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
 
 if TYPE_CHECKING:
     from runtime.triton.ahead import Ahead
@@ -32,53 +41,13 @@ def _blocks(lowest, last, window, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _segment(slots_ptr, positions_ptr, row, slot_m, window, GROUP: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The rows of one slot that start at `row` of a tile: slot, their number, last position, first block, blocks."""
+    """Slot, number, first and last position of a slot's rows from `row` of a tile on; first block they see, blocks."""
     slot = tl.load(slots_ptr + row)
     count = tl.sum((slot_m == slot).to(tl.int32), axis=0) // GROUP
+    lowest = tl.load(positions_ptr + row)
     last = tl.load(positions_ptr + row + count - 1)
-    first_block, number = _blocks(tl.load(positions_ptr + row), last, window, BLOCK_T)
-    return slot, count, last, first_block, number
-
-
-@triton.jit
-def _visit(
-    q, keys_ptr, values_ptr, peak, total, acc, position_m, last, window, begin, end, scale,
-    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Add the blocks [begin, end) of one slot to the running softmax of a tile's rows.
-
-    keys, values [T, D] of one slot and head. q [BLOCK_M, BLOCK_D] float16. position_m [BLOCK_M], or [1] for all,
-    is -1 for rows of other slots, which see nothing. peak, total [BLOCK_M] and acc [BLOCK_M, BLOCK_D] are the state,
-    float32, to base 2.
-    """
-    offs_t = tl.arange(0, BLOCK_T)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
-    start = begin.to(tl.int64) * BLOCK_T * D
-    keys_ptr += start
-    values_ptr += start
-    for block in range(begin, end):
-        positions = block * BLOCK_T + offs_t
-        written = positions <= last  # behind it lies what no step has written for this slot
-        k = tl.load(
-            keys_ptr + offs_t[None, :] * D + offs_d[:, None], mask=written[None, :] & mask_d[:, None], other=0.0
-        )
-        scores = tl.dot(q, k) * scale
-        visible = (positions[None, :] <= position_m[:, None]) & (positions[None, :] > position_m[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-        next_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        shift = tl.where(next_peak == float("-inf"), 0.0, next_peak)
-        p = tl.exp2(scores - shift[:, None])
-        fade = tl.exp2(peak - shift)
-        total = total * fade + tl.sum(p, axis=1)
-        v = tl.load(
-            values_ptr + offs_t[:, None] * D + offs_d[None, :], mask=written[:, None] & mask_d[None, :], other=0.0
-        )
-        acc = tl.dot(p.to(tl.float16), v, acc * fade[:, None])
-        peak = next_peak
-        keys_ptr += BLOCK_T * D
-        values_ptr += BLOCK_T * D
-    return peak, total, acc
+    first_block, number = _blocks(lowest, last, window, BLOCK_T)
+    return slot, count, lowest, last, first_block, number
 
 
 @triton.jit
@@ -108,60 +77,25 @@ def _leave(
         tl.store(x_ptr + first_head * D + offs, x.to(tl.float16), mask=mask_m[:, None] & mask_d[None, :])
 
 
-@triton.jit
-def _nothing(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Peak, total and acc before the first block."""
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    return peak, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
-
-@triton.jit(do_not_specialize=["M", "T", "window"])
-def _decode_kernel(
-    q_ptr, keys_ptr, values_ptr, positions_ptr, slots_ptr, x_ptr, partial_ptr, M, T, window, scale,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "stride", "per_slot", "window"])
+def _attend_kernel(
+    q_ptr, k_codes_ptr, k_halves_ptr, k_shorts_ptr, v_codes_ptr, v_halves_ptr, v_shorts_ptr, k_window_ptr, v_window_ptr,
+    tables_ptr, paged_ptr, positions_ptr, slots_ptr, x_ptr, partial_ptr, M, stride, per_slot, window, scale,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, SLIDING: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, CHANNEL: tl.constexpr, RANK: tl.constexpr,
+    K_RECORD: tl.constexpr, K_LOWER: tl.constexpr, K_SCALES: tl.constexpr, K_A: tl.constexpr, K_B: tl.constexpr,
+    K_INDICES: tl.constexpr, K_OUTLIERS: tl.constexpr, K_GROUP: tl.constexpr, K_GROUPS: tl.constexpr,
+    K_COUNT: tl.constexpr, V_RECORD: tl.constexpr, V_LOWER: tl.constexpr, V_SCALES: tl.constexpr, V_A: tl.constexpr,
+    V_B: tl.constexpr, V_INDICES: tl.constexpr, V_OUTLIERS: tl.constexpr, V_GROUP: tl.constexpr, V_GROUPS: tl.constexpr,
+    V_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, h, s): row m, the query heads of key-value head h, split s of the positions that the row sees.
-
-    q, x [M, H, D]; keys, values [slots, H_kv, T, D]; partial as `_leave` says.
-    """
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    offs_m = tl.arange(0, BLOCK_M)
-    mask_m = offs_m < GROUP
-    offs_d = tl.arange(0, BLOCK_D)
-    slot = tl.load(slots_ptr + row)
-    position = tl.load(positions_ptr + row)
-    first_head = row.to(tl.int64) * H + kv_head * GROUP
-    first_block, number = _blocks(position, position, window, BLOCK_T)
-    span = tl.cdiv(number, SPLITS)
-    begin = tl.program_id(2) * span
-    peak, total, acc = _nothing(BLOCK_M, BLOCK_D)
-    if begin >= number:
-        _leave(x_ptr, partial_ptr, peak, total, acc, M, first_head, offs_m, mask_m, H, D, SPLITS, BLOCK_D)
-        return
-    offs_q = offs_m[:, None] * D + offs_d[None, :]
-    q = tl.load(q_ptr + first_head * D + offs_q, mask=mask_m[:, None] & (offs_d < D)[None, :], other=0.0)
-    start = (slot.to(tl.int64) * (H // GROUP) + kv_head) * T * D
-    peak, total, acc = _visit(
-        q, keys_ptr + start, values_ptr + start, peak, total, acc, tl.full([1], position, tl.int32), position, window,
-        first_block + begin, first_block + tl.minimum(begin + span, number), scale, D, BLOCK_T, BLOCK_D,
-    )  # fmt: skip
-    _leave(x_ptr, partial_ptr, peak, total, acc, M, first_head, offs_m, mask_m, H, D, SPLITS, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=["M", "T", "window"])
-def _tiled_kernel(
-    q_ptr, keys_ptr, values_ptr, positions_ptr, slots_ptr, x_ptr, partial_ptr, M, T, window, scale,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Program (tile, h, s): as many rows as fit a tile, the query heads of key-value head h, split s of what they see.
+    """Program (tile, h, s): ROWS rows of the step, the query heads of key-value head h, split s of what they see.
 
     The rows of a tile may belong to several slots: the tile passes over the positions of one after another, and splits
-    divide the blocks of all of them. Shapes as in `_decode_kernel`.
+    divide the blocks of all of them. q, x [M, H, D]; pages and windows as `LayerPages` says, `stride` records or
+    windows from one to the next; tables [slots, per_slot]; partial as `_leave` says.
     """
-    ROWS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     first_row = tl.program_id(0) * ROWS
     end_row = tl.minimum(first_row + ROWS, M)
@@ -169,37 +103,70 @@ def _tiled_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     row_m = first_row + offs_m // GROUP
     mask_m = row_m < end_row
-    slot_m = tl.load(slots_ptr + row_m, mask=mask_m, other=-1)
-    position_m = tl.load(positions_ptr + row_m, mask=mask_m, other=-1)
     first_head = first_row.to(tl.int64) * H + kv_head * GROUP
     head_m = offs_m // GROUP * H + offs_m % GROUP
-    begin = 0
-    end = 2147483647
-    if SPLITS > 1:
-        blocks = 0
-        row = first_row
-        while row < end_row:
-            _, count, _, _, number = _segment(slots_ptr, positions_ptr, row, slot_m, window, GROUP, BLOCK_T)
-            blocks += number
-            row += count
-        span = tl.cdiv(blocks, SPLITS)
-        begin = tl.program_id(2) * span
-        end = begin + span
     offs_q = head_m[:, None] * D + offs_d[None, :]
     q = tl.load(q_ptr + first_head * D + offs_q, mask=mask_m[:, None] & (offs_d < D)[None, :], other=0.0)
-    peak, total, acc = _nothing(BLOCK_M, BLOCK_D)
-    before = 0
-    row = first_row
-    while (row < end_row) & (before < end):
-        slot, count, last, first_block, number = _segment(slots_ptr, positions_ptr, row, slot_m, window, GROUP, BLOCK_T)
-        start = (slot.to(tl.int64) * (H // GROUP) + kv_head) * T * D
-        peak, total, acc = _visit(
-            q, keys_ptr + start, values_ptr + start, peak, total, acc, tl.where(slot_m == slot, position_m, -1), last,
-            window, first_block + tl.maximum(begin - before, 0), first_block + tl.minimum(end - before, number), scale,
-            D, BLOCK_T, BLOCK_D,
+    q_sum = tl.sum(q.to(tl.float32), axis=1)
+    k_at, v_at = kv_head * K_RECORD, kv_head * V_RECORD
+    k_codes_ptr += k_at
+    v_codes_ptr += v_at
+    k_halves_ptr += k_at // 2
+    v_halves_ptr += v_at // 2
+    k_shorts_ptr += k_at // 2
+    v_shorts_ptr += v_at // 2
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if ROWS == 1:
+        slot = tl.load(slots_ptr + first_row)
+        position = tl.load(positions_ptr + first_row)
+        first_block, number = _blocks(position, position, window, BLOCK_T)
+        span = tl.cdiv(number, SPLITS)
+        begin = tl.program_id(2) * span
+        to_block = first_block + tl.minimum(begin + span, number)
+        peak, total, acc = visit_slot(
+            q, q_sum, k_codes_ptr, k_halves_ptr, k_shorts_ptr, v_codes_ptr, v_halves_ptr, v_shorts_ptr, k_window_ptr,
+            v_window_ptr, tables_ptr, paged_ptr, stride, per_slot, kv_head, peak, total, acc, tl.full([1], position,
+            tl.int32), slot, position, position, window, first_block + begin, to_block, scale, D, BLOCK_T, BLOCK_D,
+            SLIDING, ROWS > 1, WINDOW, PAGE, BITS, PLANES, CHANNEL, RANK, K_RECORD, K_LOWER, K_SCALES, K_A, K_B,
+            K_INDICES, K_OUTLIERS, K_GROUP, K_GROUPS, K_COUNT, V_RECORD, V_LOWER, V_SCALES, V_A, V_B, V_INDICES,
+            V_OUTLIERS, V_GROUP, V_GROUPS, V_COUNT,
         )  # fmt: skip
-        before += number
-        row += count
+    else:
+        slot_m = tl.load(slots_ptr + row_m, mask=mask_m, other=-1)
+        position_m = tl.load(positions_ptr + row_m, mask=mask_m, other=-1)
+        begin = 0
+        end = 2147483647
+        if SPLITS > 1:
+            blocks = 0
+            row = first_row
+            while row < end_row:
+                _, count, _, _, _, number = _segment(slots_ptr, positions_ptr, row, slot_m, window, GROUP, BLOCK_T)
+                blocks += number
+                row += count
+            span = tl.cdiv(blocks, SPLITS)
+            begin = tl.program_id(2) * span
+            end = begin + span
+        before = 0
+        row = first_row
+        while (row < end_row) & (before < end):
+            slot, count, lowest, last, first_block, number = _segment(
+                slots_ptr, positions_ptr, row, slot_m, window, GROUP, BLOCK_T
+            )  # fmt: skip
+            own_m = tl.where(slot_m == slot, position_m, -1)
+            from_block = first_block + tl.maximum(begin - before, 0)
+            to_block = first_block + tl.minimum(end - before, number)
+            peak, total, acc = visit_slot(
+                q, q_sum, k_codes_ptr, k_halves_ptr, k_shorts_ptr, v_codes_ptr, v_halves_ptr, v_shorts_ptr,
+                k_window_ptr, v_window_ptr, tables_ptr, paged_ptr, stride, per_slot, kv_head, peak, total, acc, own_m,
+                slot, lowest, last, window, from_block, to_block, scale, D, BLOCK_T, BLOCK_D, SLIDING, ROWS > 1, WINDOW,
+                PAGE, BITS, PLANES, CHANNEL, RANK, K_RECORD, K_LOWER, K_SCALES, K_A, K_B, K_INDICES, K_OUTLIERS,
+                K_GROUP, K_GROUPS, K_COUNT, V_RECORD, V_LOWER, V_SCALES, V_A, V_B, V_INDICES, V_OUTLIERS, V_GROUP,
+                V_GROUPS, V_COUNT,
+            )  # fmt: skip
+            before += number
+            row += count
     _leave(x_ptr, partial_ptr, peak, total, acc, M, first_head, head_m, mask_m, H, D, SPLITS, BLOCK_D)
 
 
@@ -232,13 +199,15 @@ def _merge_kernel(
 
 def attend(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    pages: LayerPages,
     positions: torch.Tensor,
     slots: torch.Tensor,
     window: int | None,
     x: torch.Tensor,
     workspace: Workspace,
+    *,
+    context: int,
+    draft: bool = False,
 ) -> None:
     """softmax(q k^T / sqrt(D)) v over the cached positions p - window < t <= p of the slot of every row at position p.
 
@@ -246,51 +215,47 @@ def attend(
 
     Args:
         q: float16 [M, H * D], rotated, not scaled.
-        keys: float16 [slots, H_kv, T, D], with the keys of this step already in it. T * D < 2^31.
-        values: float16, shaped like keys.
-        positions: int32 [M], each in [0, T). Rows of one slot stand together, in ascending positions.
+        pages: Cache of one layer, with the keys and values of this step already in it.
+        positions: int32 [M], each in [0, context). Rows of one slot stand together, in ascending positions.
         slots: int32 [M].
         window: Tokens that a query sees, itself included, >= 1; None = all before it.
         x: float16 [M, H * D]; overwritten.
         workspace: Its scratch holds the splits until they are merged.
+        context: Most tokens of a slot.
+        draft: Whether to read the upper plane alone, where the kind has two.
 
     Source: the running softmax of Milakov and Gimelshein (2018), split over the keys as in Flash-Decoding (2023).
     """
-    _, H_kv, T, D = keys.shape
+    D, H_kv, kind = pages.head_dim, pages.kv_heads, pages.kind
     M, H = q.shape[0], q.shape[1] // D
-    assert T * D < 2**31, "offsets within one head of a slot are 32 bits wide"
-    seen = T if window is None else min(window, T)
-    config = launch_config(M, H // H_kv, H_kv, D, seen)
+    seen = context if window is None else min(window, context)
+    config = _config(kind, M, H, H_kv, D, seen)
     splits = config.splits
     partial = workspace.scratch(M * H * splits * (D + 2), torch.float32) if splits > 1 else None
-    kernel = _decode_kernel if config.rows == 1 else _tiled_kernel
-    kernel[(triton.cdiv(M, config.rows), H_kv, splits)](
-        q,
-        keys,
-        values,
-        positions,
-        slots,
-        x,
-        partial,
-        M,
-        T,
-        seen,
-        D**-0.5 * math.log2(math.e),
-        **_sizes(H, H_kv, D, config),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    views = [view for part in PARTS for view in pages.views(part)]
+    _attend_kernel[(triton.cdiv(M, config.rows), H_kv, splits)](
+        q, *views, pages.windows["keys"], pages.windows["values"], pages.tables, pages.paged, positions, slots, x,
+        partial, M, pages.stride, pages.tables.shape[1], seen, D**-0.5 * math.log2(math.e),
+        **_sizes(H, H_kv, D, config), SLIDING=int(seen < context), WINDOW=pages.window_tokens,
+        **record_sizes(kind, D, draft=draft), num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     if splits > 1:
         _merge_kernel[(M, H)](partial, x, M, **_merge_sizes(H, D, config), num_warps=4)
 
 
+def _config(kind: CacheKind, M: int, H: int, H_kv: int, D: int, seen: int) -> LaunchConfig:
+    """How to launch attention over a kind of cache."""
+    return launch_config(M, H // H_kv, H_kv, D, seen, packed=kind.keys.bits < 16, corrected=kind.rank > 0)
+
+
 def _sizes(H: int, H_kv: int, D: int, config: LaunchConfig) -> dict[str, int]:
-    """Constants of `_decode_kernel` and `_tiled_kernel`."""
+    """Constants of `_attend_kernel` that a shape decides."""
     return {
         "H": H,
         "GROUP": H // H_kv,
         "D": D,
         "SPLITS": config.splits,
+        "ROWS": config.rows,
         "BLOCK_M": config.block_m,
         "BLOCK_T": config.block_t,
         "BLOCK_D": config.block_d,
@@ -309,36 +274,52 @@ def _merge_sizes(H: int, D: int, config: LaunchConfig) -> dict[str, int]:
 
 
 def ahead() -> tuple[Ahead, ...]:
-    """Decode and prefill of Llama-3-8B at 8192 positions, decode of Phi-3-mini, prefill of Llama-3.2-1B."""
+    """Decode of Llama-3-8B at 8192 positions over many kinds of cache, other shapes, drafts, verification, prefill."""
     llama = {"H": 32, "H_kv": 8, "D": 128}
     wide = {"H": 16, "H_kv": 8, "D": 256}
     return (
-        _ahead("decode", M=1, **llama),
-        _ahead("decode", M=1, H=32, H_kv=32, D=96),
-        _ahead("prefill", M=128, **llama),
-        _ahead("prefill", M=128, H=32, H_kv=8, D=64),
+        *(_ahead("decode", KINDS[name], M=1, **llama) for name in _DECODED),
+        _ahead("decode", KINDS["fp16"], M=1, H=32, H_kv=32, D=96),
+        _ahead("draft", KINDS["hierarchical"], M=1, draft=True, **llama),
+        _ahead("verify", KINDS["hierarchical"], M=5, **llama),
+        *(_ahead("prefill", KINDS[name], M=128, **llama) for name in _PREFILLED),
+        _ahead("prefill", KINDS["fp16"], M=128, H=32, H_kv=8, D=64),
         _ahead_merge(M=1, **llama),
         _ahead_merge(M=1, **wide),
     )
 
 
-def _ahead(kind: str, *, M: int, H: int, H_kv: int, D: int, seen: int = 8192) -> Ahead:
+_DECODED: tuple[KVKind, ...] = ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")
+_PREFILLED: tuple[KVKind, ...] = ("fp16", "int4", "hierarchical", "gear2")
+
+
+def _ahead(
+    use: str, kind: CacheKind, *, M: int, H: int, H_kv: int, D: int, context: int = 8192, draft: bool = False
+) -> Ahead:
     """One specialization of the attention kernel."""
     from runtime.triton.ahead import Ahead
 
-    config = launch_config(M, H // H_kv, H_kv, D, seen)
-    sizes = _sizes(H, H_kv, D, config)
+    config = _config(kind, M, H, H_kv, D, context)
+    sizes = {
+        **_sizes(H, H_kv, D, config),
+        "SLIDING": 0,
+        "WINDOW": kind.window_capacity(128),
+        **record_sizes(kind, D, draft=draft),
+    }
     constants: dict[str, int | None] = dict(sizes)
     if config.splits == 1:
         constants["partial_ptr"] = None
     return Ahead(
-        name=f"attend {kind} H{H}/{H_kv} D{D}",
-        kernel=_decode_kernel if config.rows == 1 else _tiled_kernel,
+        name=f"attend {kind.name} {use} H{H}/{H_kv} D{D}",
+        kernel=_attend_kernel,
         signature={
-            **dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "x_ptr"), "*fp16"),
-            **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i32"),
+            **dict.fromkeys(("k_codes_ptr", "v_codes_ptr"), "*u8"),
+            **dict.fromkeys(("k_shorts_ptr", "v_shorts_ptr"), "*i16"),
+            **dict.fromkeys(("q_ptr", "k_halves_ptr", "v_halves_ptr", "x_ptr"), "*fp16"),
+            **dict.fromkeys(("k_window_ptr", "v_window_ptr"), "*fp16"),
+            **dict.fromkeys(("tables_ptr", "paged_ptr", "positions_ptr", "slots_ptr"), "*i32"),
             "partial_ptr": "*fp32" if config.splits > 1 else "constexpr",
-            **dict.fromkeys(("M", "T", "window"), "i32"),
+            **dict.fromkeys(("M", "stride", "per_slot", "window"), "i32"),
             "scale": "fp32",
             **dict.fromkeys(sizes, "constexpr"),
         },

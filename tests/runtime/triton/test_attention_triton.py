@@ -7,6 +7,7 @@ most 4.9e-4 of the mean magnitude), and is itself rounded to half precision (2^-
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -51,18 +52,18 @@ class _Case:
             out[rows] = reference.attend(self.q[rows].float(), k, v, positions, self.window)
         return out
 
-    def run(self, device: str, workspace: Workspace | None = None) -> torch.Tensor:
+    def run(self, device: str, half_pages: Any, workspace: Workspace | None = None) -> torch.Tensor:
         """The same from the kernel."""
         M, H, D = self.shape
         x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=device)
-        keys, values = self.cache.to(device)
+        pages, T = half_pages(self.cache, device).pages, self.cache.shape[3]
         q, positions, slots = (one.to(device) for one in (self.q.view(M, H * D), self.positions, self.slots))
-        attend(q, keys, values, positions, slots, self.window, x, workspace or Workspace(device))
+        attend(q, pages, positions, slots, self.window, x, workspace or Workspace(device), context=T)
         return x.cpu().float().view(M, H, D)
 
-    def check(self, device: str) -> None:
+    def check(self, device: str, half_pages: Any) -> None:
         """Compare the two."""
-        torch.testing.assert_close(self.run(device), self.expected(), **TOLERANCE)
+        torch.testing.assert_close(self.run(device, half_pages), self.expected(), **TOLERANCE)
 
 
 def _run_of(slot: int, first: int, count: int) -> list[tuple[int, int]]:
@@ -85,81 +86,83 @@ MIXED = [(0, 130), *_run_of(2, 0, 6), *_run_of(1, 40, 3), (3, 149)]
 
 
 @pytest.mark.parametrize("position", [0, 1, 63, 64, 149])
-def test_decode_sees_every_position_up_to_its_own(device: str, position: int) -> None:
-    _Case([(0, position)], 2, 1, 64, 150).check(device)
+def test_decode_sees_every_position_up_to_its_own(device: str, half_pages: Any, position: int) -> None:
+    _Case([(0, position)], 2, 1, 64, 150).check(device, half_pages)
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_decode_of_any_head_shape(device: str, heads: str) -> None:
-    _Case([(0, 140)], *HEADS[heads], 150).check(device)
+def test_decode_of_any_head_shape(device: str, half_pages: Any, heads: str) -> None:
+    _Case([(0, 140)], *HEADS[heads], 150).check(device, half_pages)
 
 
 @pytest.mark.parametrize("heads", ["H4-2-D64", "H7-1-D80", "H3-1-D8", "H2-1-D256", "H17-1-D32"])
-def test_many_rows_of_any_head_shape(device: str, heads: str) -> None:
-    _Case(MIXED, *HEADS[heads], 150).check(device)
+def test_many_rows_of_any_head_shape(device: str, half_pages: Any, heads: str) -> None:
+    _Case(MIXED, *HEADS[heads], 150).check(device, half_pages)
 
 
 @pytest.mark.parametrize("M", [SPLIT_ROWS, SPLIT_ROWS + 1])
-def test_rows_of_several_slots_at_several_lengths(device: str, M: int) -> None:
+def test_rows_of_several_slots_at_several_lengths(device: str, half_pages: Any, M: int) -> None:
     lengths = [0, 299, 5, 64, 130, 1, 250, 33, 298]
-    _Case([(M - 1 - slot, lengths[slot]) for slot in range(M)], 2, 1, 32, 300).check(device)
+    _Case([(M - 1 - slot, lengths[slot]) for slot in range(M)], 2, 1, 32, 300).check(device, half_pages)
 
 
-def test_a_few_rows_of_one_slot_each_see_their_own_past(device: str) -> None:
-    _Case(_run_of(1, 60, 5), 4, 2, 32, 150).check(device)
+def test_a_few_rows_of_one_slot_each_see_their_own_past(device: str, half_pages: Any) -> None:
+    _Case(_run_of(1, 60, 5), 4, 2, 32, 150).check(device, half_pages)
 
 
 @pytest.mark.parametrize("first", [0, 70])
-def test_prefill_in_pieces(device: str, first: int) -> None:
+def test_prefill_in_pieces(device: str, half_pages: Any, first: int) -> None:
     """Rows that fill a tile of 25, and one of the next."""
-    _Case(_run_of(0, first, 26), 5, 1, 32, 110).check(device)
+    _Case(_run_of(0, first, 26), 5, 1, 32, 110).check(device, half_pages)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("rows", [[(1, 149)], MIXED], ids=["decode", "mixed"])
 def test_any_number_of_splits(
-    device: str, rows: list[tuple[int, int]], splits: int, monkeypatch: pytest.MonkeyPatch
+    device: str, half_pages: Any, rows: list[tuple[int, int]], splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "launch_config", lambda *shape: replace(launch_config(*shape), splits=splits))
-    _Case(rows, 2, 1, 64, 150).check(device)
+    monkeypatch.setattr(kernels, "launch_config", lambda *shape, **_: replace(launch_config(*shape), splits=splits))
+    _Case(rows, 2, 1, 64, 150).check(device, half_pages)
 
 
 @pytest.mark.parametrize("window", [1, 2, 65, 4096])
 @pytest.mark.parametrize("rows", [[(0, 149)], [(0, 0)], MIXED], ids=["last", "first", "mixed"])
-def test_windows(device: str, rows: list[tuple[int, int]], window: int) -> None:
-    _Case(rows, 2, 1, 64, 150, window).check(device)
+def test_windows(device: str, half_pages: Any, rows: list[tuple[int, int]], window: int) -> None:
+    _Case(rows, 2, 1, 64, 150, window).check(device, half_pages)
 
 
-def test_a_window_of_one_gives_the_value_itself(device: str) -> None:
+def test_a_window_of_one_gives_the_value_itself(device: str, half_pages: Any) -> None:
     case = _Case(MIXED, 2, 1, 32, 150, 1)
     own = case.cache[1, case.slots, 0, case.positions].float()
-    assert torch.equal(case.run(device), own[:, None].expand(-1, 2, -1))
+    assert torch.equal(case.run(device, half_pages), own[:, None].expand(-1, 2, -1))
 
 
-def test_sharp_scores_pick_their_value(device: str) -> None:
+def test_sharp_scores_pick_their_value(device: str, half_pages: Any) -> None:
     """Scores of a thousand: the softmax must subtract the largest, in every split and in the merge."""
     case = _Case([(0, 149)], 1, 1, 64, 150)
     case.cache[0, 0, 0] *= 0.01
     case.cache[0, 0, 0, 7] = 100 * torch.sign(case.q[0, 0])
-    torch.testing.assert_close(case.run(device)[0, 0], case.cache[1, 0, 0, 7].float(), **TOLERANCE)
+    torch.testing.assert_close(case.run(device, half_pages)[0, 0], case.cache[1, 0, 0, 7].float(), **TOLERANCE)
 
 
 @pytest.mark.parametrize("rows", [[(0, 149)], _run_of(0, 130, 12)], ids=["decode", "prefill"])
-def test_a_nan_in_the_past_reaches_the_output(device: str, rows: list[tuple[int, int]]) -> None:
+def test_a_nan_in_the_past_reaches_the_output(device: str, half_pages: Any, rows: list[tuple[int, int]]) -> None:
     case = _Case(rows, 2, 2, 64, 150)
     case.cache[0, 0, 1, 70, 3] = torch.nan
-    x = case.run(device)
+    x = case.run(device, half_pages)
     assert not x[:, 0].isnan().any()
     assert bool(x[:, 1].isnan().all())
 
 
 @pytest.mark.parametrize("rows", [[(0, 149)], MIXED], ids=["decode", "mixed"])
-def test_results_repeat_in_a_workspace_that_holds_anything(device: str, rows: list[tuple[int, int]]) -> None:
+def test_results_repeat_in_a_workspace_that_holds_anything(
+    device: str, half_pages: Any, rows: list[tuple[int, int]]
+) -> None:
     case, workspace = _Case(rows, 2, 1, 64, 150), Workspace(device)
     workspace.scratch(1 << 20, torch.float32).fill_(torch.nan)
-    first = case.run(device, workspace)
-    assert torch.equal(case.run(device, workspace), first)
-    assert torch.equal(case.run(device), first)
+    first = case.run(device, half_pages, workspace)
+    assert torch.equal(case.run(device, half_pages, workspace), first)
+    assert torch.equal(case.run(device, half_pages), first)
 
 
 @pytest.mark.parametrize("seen", [1, 100, 8192, 131072])
@@ -180,7 +183,7 @@ def test_launches_cover_every_row_and_keep_to_the_limits(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("position", [0, 1000, 131071])
-def test_offsets_in_the_cache_are_64_bits_wide(cuda: str, position: int) -> None:
+def test_offsets_in_the_cache_are_64_bits_wide(cuda: str, half_pages: Any, position: int) -> None:
     T, D = 131072, 128
     keys, values = (torch.zeros(18, 1, T, D, dtype=torch.float16, device=cuda) for _ in range(2))
     keys[17] = torch.randn(1, T, D, device=cuda)
@@ -188,31 +191,34 @@ def test_offsets_in_the_cache_are_64_bits_wide(cuda: str, position: int) -> None
     q = torch.randn(1, 4 * D, device=cuda).half()
     place, slot = (torch.tensor([number], dtype=torch.int32, device=cuda) for number in (position, 17))
     x = torch.full_like(q, torch.nan)
-    attend(q, keys, values, place, slot, None, x, Workspace(cuda))
+    pages = half_pages(torch.stack([keys, values]), cuda).pages
+    attend(q, pages, place, slot, None, x, Workspace(cuda), context=T)
     past = [one[17, :, : position + 1].transpose(0, 1).float().cpu() for one in (keys, values)]
     expected = reference.attend(q.view(1, 4, D).float().cpu(), *past, place.long().cpu(), None)
     torch.testing.assert_close(x.cpu().float().view(1, 4, D), expected, **TOLERANCE)
 
 
 @pytest.mark.gpu
-def test_a_captured_launch_replays_at_any_position(cuda: str) -> None:
+def test_a_captured_launch_replays_at_any_position(cuda: str, half_pages: Any) -> None:
     cases = [_Case([(0, position)], 8, 2, 64, 600) for position in (3, 599, 256)]
     workspace = Workspace(cuda)
-    static = {name: getattr(cases[1], name).to(cuda) for name in ("q", "cache", "positions", "slots")}
+    static = {name: getattr(cases[1], name).to(cuda) for name in ("q", "positions", "slots")}
     x = torch.zeros(1, 8 * 64, dtype=torch.float16, device=cuda)
+    caches = [half_pages(case.cache, cuda).pages for case in cases]
 
     def launch() -> None:
-        keys, values = static["cache"]
         q = static["q"].view(1, 512)
-        attend(q, keys, values, static["positions"], static["slots"], None, x, workspace)
+        attend(q, caches[1], static["positions"], static["slots"], None, x, workspace, context=600)
 
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
-    for case in cases:
+    for case, pages in zip(cases, caches, strict=True):
         for name, tensor in static.items():
             tensor.copy_(getattr(case, name))
+        for part, pool in caches[1].pools.items():
+            pool.copy_(pages.pools[part])
         graph.replay()
         torch.testing.assert_close(x.cpu().float().view(1, 8, 64), case.expected(), **TOLERANCE)
