@@ -26,7 +26,7 @@ def low_rank(residual: torch.Tensor, rank: int, iterations: int = ITERATIONS) ->
     """
     T, D = residual.shape[-2:]
     generator = torch.Generator().manual_seed(0)
-    b = torch.randn(D, rank, generator=generator).expand(*residual.shape[:-2], D, rank)
+    b = torch.randn(D, rank, generator=generator).to(residual.device).expand(*residual.shape[:-2], D, rank)
     a = residual.new_zeros(*residual.shape[:-2], T, rank)
     for _ in range(iterations):
         a = torch.linalg.qr(residual @ b)[0]

@@ -107,7 +107,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     each = 8 // bits
     filled = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % each))
     filled = filled.reshape(*codes.shape[:-1], filled.shape[-1] // each, each)
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (filled << shifts).sum(-1, dtype=torch.uint8)
 
 
@@ -122,6 +122,6 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     Returns:
         uint8 [..., count].
     """
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     codes = (packed.unsqueeze(-1) >> shifts).bitwise_and(2**bits - 1)
     return codes.flatten(-2)[..., :count]
