@@ -47,7 +47,7 @@ def preparation(backend: str = "auto") -> str | None:
         from runtime.cpu.isa import is_compiled
     except (ImportError, OSError, BackendError):
         return None
-    return None if is_compiled() else "compiling the kernels for this processor, once; this takes some twenty seconds"
+    return None if is_compiled() else "compiling the kernels for this processor, once; this takes up to a minute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

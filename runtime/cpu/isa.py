@@ -5,8 +5,8 @@ and the processor at import; only the CPU backend imports it, and only when it i
 
 Variants: `avx512` (512-bit VNNI dot product), `avxvnni` (256-bit VNNI), `avx2` (multiply-add pairs of bytes) and
 `generic` (plain LLVM vectors, which every target lowers in its own way). `LOWBIT_CHAT_CPU_VARIANT` forces one.
-Compiling takes some twenty seconds, once for each version of the kernels; the machine code is kept in the cache folder
-(`LOWBIT_CHAT_KERNEL_CACHE` names another place for it).
+Compiling takes about a minute of processor time, once for each version of the kernels; the machine code is kept in the
+cache folder (`LOWBIT_CHAT_KERNEL_CACHE` names another place for it).
 """
 
 from __future__ import annotations
