@@ -102,7 +102,7 @@ def _points(model: str, group_size: int, closer: Sequence[str], extent: Extent) 
         for bits in extent.bits:
             for k_chunk in extent.curve:
                 yield Point(model=model, method=method, bits=bits, group_size=group_size, k_chunk=k_chunk)
-        if group_size > NARROW_GROUP and method in closer:
+        if group_size > NARROW_GROUP:
             for k_chunk in _within(extent.curve, (0, REFERENCE_K, 128)):
                 yield Point(model=model, method=method, bits=3, group_size=NARROW_GROUP, k_chunk=k_chunk)
     selectors: tuple[Selector, ...] = ("approx", "exact", "static", "random")
