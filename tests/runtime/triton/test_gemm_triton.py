@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from models.packed import PackedLinear
 from models.packing import pack
-from models.quantizers import quantizer
+from models.quantizers import rtn
 from runtime.errors import BackendError
 from runtime.kernels.gemm.triton import gemm
 from runtime.triton.layout import GpuLinear, dequantize, repack, repack_codebook
@@ -124,7 +124,7 @@ def test_a_real_matrix(bits, rows, shared_data, device):
     with safe_open(shared_data / "models" / "english3m" / "model.safetensors", framework="pt") as file:
         original = file.get_tensor("model.layers.1.mlp.down_proj.weight").float()
         x = file.get_tensor("model.embed_tokens.weight")[:rows].half().repeat(1, 2).to(device)
-    groups = quantizer("rtn")(original[:96].numpy(), bits, 128)
+    groups = rtn.quantize(original[:96].numpy(), bits, 128)
     packed = PackedLinear(
         name="layers.1.down",
         shape=(96, original.shape[1]),
