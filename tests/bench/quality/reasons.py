@@ -16,7 +16,7 @@ WHY: Mapping[str, str] = {
         "gptq rose from k_chunk 0 on (docs/decisions.md)."
     ),
     "Static selection is at least as good as random, to 2 standard errors": (
-        "one of 54 comparisons lies just outside two standard errors, where one or two are to be expected by chance: "
+        "one of 60 comparisons lies just outside two standard errors, where one or two are to be expected by chance: "
         "on the smallest model, whose matrices have 64 input channels, static channels are hardly better than others."
     ),
     "At equal fetched bytes 4-bit residuals are the best or within 0.5 % of it": (
