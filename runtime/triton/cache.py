@@ -2,54 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from models.spec import ModelSpec
-from runtime.kernels.cache.pages import LayerPages, record_bytes
+from runtime.kernels.cache.pages import LayerPages
 from runtime.kernels.cache.triton import flush
-from runtime.kv.control import Arrays, Int32Array, PagedCache
-from runtime.kv.kinds import PARTS, CacheKind, Part, page_fields
-from runtime.kv.reference.page import dequantize, quantize
+from runtime.kv.control import Int32Array, PagedCache
+from runtime.kv.kinds import CacheKind
+from runtime.kv.reference.store import TorchStore
 
 
-class GpuStore:
-    """The numbers of all pages and windows, on the device. Implements `PageStore` and `SavingStore`.
-
-    A page is one record of bytes for each layer, head and half, the same bytes as the reference cache's.
-
-    Args:
-        kind: What is stored.
-        spec: The model.
-        pages: Number of pages.
-        slots: Number of windows.
-        window: Tokens that a window has room for.
-        device: Where the buffers lie.
-    """
+class GpuStore(TorchStore):
+    """The numbers of all pages and windows on the device, the same bytes as the reference cache's; see `TorchStore`."""
 
     saved_layout = "triton-1"
-
-    def __init__(
-        self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int, device: torch.device
-    ) -> None:
-        self._kind, self._D, self._layers = kind, spec.head_dim, spec.num_layers
-        L, H_kv, D = spec.num_layers, spec.num_kv_heads, spec.head_dim
-        records = {part: record_bytes(kind, part, D) for part in PARTS}
-        self.pools: dict[Part, torch.Tensor] = {
-            part: torch.zeros((pages, L, H_kv, records[part]), dtype=torch.uint8, device=device) for part in PARTS
-        }
-        """uint8 [pages, layers, H_kv, record bytes]."""
-        self.windows: dict[Part, torch.Tensor] = {
-            part: torch.zeros((slots, L, H_kv, window, D), dtype=torch.float16, device=device) for part in PARTS
-        }
-        """float16 [slots, layers, H_kv, tokens, D]."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(array.nbytes for buffers in (self.pools, self.windows) for array in buffers.values())
 
     def layer(self, layer: int, tables: torch.Tensor, paged: torch.Tensor) -> LayerPages:
         """One layer as kernels read it; see `LayerPages`."""
@@ -66,71 +33,13 @@ class GpuStore:
             paged=paged,
         )
 
-    def flush(self, slot: int, page: int, rest: int) -> None:
-        """See `PageStore.flush`."""
-        windows = {part: window[slot] for part, window in self.windows.items()}
-        records = {part: pool[page] for part, pool in self.pools.items()}
+    def _quantize(self, slot: int, page: int) -> None:
+        """Quantize the first page of tokens of a window; low-rank corrections are found by torch."""
         if self._kind.rank:
-            for part in PARTS:
-                fields = quantize(self._kind, part, windows[part][:, :, : self._kind.page].float())
-                for name, array in self._fields(part, records[part]).items():
-                    array.copy_(fields[name])
-        else:
-            flush(self._kind, windows, records)
-        for window in windows.values():
-            window[:, :, :rest] = window[:, :, self._kind.page : self._kind.page + rest].clone()
-
-    def restore(self, page: int, slot: int, count: int) -> None:
-        """See `PageStore.restore`."""
-        for part in PARTS:
-            fields = self._fields(part, self.pools[part][page])
-            tokens = dequantize(self._kind, part, fields, self._D)[..., :count, :]
-            self.windows[part][slot, :, :, :count] = tokens.to(torch.float16)
-
-    def copy_window(self, source: int, target: int, count: int) -> None:
-        """See `PageStore.copy_window`."""
-        for windows in self.windows.values():
-            windows[target, :, :, :count] = windows[source, :, :, :count]
-
-    def copy_page(self, source: int, target: int) -> None:
-        """See `PageStore.copy_page`."""
-        for pool in self.pools.values():
-            pool[target] = pool[source]
-
-    def read_pages(self, pages: Sequence[int]) -> Arrays:
-        """See `SavingStore.read_pages`: records uint8 [pages, layers, H_kv, bytes]."""
-        return {part: pool[list(pages)].cpu().numpy() for part, pool in self.pools.items()}
-
-    def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
-        """See `SavingStore.write_pages`."""
-        for part, pool in self.pools.items():
-            pool[list(pages)] = torch.tensor(arrays[part], device=pool.device)
-
-    def read_window(self, slot: int, count: int) -> Arrays:
-        """See `SavingStore.read_window`: float16 [layers, H_kv, count, D]."""
-        if not self._kind.windowed:
-            return {}
-        return {part: windows[slot, :, :, :count].cpu().contiguous().numpy() for part, windows in self.windows.items()}
-
-    def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
-        """See `SavingStore.write_window`."""
-        if self._kind.windowed:
-            for part, windows in self.windows.items():
-                windows[slot, :, :, :count] = torch.tensor(arrays[part], device=windows.device)
-
-    def close(self) -> None:
-        """Release the buffers. Safe to call twice."""
-        self.pools.clear()
-        self.windows.clear()
-
-    def _fields(self, part: Part, records: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The fields of records [..., bytes], in their own memory."""
-        views, at = {}, 0
-        for field in page_fields(self._kind, part, self._D):
-            raw = records[..., at : at + field.nbytes]
-            views[field.name] = raw.view(getattr(torch, field.dtype)).view(*raw.shape[:-1], *field.shape)
-            at += field.nbytes
-        return views
+            super()._quantize(slot, page)
+            return
+        windows = {part: window[slot] for part, window in self.windows.items()}
+        flush(self._kind, windows, {part: pool[page] for part, pool in self.pools.items()})
 
 
 class GpuCache(PagedCache):
