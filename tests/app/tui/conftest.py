@@ -147,7 +147,9 @@ class Runtime:
     calls: list[tuple[str, Any]] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     hold_after: int | None = None
-    """Pieces after which the answer hangs until it is stopped, once."""
+    """Pieces after which the answer hangs until it is stopped, or `released`, once."""
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    """Lets the answer that hangs go on."""
 
     def named(self, what: str) -> list[Any]:
         """The arguments of all calls of one kind."""
@@ -293,7 +295,7 @@ class Client:
                 for at, piece in enumerate(pieces):
                     if at == runtime.hold_after:
                         runtime.hold_after = None
-                        await asyncio.Event().wait()
+                        await runtime.released.wait()
                     if at == runtime.crash_after:
                         runtime.crash_after = None
                         runtime.die()
