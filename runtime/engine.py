@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ from runtime.tokenizer import Detokenizer, Tokenizer
 FinishReason = Literal["stop", "length", "cancelled"]
 TURN_POLL_S = 0.05
 """How often a waiting generation looks whether it has been cancelled."""
+LENT_TOKENS = 128
+"""Steps that whoever measures the decoder may run in a row."""
 CONTEXT_TOKENS = 8
 """Prompt tokens that the detokenizer sees before the answer, so that a continuation keeps its leading space."""
 
@@ -133,6 +136,7 @@ class Engine:
         cancelled: Callable[[], bool] = never_cancelled,
         *,
         trim: bool = False,
+        chat: str | None = None,
     ) -> Iterator[Piece]:
         """Answer a prompt.
 
@@ -141,6 +145,7 @@ class Engine:
             options: How to draw and when to end.
             cancelled: Asked between steps; True ends the answer with `finish_reason` "cancelled".
             trim: Whether white space at the beginning of the answer is left out, as for a new chat message.
+            chat: The conversation that this belongs to, by a name of the caller's, for `forget`.
 
         Returns:
             Pieces as they come; the last has `finish_reason` and `usage`. Closing the iterator ends the work.
@@ -164,7 +169,7 @@ class Engine:
             )
         if self._closed:
             raise BackendError("the model has been unloaded: load it again")
-        run = _Run(prompt=tokens, options=options, trim=trim, begin=time.perf_counter())
+        run = _Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
         return self._generate(run, cancelled)
 
     def keep_in(self, saved: SavedCaches) -> None:
@@ -176,10 +181,28 @@ class Engine:
         with self._turn:
             self._conversations.saved = saved
 
-    def forget(self) -> None:
-        """Drop the cached tokens, so that the next prompt is computed from its first token, or comes from disk."""
+    def forget(self, chat: str | None = None) -> None:
+        """Drop cached tokens, those of a chat or all, so that they are computed anew, or come from disk.
+
+        Args:
+            chat: The name under which `generate` was given its prompts; None: everything is dropped.
+        """
         with self._turn:
-            self._conversations.forget()
+            self._conversations.forget(chat)
+
+    @contextmanager
+    def lent(self) -> Iterator[Decoder]:
+        """While entered, the decoder is the caller's, who may run steps in slot 0, up to `LENT_TOKENS` of them.
+
+        Conversations stay: what was in slot 0 moves to another one. Where all are in use, the one unused for longest
+        gives way, and is written to disk first if it is worth a file.
+        """
+        with self._turn:
+            self._conversations.vacate(0, min(self.context, LENT_TOKENS))
+            try:
+                yield self.decoder
+            finally:
+                self._conversations.clear(0)
 
     def close(self) -> None:
         """End the running generation after its current step and release the decoder. Safe to call twice."""
@@ -238,7 +261,7 @@ class Engine:
         """Bring the prompt into the cache, reusing what is there. Returns the logits [V] after its last token."""
         self._check(cancelled)
         start = time.perf_counter()
-        run.slot, run.cached = self._conversations.begin(run.prompt)
+        run.slot, run.cached = self._conversations.begin(run.prompt, run.chat)
         rows = self.decoder.options.max_rows
         for at in range(run.cached, len(run.prompt), rows):
             self._check(cancelled)
@@ -280,8 +303,11 @@ class Engine:
 class _Run:
     """The counts and times of one generation."""
 
-    def __init__(self, *, prompt: list[int], options: SamplingOptions, trim: bool, begin: float) -> None:
+    def __init__(
+        self, *, prompt: list[int], options: SamplingOptions, trim: bool, chat: str | None, begin: float
+    ) -> None:
         self.prompt = prompt
+        self.chat = chat
         self.options = options
         self.trim = trim
         self.completion = 0

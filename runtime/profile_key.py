@@ -65,6 +65,16 @@ def content_id(model: TunedModel) -> str:
         raise StoreError(f"cannot read the manifest of {model.name}: {error.strerror}") from error
 
 
+def content_of(folder: Path) -> str | None:
+    """The `content_id` of the model in a folder; None where there is none, or its manifest cannot be read."""
+    from models.store.layout import MANIFEST
+
+    try:
+        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
 def versions() -> dict[str, str]:
     """Versions of what timings depend on; empty text for what is not installed."""
     from importlib.metadata import PackageNotFoundError, version

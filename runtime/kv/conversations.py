@@ -30,6 +30,7 @@ class Conversations:
     def __init__(self, cache: KVCache | None, *, slots: int, context: int) -> None:
         self._cache, self._context = cache, context
         self._tokens: list[list[int]] = [[] for _ in range(1 if cache is None else slots)]
+        self._chats: list[str | None] = [None] * len(self._tokens)
         self._used = [0] * len(self._tokens)
         self._clock = 0
         self.saved: SavedCaches | None = None
@@ -39,8 +40,13 @@ class Conversations:
         """What a slot holds; whoever runs a step of the slot appends what has entered the cache."""
         return self._tokens[slot]
 
-    def begin(self, prompt: Sequence[int]) -> tuple[int, int]:
+    def begin(self, prompt: Sequence[int], chat: str | None = None) -> tuple[int, int]:
         """Make a slot hold the beginning of a prompt, as much of it as is known; its last token is never counted.
+
+        Args:
+            prompt: Its tokens.
+            chat: Whose it is, for `forget`: a name that its client chose. A prompt without one that goes on in a
+                chat's slot leaves it that chat's.
 
         Returns:
             The slot, and how many of the prompt's tokens it holds.
@@ -56,6 +62,7 @@ class Conversations:
             source, slot = slot, self._spare(slot if shared else None)
             self._fork(source, slot, shared)
         self._keep(slot, shared)
+        self._chats[slot] = chat or self._chats[slot]
         self._touch(slot)
         return slot, shared
 
@@ -71,21 +78,54 @@ class Conversations:
         for other in others:
             if cache.has_room(slot, end):
                 return
-            self._clear(other)
+            self.clear(other)
 
-    def forget(self) -> None:
-        """Drop everything."""
-        for slot in range(len(self._tokens)):
-            self._clear(slot)
+    def forget(self, chat: str | None = None) -> None:
+        """Drop what belongs to a chat; everything, where none is named. Files stay: see `saved_folder.forget`."""
+        for slot, owner in enumerate(self._chats):
+            if chat is None or owner == chat:
+                self.clear(slot)
+
+    def clear(self, slot: int) -> None:
+        """Drop a slot's tokens, and whatever else was written into it."""
+        self._tokens[slot] = []
+        self._chats[slot] = None
+        if self._cache is not None:
+            self._cache.clear(slot)
+
+    def vacate(self, slot: int, room: int) -> None:
+        """Empty a slot for somebody who writes up to `room` tokens into it. What it held moves to another slot.
+
+        Where all are taken, the one unused for longest is dropped, on disk first if it is worth a file.
+        """
+        if self._cache is None:
+            self.clear(slot)
+            return
+        if self._tokens[slot]:
+            self._keep(slot, len(self._tokens[slot]))
+            others = [other for other in range(len(self._tokens)) if other != slot]
+            spare = min([*others, slot], key=lambda other: (bool(self._tokens[other]), self._used[other]))
+            if self._tokens[spare]:
+                self._save([spare])
+            if spare != slot:
+                self._fork(slot, spare, len(self._tokens[slot]))
+                self._chats[spare], self._used[spare] = self._chats[slot], self._used[slot]
+            self.clear(slot)
+        if not self._cache.has_room(slot, room):
+            self.save()
+            self.make_room(slot, room)
 
     def save(self) -> None:
         """Write to disk what is worth it, the latest first."""
+        self._save(sorted(range(len(self._tokens)), key=self._used.__getitem__, reverse=True))
+
+    def _save(self, slots: Sequence[int]) -> None:
+        """Write to disk what is worth it of some slots, the most important first."""
         if self.saved is None or self._cache is None:
             return
-        latest = sorted(range(len(self._tokens)), key=self._used.__getitem__, reverse=True)
-        for slot in latest:
+        for slot in slots:
             self._keep(slot, len(self._tokens[slot]))
-        self.saved.save(self._cache, [(slot, self._tokens[slot]) for slot in latest])
+        self.saved.save(self._cache, [(slot, self._tokens[slot], self._chats[slot]) for slot in slots])
 
     def _longest(self, wanted: Sequence[int]) -> tuple[int, int]:
         """The slot that has most of some tokens, and how many; of equals one that can be cut back without loss."""
@@ -114,14 +154,16 @@ class Conversations:
             else:
                 self._cache.clear(target)
         self._tokens[target] = self._tokens[source][:length]
+        self._chats[target] = None
 
     def _restore(self, found: SavedSequence, slot: int) -> None:
         """Let a slot hold what is in a file, or nothing where that cannot be used."""
         assert self.saved is not None
         assert self._cache is not None
-        self._clear(slot)
+        self.clear(slot)
         self.make_room(slot, len(found.tokens))
         self._tokens[slot] = self.saved.load(found, self._cache, slot)
+        self._chats[slot] = found.chat
         self._touch(slot)
 
     def _keep(self, slot: int, length: int) -> None:
@@ -129,12 +171,6 @@ class Conversations:
         del self._tokens[slot][length:]
         if self._cache is not None and self._cache.length(slot) > length:
             self._cache.trim(slot, length)
-
-    def _clear(self, slot: int) -> None:
-        """Drop a slot's tokens."""
-        self._tokens[slot] = []
-        if self._cache is not None:
-            self._cache.clear(slot)
 
     def _touch(self, slot: int) -> None:
         """Note that a slot is used now."""

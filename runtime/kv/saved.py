@@ -1,7 +1,7 @@
 """One sequence of a KV cache as a file, from which it comes back without a prefill.
 
     magic            8 bytes, `LBCHATKV`
-    header           8 bytes of length (little-endian), then JSON: format, about, tokens, paged
+    header           8 bytes of length (little-endian), then JSON: format, about, chat, tokens, paged
     pieces           each 8 bytes of length, then JSON: name -> [dtype, shape]; then the arrays, at multiples of 64
     checksum         16 bytes, BLAKE2b of all before it
 
@@ -39,7 +39,7 @@ ENDING = ".kv"
 TEMPORARY = ".kv.tmp"
 """Ending while it is being written."""
 _MAGIC = b"LBCHATKV"
-_FORMAT = 1
+_FORMAT = 2
 _ALIGNMENT = 64
 _CHECKSUM = 16
 _HASHED = 1 << 22
@@ -101,6 +101,8 @@ class Header:
 
     about: About
     """What it belongs to."""
+    chat: str | None
+    """Whose it is: the name that the client gave the conversation, where it did."""
     tokens: tuple[int, ...]
     """The sequence."""
     paged: int
@@ -109,7 +111,9 @@ class Header:
     """Where the header ends, in bytes."""
 
 
-def write(path: Path, about: About, tokens: Sequence[int], cache: KVCache, slot: int) -> int:
+def write(
+    path: Path, about: About, tokens: Sequence[int], cache: KVCache, slot: int, *, chat: str | None = None
+) -> int:
     """Write a slot of a cache to a file that only its owner can read.
 
     Args:
@@ -118,6 +122,7 @@ def write(path: Path, about: About, tokens: Sequence[int], cache: KVCache, slot:
         tokens: The slot's tokens, as many as it has.
         cache: The cache.
         slot: The slot.
+        chat: Whose it is, so that it can be deleted with the conversation; None where nobody said.
 
     Returns:
         Bytes of the file.
@@ -130,10 +135,10 @@ def write(path: Path, about: About, tokens: Sequence[int], cache: KVCache, slot:
         raise RequestError(f"slot {slot} has {cache.length(slot)} tokens, not {len(tokens)}, and cannot be saved so")
     try:
         with explained(f"cannot save a chat's cache as {path}"):
-            descriptor, name = tempfile.mkstemp(prefix=".", suffix=TEMPORARY, dir=path.parent)  # gives mode 0600
+            descriptor, name = tempfile.mkstemp(prefix=f".{os.getpid()}-", suffix=TEMPORARY, dir=path.parent)  # 0600
             try:
                 with os.fdopen(descriptor, "wb") as file:
-                    size = _write(file, about, tokens, cache, slot)
+                    size = _write(file, about, tokens, cache, slot, chat)
                 Path(name).replace(path)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -142,6 +147,14 @@ def write(path: Path, about: About, tokens: Sequence[int], cache: KVCache, slot:
     except StoreError as error:
         raise SavedCacheError(str(error)) from error
     return size
+
+
+def writer_is_gone(path: Path) -> bool:
+    """Whether a temporary file was left behind: the process that wrote it has ended."""
+    import psutil
+
+    pid, _, _ = path.name.removeprefix(".").partition("-")
+    return not pid.isdigit() or not psutil.pid_exists(int(pid))
 
 
 def read_header(path: Path) -> Header:
@@ -222,12 +235,12 @@ class _Hashed:
         self.write(bytes(-self.at % _ALIGNMENT))
 
 
-def _write(file: BinaryIO, about: About, tokens: Sequence[int], cache: KVCache, slot: int) -> int:
+def _write(file: BinaryIO, about: About, tokens: Sequence[int], cache: KVCache, slot: int, chat: str | None) -> int:
     """Write all of a file. Returns its bytes."""
     out = _Hashed(file)
     out.write(_MAGIC)
-    header = {"format": _FORMAT, "about": asdict(about), "tokens": list(tokens), "paged": cache.paged_length(slot)}
-    out.json(header)
+    paged = cache.paged_length(slot)
+    out.json({"format": _FORMAT, "about": asdict(about), "chat": chat, "tokens": list(tokens), "paged": paged})
     for piece in cache.export(slot):
         out.json({name: [array.dtype.name, list(array.shape)] for name, array in piece.items()})
         for array in piece.values():
@@ -243,7 +256,10 @@ def _header(data: Mapping[str, Any], end: int) -> Header:
     tokens = tuple(data["tokens"])
     if not all(type(number) is int and number >= 0 for number in (*tokens, data["paged"])):
         raise ValueError("a number is none")
-    return Header(about=About(**data["about"]), tokens=tokens, paged=data["paged"], end=end)
+    chat = data["chat"]
+    if not (chat is None or isinstance(chat, str)):
+        raise ValueError("its chat has no name")
+    return Header(about=About(**data["about"]), chat=chat, tokens=tokens, paged=data["paged"], end=end)
 
 
 def _verify(path: Path, mapped: mmap.mmap) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from runtime.errors import OutOfMemoryError, SavedCacheError
 from runtime.kv import saved
 from runtime.kv.control import KVCache
+from runtime.profile_key import content_of
 
 FOLDER_BYTES = 2 << 30
 """Bytes that all saved caches may have together, those of other models included."""
@@ -28,7 +29,7 @@ GAIN = 256
 SAVING_S = 2.0
 """No file is begun after so many seconds of saving: whoever ends the program does not wait for ever."""
 _STALE_S = 3600.0
-"""A file that is being written for longer was left behind by a process that is gone."""
+"""A file that is being written for longer was left behind, even if another process has its writer's number now."""
 _RESERVE = 256 << 20
 """Bytes of the disk that stay free."""
 
@@ -43,6 +44,69 @@ class SavedSequence:
     """Where it is."""
     tokens: npt.NDArray[np.int32]
     """Its sequence."""
+    chat: str | None = None
+    """Whose it is; None where nobody said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What some saved caches take."""
+
+    files: int = 0
+    """How many there are."""
+    size: int = 0
+    """Their bytes."""
+
+
+def holding(folder: Path) -> Holding:
+    """What all saved caches of a folder take."""
+    return _sum(_listed(folder))
+
+
+def forget(folder: Path, *, chat: str | None = None, model: str | None = None) -> Holding:
+    """Delete saved caches: those of a chat, those of a model, or all of them where neither is named.
+
+    A file that can no longer be read goes with any chat, for it may be its. What another process is writing at this
+    moment is left alone unless all is deleted.
+
+    Args:
+        folder: Where the files are.
+        chat: The name of a conversation, as its client gave it.
+        model: Content id of a model.
+
+    Returns:
+        What was deleted.
+
+    Raises:
+        SavedCacheError: the system refuses to delete one; the message says which.
+    """
+    unwanted = [path for path in _listed(folder) if _is_of(path, chat, model)]
+    taken = _sum(unwanted)
+    for path in unwanted:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise SavedCacheError(f"cannot delete the saved cache {path}: {error.strerror}") from error
+    return taken
+
+
+@contextlib.contextmanager
+def forgetting(folder: Path, models: Path) -> Iterator[None]:
+    """When left, delete the saved caches of stored models that were deleted or replaced while entered.
+
+    Args:
+        folder: Where the saved caches are.
+        models: Folder of the stored models.
+
+    Raises:
+        SavedCacheError: the system refuses to delete one.
+    """
+    before = _contents(models)
+    try:
+        yield
+    finally:
+        for model in before - _contents(models):
+            forget(folder, model=model)
 
 
 class SavedCaches:
@@ -51,6 +115,7 @@ class SavedCaches:
     Args:
         folder: Where the files are, of all models; made for its owner alone when something is saved.
         about: What this model's caches belong to.
+        model: The model's folder: without it nothing is saved, for the model was deleted; None: that is not asked.
         limit: Bytes that all files may have together; those unused for longest are deleted.
         smallest: Tokens below which a sequence is not saved.
         gain: Tokens that a file must spare.
@@ -61,15 +126,17 @@ class SavedCaches:
         folder: Path,
         about: saved.About,
         *,
+        model: Path | None = None,
         limit: int = FOLDER_BYTES,
         smallest: int = SMALLEST,
         gain: int = GAIN,
     ) -> None:
-        self._folder, self._about = folder, about
+        self._folder, self._about, self._model = folder, about, model
         self._limit, self._smallest, self._gain = limit, smallest, gain
-        self._prefix = f"{about.model[:16]}-{about.kind['name']}-"
+        self._prefix = f"{_model_prefix(about.model)}{about.kind['name']}-"
         self._found: list[SavedSequence] = []
         self._found = self._scan()
+        self._prune()
 
     def longest(self, tokens: Sequence[int], *, beyond: int, context: int) -> SavedSequence | None:
         """The file with most tokens in common at its beginning with some others; of equals the shortest.
@@ -79,6 +146,7 @@ class SavedCaches:
             beyond: Tokens that are at hand without a file; it must have clearly more.
             context: Longer sequences do not count.
         """
+        self._look_again()
         wanted, best, most = np.array(tokens, np.int32), None, beyond + self._gain - 1
         for found in sorted(self._found, key=lambda found: len(found.tokens)):
             if len(found.tokens) <= context and (shared := _shared(found.tokens, wanted)) > most:
@@ -104,49 +172,53 @@ class SavedCaches:
             os.utime(found.path)
         return tokens
 
-    def save(self, cache: KVCache, sequences: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def save(self, cache: KVCache, sequences: Sequence[tuple[int, Sequence[int], str | None]]) -> None:
         """Write what is worth a file, then delete what is too much.
 
         Args:
             cache: The cache.
-            sequences: Slots and their tokens, the most important first.
+            sequences: Slots, their tokens and whose they are, the most important first.
         """
+        if self._model is not None and content_of(self._model) != self._about.model:
+            return
         began = time.monotonic()
-        for slot, tokens in sequences:
+        self._look_again()
+        for slot, tokens, chat in sequences:
             if len(tokens) < self._smallest or time.monotonic() - began > SAVING_S:
                 continue
             array = np.array(tokens, np.int32)
             if any(_shared(found.tokens, array) + self._gain > len(array) for found in self._found):
                 continue
             try:
-                self._write(cache, slot, array)
+                self._write(cache, slot, array, chat)
             except (SavedCacheError, OSError) as error:
                 logger.warning("a chat's cache is not saved: %s", error)
         self._prune()
 
-    def _write(self, cache: KVCache, slot: int, tokens: npt.NDArray[np.int32]) -> None:
+    def _write(self, cache: KVCache, slot: int, tokens: npt.NDArray[np.int32], chat: str | None) -> None:
         """Write one sequence; files that it goes on from are deleted."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.chmod(0o700)  # whoever made it
         needed = cache.slot_bytes(slot)
         if needed > self._limit or needed > shutil.disk_usage(self._folder).free - _RESERVE:
             raise SavedCacheError(f"it takes {needed >> 20} MiB, for which there is no room in {self._folder}")
         name = hashlib.blake2b(tokens.tobytes(), digest_size=12).hexdigest()
         path = self._folder / f"{self._prefix}{name}{saved.ENDING}"
-        saved.write(path, self._about, tokens.tolist(), cache, slot)
+        saved.write(path, self._about, tokens.tolist(), cache, slot, chat=chat)
         for found in list(self._found):
             if _shared(found.tokens, tokens) + self._gain > len(found.tokens):
                 self._remove(found.path)
-        self._found.append(SavedSequence(path=path, tokens=tokens))
+        self._found.append(SavedSequence(path=path, tokens=tokens, chat=chat))
 
     def _prune(self) -> None:
         """Delete files, those unused for longest first, until all that stay have room; and what a crash left behind."""
         files = []
-        for path in self._listed():
+        for path in _listed(self._folder):
             with contextlib.suppress(OSError):
                 status = path.stat()
                 if path.name.endswith(saved.ENDING):
                     files.append((status.st_mtime, status.st_size, path))
-                elif time.time() - status.st_mtime > _STALE_S:
+                elif saved.writer_is_gone(path) or time.time() - status.st_mtime > _STALE_S:
                     path.unlink()
         kept = 0
         for _, size, path in sorted(files, reverse=True):
@@ -157,7 +229,7 @@ class SavedCaches:
     def _scan(self) -> list[SavedSequence]:
         """The files that belong to this model. Why one does not is told to the log, where it was made for it."""
         found = []
-        for path in self._listed():
+        for path in _listed(self._folder):
             if not (path.name.startswith(self._prefix) and path.name.endswith(saved.ENDING)):
                 continue
             try:
@@ -169,17 +241,12 @@ class SavedCaches:
             if reasons := self._about.differences(header.about):
                 logger.info("the saved cache %s is not used: it was made with %s", path, ", ".join(reasons))
             else:
-                found.append(SavedSequence(path=path, tokens=np.array(header.tokens, np.int32)))
+                found.append(SavedSequence(path=path, tokens=np.array(header.tokens, np.int32), chat=header.chat))
         return found
 
-    def _listed(self) -> list[Path]:
-        """Saved caches and files that are being written, by name; none where there is no folder."""
-        try:
-            return sorted(
-                path for path in self._folder.iterdir() if path.name.endswith((saved.ENDING, saved.TEMPORARY))
-            )
-        except OSError:
-            return []
+    def _look_again(self) -> None:
+        """Know no more of files that somebody has deleted."""
+        self._found = [found for found in self._found if found.path.exists()]
 
     def _remove(self, path: Path) -> None:
         """Delete a file, and know it no more."""
@@ -193,3 +260,50 @@ def _shared(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> int:
     count = min(len(first), len(second))
     different = np.flatnonzero(first[:count] != second[:count])
     return int(different[0]) if len(different) else count
+
+
+def _model_prefix(model: str) -> str:
+    """How the names of a model's files begin."""
+    return f"{model[:16]}-"
+
+
+def _contents(models: Path) -> set[str]:
+    """Content ids of all stored models."""
+    try:
+        found = [content_of(folder) for folder in models.iterdir()]
+    except OSError:
+        return set()
+    return {content for content in found if content is not None}
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Saved caches and files that are being written, by name; none where there is no folder."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.endswith((saved.ENDING, saved.TEMPORARY)))
+    except OSError:
+        return []
+
+
+def _is_of(path: Path, chat: str | None, model: str | None) -> bool:
+    """Whether a file is to be deleted with a chat or a model, or with all."""
+    if chat is None and model is None:
+        return True
+    if path.name.endswith(saved.TEMPORARY):
+        return saved.writer_is_gone(path)
+    if model is not None and path.name.startswith(_model_prefix(model)):
+        return True
+    if chat is None:
+        return False
+    try:
+        return saved.read_header(path).chat == chat
+    except SavedCacheError:
+        return True
+
+
+def _sum(paths: Sequence[Path]) -> Holding:
+    """What some files take; those that are gone, nothing."""
+    sizes = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            sizes.append(path.stat().st_size)
+    return Holding(files=len(sizes), size=sum(sizes))

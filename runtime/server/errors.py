@@ -14,6 +14,7 @@ from runtime.errors import (
     OutOfMemoryError,
     RequestError,
     RuntimeFailure,
+    SavedCacheError,
 )
 from runtime.server.records import ErrorRecord
 
@@ -88,6 +89,8 @@ def api_error(error: BaseException, *, prompt: str | None = None) -> ApiError:
         return unavailable(text, "backend_unavailable")
     if isinstance(error, StoreError):
         return unavailable(text, "model_unavailable")
+    if isinstance(error, SavedCacheError):
+        return unavailable(text, "disk")
     if isinstance(error, InvalidActivationError):
         return ApiError(500, text, kind=SERVER, code="model_broken")
     if isinstance(error, (ModelError, RuntimeFailure)):

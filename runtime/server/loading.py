@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +15,11 @@ from models.store import Store, StoredModel, StoredModelInfo
 from runtime.decoder import Decoder
 from runtime.errors import Cancelled, RequestError
 from runtime.kernels.select.budget import k_chunk_by_type
+from runtime.kv.saved_folder import Holding, SavedCaches, forget, forgetting, holding
 from runtime.server.inspecting import MachineInspector
 from runtime.server.records import LoadedModel, LoadRequest, ModelEntry, TuneRequest
 from runtime.server.service import Service
-from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, within_budget
+from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, Problem, within_budget
 from tuner.profiles import ProfileStore
 
 if TYPE_CHECKING:
@@ -37,11 +39,18 @@ class Bundle:
 
 
 class StoreCatalogue:
-    """The models of a store, and the bundled ones."""
+    """The models of a store, and the bundled ones.
 
-    def __init__(self, store: Store, bundled: Mapping[str, Path]) -> None:
+    Args:
+        store: The store.
+        bundled: Folders of the bundled models by name.
+        chats: Folder of saved caches, of which those of a deleted model are deleted; None: there are none.
+    """
+
+    def __init__(self, store: Store, bundled: Mapping[str, Path], chats: Path | None = None) -> None:
         self._store = store
         self._bundled = bundled
+        self._chats = chats
 
     def entries(self) -> list[ModelEntry]:
         """All usable models, by name, bundled ones first."""
@@ -78,7 +87,8 @@ class StoreCatalogue:
         """
         if name in self._bundled:
             raise RequestError(f"{name} is part of the program and cannot be removed")
-        self._store.remove(name)
+        with nullcontext() if self._chats is None else forgetting(self._chats, self._store.root):
+            self._store.remove(name)
 
 
 class StoreLoader:
@@ -164,6 +174,7 @@ class StoreLoader:
             context=options.context,
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
+            problems=_lacking(engine.decoder),
         )
         try:
             if wanted.k_chunk is None:
@@ -177,18 +188,29 @@ class StoreLoader:
     def _remember(self, engine: Engine, model: StoredModel) -> None:
         """Let an engine's long conversations outlive it, where there is a folder for them."""
         from runtime.kv.saved import About
-        from runtime.kv.saved_folder import SavedCaches
         from runtime.profile_key import content_id
 
         cache = engine.decoder.cache
         if self._chats is not None and cache is not None and cache.layout is not None:
             about = About.of(cache, model.spec, model=content_id(model), recipe=model.recipe.to_json())
-            engine.keep_in(SavedCaches(self._chats, about))
+            engine.keep_in(SavedCaches(self._chats, about, model=model.path))
+
+    def forget(self, chat: str | None) -> Holding:
+        """Delete the saved caches of a conversation, or all of them.
+
+        Raises:
+            SavedCacheError: the system refuses.
+        """
+        return Holding() if self._chats is None else forget(self._chats, chat=chat)
+
+    def held(self) -> Holding:
+        """What the saved caches take on disk."""
+        return Holding() if self._chats is None else holding(self._chats)
 
     def tune(
         self, loaded: LoadedModel, request: TuneRequest, progress: ProgressCallback, cancelled: CancelledCheck
     ) -> LoadedModel:
-        """Change the compensation of a loaded model.
+        """Change the compensation of a loaded model. Its conversations stay in the cache, as they were computed.
 
         Raises:
             Cancelled: `cancelled` said so; the model stays as it was.
@@ -197,8 +219,9 @@ class StoreLoader:
         """
         if request.k_chunk is not None:
             by_type = k_chunk_by_type(request.k_chunk)
-            _decoder(loaded).set_k_chunk(by_type)
-            return replace(loaded, k_chunk=by_type, tuning=None, problems=())
+            decoder = _engine(loaded).decoder
+            decoder.set_k_chunk(by_type)
+            return replace(loaded, k_chunk=by_type, tuning=None, problems=_lacking(decoder))
         return self._tuned(loaded, self._catalogue.open(loaded.name), request, progress, cancelled)
 
     def _tuned(
@@ -209,31 +232,40 @@ class StoreLoader:
         progress: ProgressCallback,
         cancelled: CancelledCheck,
     ) -> LoadedModel:
-        decoder = _decoder(loaded)
-        found, problem = within_budget(
-            decoder,
-            model,
-            budget_percent=DEFAULT_BUDGET_PERCENT if request.budget is None else request.budget,
-            profiles=ProfileStore(self._profiles),
-            force=request.force,
-            progress=progress,
-            cancelled=cancelled,
-        )
-        return replace(
-            loaded,
-            k_chunk=k_chunk_by_type(decoder.options.k_chunk),
-            tuning=found,
-            problems=() if problem is None else (problem,),
-        )
+        with _engine(loaded).lent() as decoder:
+            found, problem = within_budget(
+                decoder,
+                model,
+                budget_percent=DEFAULT_BUDGET_PERCENT if request.budget is None else request.budget,
+                profiles=ProfileStore(self._profiles),
+                force=request.force,
+                progress=progress,
+                cancelled=cancelled,
+            )
+            return replace(
+                loaded,
+                k_chunk=k_chunk_by_type(decoder.options.k_chunk),
+                tuning=found,
+                problems=(*(() if problem is None else (problem,)), *_lacking(decoder)),
+            )
 
 
-def _decoder(loaded: LoadedModel) -> Decoder:
-    """The decoder of a model that this loader loaded; what its cache holds is forgotten, for it may be overwritten."""
+def _engine(loaded: LoadedModel) -> Engine:
+    """The engine of a model that this loader loaded."""
     from runtime.engine import Engine
 
     assert isinstance(loaded.engine, Engine)
-    loaded.engine.forget()
-    return loaded.engine.decoder
+    return loaded.engine
+
+
+def _lacking(decoder: Decoder) -> tuple[Problem, ...]:
+    """What a GPU's decoder goes without."""
+    if decoder.backend != "triton":
+        return ()
+    from runtime.triton.decoder import TritonDecoder
+
+    assert isinstance(decoder, TritonDecoder)
+    return decoder.model.problems
 
 
 def open_service(
@@ -257,11 +289,11 @@ def open_service(
     from runtime.server.making import StoreWorkshop
 
     store = Store(home / "models")
-    catalogue = StoreCatalogue(store, bundle.models)
+    catalogue = StoreCatalogue(store, bundle.models, chats)
     return Service(
         StoreLoader(catalogue, home / PROFILES, compensation, chats=chats),
         catalogue,
-        StoreWorkshop(store, bundle),
+        StoreWorkshop(store, bundle, chats),
         inspector=MachineInspector(home / PROFILES),
         idle_unload_s=idle_unload_s,
     )
@@ -281,6 +313,8 @@ def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:
         family=summary.family,
         context=summary.context,
         bundled=bundled,
+        method=info.recipe.method,
+        smooth_attention=info.recipe.smooth_attention,
         perplexity_before=summary.perplexity_before,
         perplexity_after=summary.perplexity_after,
         warning=summary.warning,

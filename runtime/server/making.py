@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from models.errors import CheckpointError
 from models.progress import Cancelled, ProgressCallback
 from models.recipe import Recipe
 from models.store import Store
+from runtime.kv.saved_folder import forgetting
 from runtime.server.loading import Bundle, model_entry
 from runtime.server.records import ModelEntry, QuantizeRequest
 
 
 class StoreWorkshop:
-    """Makes models for a store."""
+    """Makes models for a store.
 
-    def __init__(self, store: Store, bundle: Bundle) -> None:
+    Args:
+        store: The store.
+        bundle: Texts to quantize and measure with.
+        chats: Folder of saved caches, of which those of a model that is replaced are deleted; None: there are none.
+    """
+
+    def __init__(self, store: Store, bundle: Bundle, chats: Path | None = None) -> None:
         self._store = store
         self._bundle = bundle
+        self._chats = chats
 
     def quantize(self, request: QuantizeRequest, progress: ProgressCallback, cancelled: Cancelled) -> ModelEntry:
         """Make a low-bit model of a checkpoint's folder, or of a hub's checkpoint, which is downloaded if need be.
@@ -32,18 +41,21 @@ class StoreWorkshop:
             bits=request.bits,
             group_size=request.group_size,
             residual_bits=request.residual_bits,
+            smooth_attention=request.smooth_attention,
         )
-        info = quantize(
-            self._checkpoint(request.source, progress, cancelled),
-            self._store,
-            recipe,
-            name=request.name,
-            calibration=_read(self._bundle.calibration),
-            evaluation=_read(self._bundle.evaluation),
-            force=request.force,
-            progress=progress,
-            cancelled=cancelled,
-        )
+        checkpoint = self._checkpoint(request.source, progress, cancelled)
+        with nullcontext() if self._chats is None else forgetting(self._chats, self._store.root):
+            info = quantize(
+                checkpoint,
+                self._store,
+                recipe,
+                name=request.name,
+                calibration=_read(self._bundle.calibration),
+                evaluation=_read(self._bundle.evaluation),
+                force=request.force,
+                progress=progress,
+                cancelled=cancelled,
+            )
         return model_entry(info)
 
     def pull(self, name: str, revision: str | None, progress: ProgressCallback, cancelled: Cancelled) -> str:

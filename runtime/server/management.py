@@ -62,6 +62,7 @@ class QuantizeBody(_Body):
     method: Method = DEFAULT_METHOD
     group_size: int = 128
     residual_bits: int = 4
+    smooth_attention: bool = False
     name: Name | None = None
     force: bool = False
 
@@ -77,6 +78,12 @@ class RemoveBody(_Body):
     """Body of POST /runtime/remove."""
 
     name: Name
+
+
+class ForgetBody(_Body):
+    """Body of POST /runtime/forget."""
+
+    chat: Annotated[str, Field(min_length=1, max_length=200)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,8 @@ class ManagementInterface:
             Route("/runtime/quantize", self.quantize, methods=["POST"]),
             Route("/runtime/pull", self.pull, methods=["POST"]),
             Route("/runtime/remove", self.remove, methods=["POST"]),
+            Route("/runtime/saved", self.saved, methods=["GET"]),
+            Route("/runtime/forget", self.forget, methods=["POST"]),
             Route("/runtime/shutdown", self.stop, methods=["POST"]),
         ]
 
@@ -162,6 +171,7 @@ class ManagementInterface:
             method=body.method,
             group_size=body.group_size,
             residual_bits=body.residual_bits,
+            smooth_attention=body.smooth_attention,
             name=body.name,
             force=body.force,
         )
@@ -179,6 +189,16 @@ class ManagementInterface:
             await self.service.unload()
         await asyncio.to_thread(self.service.catalogue.remove, name)
         return json_answer({"removed": name})
+
+    async def saved(self, _request: Request) -> Response:
+        """GET /runtime/saved: what the saved caches of conversations take on disk."""
+        held = await asyncio.to_thread(self.service.held)
+        return json_answer({"files": held.files, "bytes": held.size})
+
+    async def forget(self, request: Request) -> Response:
+        """POST /runtime/forget: delete what caches hold of the conversation `chat`, or of all."""
+        gone = await self.service.forget(parse(await request.body(), ForgetBody).chat)
+        return json_answer({"files": gone.files, "bytes": gone.size})
 
     async def stop(self, _request: Request) -> Response:
         """POST /runtime/shutdown."""

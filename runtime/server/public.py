@@ -62,7 +62,13 @@ class PublicInterface:
             return engine.chat_prompt(messages, continue_final=resume)
 
         wanted = GenerationRequest(
-            model=asked.model, prompt=prompt, options=asked.sampling(), chat=True, trim=not resume, field="messages"
+            model=asked.model,
+            prompt=prompt,
+            options=asked.sampling(),
+            chat=True,
+            name=asked.prompt_cache_key,
+            trim=not resume,
+            field="messages",
         )
 
         def begin(accepted: Accepted) -> Writer:

@@ -10,6 +10,7 @@ from models.progress import Cancelled, ProgressCallback
 from models.recipe import DEFAULT_METHOD
 from runtime.decoder import KVKind
 from runtime.engine import Piece
+from runtime.kv.saved_folder import Holding
 from runtime.sampling import SamplingOptions
 from runtime.tuning import Problem, Tuning
 
@@ -68,9 +69,19 @@ class EngineLike(Protocol):
         ...
 
     def generate(
-        self, prompt: Sequence[int], options: SamplingOptions, cancelled: Cancelled, *, trim: bool = False
+        self,
+        prompt: Sequence[int],
+        options: SamplingOptions,
+        cancelled: Cancelled,
+        *,
+        trim: bool = False,
+        chat: str | None = None,
     ) -> Iterator[Piece]:
         """Answer a prompt. Refuses at once what it cannot answer; the work is done while iterating."""
+        ...
+
+    def forget(self, chat: str | None = None) -> None:
+        """Drop what is cached of a chat, or everything."""
         ...
 
     def close(self) -> None:
@@ -194,6 +205,10 @@ class ModelEntry:
     """Architecture."""
     context: int
     """Longest context in tokens."""
+    method: str = DEFAULT_METHOD
+    """Base quantizer."""
+    smooth_attention: bool = False
+    """Whether its key channels were evened out for a KV cache of few bits."""
     bundled: bool = False
     """Whether it came with the program."""
     perplexity_before: float | None = None
@@ -224,6 +239,8 @@ class QuantizeRequest:
     """Input channels that share a scale."""
     residual_bits: int = 4
     """Bits of the residuals."""
+    smooth_attention: bool = False
+    """Whether key channels are evened out for a KV cache of few bits."""
     name: str | None = None
     """Name of the new model; derived from source and recipe if None."""
     force: bool = False
@@ -288,6 +305,18 @@ class Loader(Protocol):
         self, loaded: LoadedModel, request: TuneRequest, progress: ProgressCallback, cancelled: Cancelled
     ) -> LoadedModel:
         """Change the compensation of a loaded model. Stopped, it leaves everything as it was."""
+        ...
+
+    def forget(self, chat: str | None) -> Holding:
+        """Delete the saved caches of a conversation, or all of them. Returns what was deleted.
+
+        Raises:
+            SavedCacheError: the system refuses.
+        """
+        ...
+
+    def held(self) -> Holding:
+        """What the saved caches take on disk."""
         ...
 
 

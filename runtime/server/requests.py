@@ -171,6 +171,8 @@ class ChatRequest(Sampling):
     function_call: Any = None
     modalities: list[str] | None = None
     audio: Any = None
+    prompt_cache_key: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """OpenAI's, taken for the name of the conversation: what its cache holds is deleted by that name."""
     continue_final_message: StrictBool | None = None
     """Not OpenAI's: whether the last message, the assistant's, is continued rather than answered."""
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from models.progress import Progress
 from runtime.engine import Piece
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
+from runtime.kv.saved_folder import Holding
 from runtime.sampling import SamplingOptions
 from runtime.server.bridge import Stream, Worker
 from runtime.server.errors import ApiError, api_error, unavailable
@@ -50,6 +51,8 @@ class GenerationRequest:
     """How to draw and when to end."""
     chat: bool = False
     """Whether the model's own chat stops apply."""
+    name: str | None = None
+    """What the client calls the conversation, for `Service.forget`."""
     trim: bool = False
     """Whether white space in front of the answer is dropped."""
     field: str = "messages"
@@ -99,6 +102,7 @@ class Service:
         self.workshop = workshop
         self._inspector = inspector
         self._max_waiting = max_waiting
+        self._loader = loader
         self._slot = ModelSlot(loader, catalogue)
         self._lock = threading.Lock()
         self._streams: set[Stream[Any]] = set()  # of all requests that run or wait; guarded by the lock
@@ -167,6 +171,27 @@ class Service:
         async with aclosing(self._queued(stream, self._job(stream, self._slot.unload))) as nothing:
             async for _ in nothing:
                 pass
+
+    async def forget(self, chat: str | None) -> Holding:
+        """Delete what the caches hold of a conversation, after the requests that already wait.
+
+        Args:
+            chat: The name that its client gave it; None: all conversations.
+
+        Returns:
+            The files that were deleted.
+
+        Raises:
+            ApiError: the server is shutting down, or the system refuses to delete a file.
+        """
+        stream: Stream[Holding] = Stream()
+        job = self._job(stream, lambda: stream.put(self._slot.forget(chat)))
+        async with aclosing(self._queued(stream, job)) as found:
+            return [held async for held in found][-1]
+
+    def held(self) -> Holding:
+        """What saved caches take on disk; reads a folder, so call it from a worker thread."""
+        return self._loader.held()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | Piece, None]:
         """Answer a prompt: `Accepted`, then pieces. Closing the iterator stops the work.
@@ -274,7 +299,7 @@ class Service:
                 if request.chat:
                     options = replace(options, stop=(*options.stop, *loaded.engine.chat_stops))
                 prompt = request.prompt(loaded.engine)
-                pieces = loaded.engine.generate(prompt, options, stream.cancelled, trim=request.trim)
+                pieces = loaded.engine.generate(prompt, options, stream.cancelled, trim=request.trim, chat=request.name)
                 stream.put(
                     Accepted(
                         model=loaded.name,

@@ -13,6 +13,7 @@ from models.errors import CancelledError
 from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback, ignore_progress
 from runtime.errors import Cancelled
+from runtime.kv.saved_folder import Holding
 from runtime.lock import program_version
 from runtime.server.errors import ApiError, api_error, unknown_model
 from runtime.server.records import (
@@ -155,6 +156,17 @@ class ModelSlot:
             self._loaded = tuned
             self._target = wanted
         return tuned
+
+    def forget(self, chat: str | None) -> Holding:
+        """Delete what memory and disk hold of a conversation, or of all. Returns the files that were deleted.
+
+        Raises:
+            SavedCacheError: the system refuses to delete a file.
+        """
+        loaded = self.loaded
+        if loaded is not None:
+            loaded.engine.forget(chat)
+        return self._loader.forget(chat)
 
     @contextmanager
     def generating(self) -> Iterator[None]:

@@ -18,7 +18,8 @@ from runtime.kernels.select.triton import Selection, make_selection
 from runtime.kv.kinds import KINDS
 from runtime.triton.cache import GpuCache
 from runtime.triton.layout import GpuLinear, repack
-from runtime.triton.residual import GpuResidual, PageLockError, load_residuals, page_locked
+from runtime.triton.residual import REMEDY, GpuResidual, PageLockError, load_residuals, page_locked
+from runtime.tuning import Problem
 from runtime.weights import Weights
 from tuner.candidates import n_tb_candidates
 
@@ -60,6 +61,8 @@ class GpuModel:
         spec = weights.spec
         self.device, self.spec, self.options = device, spec, options
         self._refused: set[str] = set()
+        self.problems: tuple[Problem, ...] = ()
+        """What could not be page-locked, and what to do about it."""
         self.linears = {
             name: Linear(packed, index, repack(packed, device))
             for index, name in enumerate(spec.linear_names())
@@ -131,6 +134,8 @@ class GpuModel:
         if loaded.warning:
             self._refused.update(name for name in missing if name not in loaded.layers)
             logger.warning("%s", loaded.warning)
+            what, _, fix = loaded.warning.partition(f". {REMEDY}")
+            self.problems += (Problem(what=what, fix=f"{REMEDY}{fix}", failure=True),)
 
     def _blocks(self, linear: Linear, n_tb: Mapping[str, int]) -> int:
         N, K = linear.packed.shape
@@ -148,7 +153,9 @@ class GpuModel:
         try:
             locked = page_locked(table.nbytes).view(torch.float16).view(table.shape)
         except PageLockError as error:
-            logger.warning("the embedding table takes the GPU's memory: %s", error)
+            what = f"the embedding table takes the GPU's memory: {error}"
+            logger.warning("%s", what)
+            self.problems += (Problem(what=what, fix="close other programs, or raise the limit with `ulimit -l`"),)
             return table.to(self.device)
         return locked.copy_(table)
 

@@ -24,6 +24,8 @@ _WORD_BITS = 32
 _MARGIN = 512 << 20
 """Bytes of free memory that locking leaves to the rest of the system, which can't take back locked pages."""
 _BITS = (2, 4, 8, 16)
+REMEDY = "To compensate all"
+"""How the advice in a warning begins."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Bytes -> uint8 [bytes], in memory that kernels can read. Raises `PageLockError`."""
@@ -231,7 +233,7 @@ def _warning(missing: list[str], sizes: Mapping[str, int], limits: LockLimits, r
     locked = "" if limits.memlock_bytes is None else f" (now {size(limits.memlock_bytes)})"
     return (
         f"{len(missing)} of {len(sizes)} layers run without error compensation, from {missing[0]} on: residuals take "
-        f"{wanted} of page-locked memory, and {reason}. To compensate all: close other programs, raise the limit of "
+        f"{wanted} of page-locked memory, and {reason}. {REMEDY}: close other programs, raise the limit of "
         f"locked memory with `ulimit -l`{locked}, under WSL2 give it more memory in .wslconfig, or quantize the model "
         "with fewer residual bits"
     )

@@ -15,11 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from models.spec import ModelSpec
 from runtime.decoder import DecoderOptions, Step
-from runtime.engine import Engine, Piece
+from runtime.engine import LENT_TOKENS, Engine, Piece
 from runtime.errors import BackendError, ContextOverflowError, InvalidActivationError, RequestError
 from runtime.kv.kinds import KINDS, KVKind
-from runtime.kv.saved import About
-from runtime.kv.saved_folder import SavedCaches
+from runtime.kv.saved import About, read_header
+from runtime.kv.saved_folder import SavedCaches, forget
 from runtime.reference.decoder import ReferenceDecoder
 from runtime.sampling import SamplingOptions
 from runtime.tokenizer import Tokenizer
@@ -399,6 +399,56 @@ def test_a_reopened_chat_goes_on_as_if_it_had_stayed(
     fresh = open_again(None)
     assert ask(fresh, again)[1] == 0
     assert len(list(tmp_path.iterdir())) == 1, "the longer chat took the place of the shorter"
+
+
+def test_a_deleted_chat_leaves_nothing_behind(
+    tiny_model: Callable[..., Any], tiny_spec: Callable[..., ModelSpec], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = tiny_model(tiny_spec(vocab_size=V, max_context=256))
+    engine = open_tiny(model, tokenizer, folder=tmp_path)
+    for name, chat in zip(("one", "two"), CHATS, strict=True):
+        list(engine.generate(chat, greedy(max_tokens=2), chat=name))
+    engine.forget("one")
+    engine.close()
+    (file,) = tmp_path.iterdir()
+    header = read_header(file)
+    assert (header.chat, header.tokens[: len(CHATS[1])]) == ("two", tuple(CHATS[1]))
+    forget(tmp_path, chat="two")
+    engine = open_tiny(model, tokenizer, folder=tmp_path)
+    assert [ask(engine, chat)[1] for chat in CHATS] == [0, 0]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_what_is_measured_costs_no_conversation(
+    tiny_model: Callable[..., Any],
+    tiny_spec: Callable[..., ModelSpec],
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    slots: int,
+) -> None:
+    model = tiny_model(tiny_spec(vocab_size=V, max_context=256))
+    engine = open_tiny(model, tokenizer, slots=slots, context=256, folder=tmp_path)
+    answers = [ask(engine, chat)[0] for chat in CHATS]
+    longer = [[*chat, *answer, 5] for chat, answer in zip(CHATS, answers, strict=True)]
+    cached = [len(chat) - 2 for chat in longer]
+    with engine.lent() as decoder:
+        for position in range(LENT_TOKENS):
+            row = np.array([position], np.int32)
+            decoder.forward(Step(tokens=row, slots=0 * row, positions=row, logit_rows=0 * row, compensate=True))
+        engine_is_busy = not engine._turn.acquire(blocking=False)
+    assert engine_is_busy
+    assert len(list(tmp_path.iterdir())) == {1: 1, 2: 1, 4: 0}[slots], "the one without a place is on disk"
+    found = [ask(engine, chat)[1] for chat in longer]
+    assert found == [0 if slots == 1 else cached[0], cached[1]]
+
+
+def test_a_measurement_that_fails_gives_the_decoder_back(
+    tiny_model: Callable[..., Any], tiny_spec: Callable[..., ModelSpec], tokenizer: Tokenizer
+) -> None:
+    engine = open_tiny(tiny_model(tiny_spec(vocab_size=V, max_context=256)), tokenizer)
+    with pytest.raises(ZeroDivisionError), engine.lent():
+        raise ZeroDivisionError
+    assert ask(engine, CHATS[0])[1] == 0
 
 
 def test_a_spoilt_file_costs_only_a_prefill(

@@ -46,9 +46,9 @@ class Chats:
         )
         self.known = Conversations(self.cache, slots=slots, context=CONTEXT)
 
-    def say(self, prompt: list[int], answer: int = 0) -> tuple[int, int]:
+    def say(self, prompt: list[int], answer: int = 0, chat: str | None = None) -> tuple[int, int]:
         """Prompt and some answered tokens, 900 and following, of which the last does not enter the cache."""
-        slot, cached = self.known.begin(prompt)
+        slot, cached = self.known.begin(prompt, chat)
         assert self.cache.length(slot) == cached == len(self.known.tokens(slot))
         for token in [*prompt[cached:], *range(900, 900 + answer)]:
             tokens = self.known.tokens(slot)
@@ -163,6 +163,70 @@ def test_everything_can_be_forgotten(chats: Chats) -> None:
     assert chats.say([10, 1, 2])[1] == 0
 
 
+def test_a_chat_can_be_forgotten_and_the_others_stay(chats: Chats) -> None:
+    chats.say([1, 2, 3, 4, 5], chat="one")
+    chats.say([11, 12, 13], chat="two")
+    chats.say([1, 2, 3, 4, 6], chat="three")  # a branch of the first, with a page of its own and a shared one
+    chats.known.forget("one")
+    assert chats.held() == [[1, 2, 3, 4, 6], [11, 12, 13]]
+    chats.say([11, 12, 13, 14])  # nobody said whose, so it is still the second's
+    chats.known.forget("nobody")
+    assert chats.held() == [[1, 2, 3, 4, 6], [11, 12, 13, 14]]
+    chats.known.forget("two")
+    chats.say([1, 2, 3, 4, 6, 7], chat="four")  # goes on in the slot, which is its own now
+    chats.known.forget("three")
+    assert chats.held() == [[1, 2, 3, 4, 6, 7]]
+    chats.say([1, 2, 3, 4, 9])  # a branch of a chat is not the chat's
+    chats.known.forget("four")
+    assert chats.held() == [[1, 2, 3, 4, 9]]
+    chats.known.clear(chats.known.begin([1, 2, 3, 4, 9, 9])[0])
+    assert chats.cache.table.used == 0
+    chats.say([5, 6], chat="five")
+    chats.known.clear(chats.known.begin([5, 6, 7])[0])
+    chats.say([5, 6])
+    chats.known.forget("five")
+    assert chats.held() == [[5, 6]], "an emptied slot is nobody's"
+
+
+def test_a_lent_slot_costs_no_conversation_while_another_is_free(chats: Chats) -> None:
+    slot, _ = chats.say([1, 2, 3, 4, 5], chat="one")
+    other, _ = chats.say([11, 12, 13])
+    used = chats.cache.table.used
+    chats.known.vacate(slot, 16)
+    assert chats.cache.length(slot) == 0
+    assert chats.held() == [[1, 2, 3, 4, 5], [11, 12, 13]]
+    assert (chats.cache.table.used, chats.store.pages) == (used, 0)
+    chats.cache.begin(np.full(8, slot, np.int32), np.arange(8, dtype=np.int32))  # somebody measures
+    chats.known.clear(slot)
+    assert (chats.cache.length(slot), chats.cache.table.used) == (0, used)
+    assert chats.say([1, 2, 3, 4, 5, 6])[1] == 5
+    assert chats.say([11, 12, 13, 14]) == (other, 3)
+    chats.known.forget("one")
+    assert chats.held() == [[11, 12, 13, 14]], "whose it is moved with it"
+
+
+def test_where_all_slots_are_taken_the_one_unused_for_longest_gives_way(chats: Chats) -> None:
+    slots = [chats.say([10 * i, 1, 2])[0] for i in range(1, 4)]
+    for lent, gone in ((slots[1], 10), (slots[1], None), (slots[0], None)):
+        chats.known.vacate(lent, 8)
+        assert chats.known.tokens(lent) == []
+        assert [gone, 1, 2] not in chats.held()
+    assert chats.held() == [[20, 1, 2], [30, 1, 2]]
+    chats.say([40, 1, 2])
+    oldest = next(slot for slot in range(3) if chats.known.tokens(slot) == [20, 1, 2])
+    chats.known.vacate(oldest, 8)
+    assert chats.held() == [[30, 1, 2], [40, 1, 2]], "the one in the lent slot was the oldest itself"
+
+
+def test_a_lent_slot_has_room(tiny_spec: Factory) -> None:
+    chats = Chats(tiny_spec(), pages=16)
+    chats.say([*range(1, 40)])
+    chats.say([*range(101, 120)])
+    chats.known.vacate(2, 24)
+    assert chats.cache.has_room(2, 24)
+    assert chats.held() == [[*range(101, 120)]]
+
+
 def test_one_slot_is_cut_back(tiny_spec: Factory) -> None:
     chats = Chats(tiny_spec(), slots=1)
     chats.say([1, 2, 3, 4], answer=2)
@@ -177,7 +241,9 @@ def test_without_a_cache_there_is_one_sequence() -> None:
         known.tokens(0).extend(prompt[cached:])
     known.make_room(0, CONTEXT)
     known.save()
-    known.forget()
+    known.forget("somebody")
+    assert known.begin([7, 8]) == (0, 1)
+    known.vacate(0, CONTEXT)
     assert known.begin([7, 8]) == (0, 0)
 
 

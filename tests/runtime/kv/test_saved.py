@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 
+from models.store.layout import MANIFEST
 from runtime.errors import RequestError, SavedCacheError
 from runtime.kv import saved, saved_folder
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.kv.reference.cache import ReferenceCache
 from runtime.kv.saved import About
-from runtime.kv.saved_folder import SavedCaches
+from runtime.kv.saved_folder import Holding, SavedCaches
+from runtime.profile_key import content_of
 
 torch.set_num_threads(1)
 Factory = Callable[..., Any]
@@ -179,7 +181,7 @@ def test_a_prompt_finds_the_file_that_spares_most(spec: Any, tmp_path: Path) -> 
     one, two = list(range(200)), [*range(150), *range(300, 400)]
     fill(cache, 0, one)
     fill(cache, 1, two)
-    folder(cache, spec, path).save(cache, [(0, one), (1, two)])
+    folder(cache, spec, path).save(cache, [(0, one, None), (1, two, "chat")])
     assert len(list(path.iterdir())) == 2
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     again = folder(cache, spec, path)
@@ -198,6 +200,7 @@ def test_a_prompt_finds_the_file_that_spares_most(spec: Any, tmp_path: Path) -> 
     assert again.longest(one, beyond=0, context=199) is None
     found = again.longest(two, beyond=0, context=CONTEXT)
     assert found is not None
+    assert found.chat == "chat"
     expected = contents(cache, 1)
     assert again.load(found, cache, 0) == two
     assert torch.equal(contents(cache, 0), expected)
@@ -209,7 +212,7 @@ def test_what_goes_on_replaces_what_it_goes_on_from(spec: Any, tmp_path: Path) -
     for length in (99, 150, 140, 160, 165, 300):  # too short, saved, part of it, not enough new twice, new
         cache.clear(0)
         fill(cache, 0, known[:length])
-        kept.save(cache, [(0, known[:length])])
+        kept.save(cache, [(0, known[:length], None)])
         lengths = [len(saved.read_header(path).tokens) for path in tmp_path.iterdir()]
         assert lengths == {99: [], 300: [300]}.get(length, [150])
 
@@ -218,7 +221,7 @@ def test_the_folder_stays_small_and_keeps_what_was_used_last(spec: Any, tmp_path
     cache, chats = make(spec), [list(range(start, start + 200)) for start in range(0, 800, 200)]
     fill(cache, 0, chats[0])
     kept = folder(cache, spec, tmp_path)
-    kept.save(cache, [(0, chats[0])])
+    kept.save(cache, [(0, chats[0], None)])
     (first,) = tmp_path.iterdir()
     size = first.stat().st_size
     kept = folder(cache, spec, tmp_path, limit=2 * size + size // 2)
@@ -230,10 +233,10 @@ def test_the_folder_stays_small_and_keeps_what_was_used_last(spec: Any, tmp_path
         assert kept.load(found, cache, 1) == chats[0]  # used, so it stays
         cache.clear(0)
         fill(cache, 0, chat)
-        kept.save(cache, [(0, chat)])
+        kept.save(cache, [(0, chat, None)])
         assert len(list(tmp_path.iterdir())) == 2, age
         assert first.exists()
-    stale = tmp_path / f".x{saved.TEMPORARY}"
+    stale = tmp_path / f".{os.getpid()}-x{saved.TEMPORARY}"
     stale.write_bytes(b"x")
     kept.save(cache, [])
     assert stale.exists()
@@ -248,7 +251,7 @@ def test_what_cannot_be_used_or_saved_is_told_and_harms_nobody(
     cache, tokens = make(spec), list(range(200))
     fill(cache, 0, tokens)
     kept = folder(cache, spec, tmp_path)
-    kept.save(cache, [(0, tokens)])
+    kept.save(cache, [(0, tokens, None)])
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     found = kept.longest(tokens, beyond=0, context=CONTEXT)
@@ -257,15 +260,15 @@ def test_what_cannot_be_used_or_saved_is_told_and_harms_nobody(
     assert "checksum" in caplog.text
     assert not file.exists()
     assert kept.longest(tokens, beyond=0, context=CONTEXT) is None
-    kept.save(cache, [(0, tokens)])
+    kept.save(cache, [(0, tokens, None)])
     file.write_bytes(b"junk")
     assert folder(cache, spec, tmp_path).longest(tokens, beyond=0, context=CONTEXT) is None
     assert not file.exists()
     with disk_of(1000):
-        kept.save(cache, [(0, [*tokens[:-1], 7])])
+        kept.save(cache, [(0, [*tokens[:-1], 7], None)])
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(saved_folder, "_RESERVE", 1 << 60)
-    folder(cache, spec, tmp_path).save(cache, [(0, tokens)])
+    folder(cache, spec, tmp_path).save(cache, [(0, tokens, None)])
     assert "no room" in caplog.text
     assert not list(tmp_path.iterdir())
 
@@ -273,7 +276,7 @@ def test_what_cannot_be_used_or_saved_is_told_and_harms_nobody(
 def test_another_recipes_files_are_left_alone(spec: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache, tokens = make(spec), list(range(200))
     fill(cache, 0, tokens)
-    folder(cache, spec, tmp_path).save(cache, [(0, tokens)])
+    folder(cache, spec, tmp_path).save(cache, [(0, tokens, None)])
     (file,) = tmp_path.iterdir()
     with caplog.at_level("INFO"):
         other = SavedCaches(tmp_path, about(cache, spec, version="9"), smallest=100, gain=20)
@@ -282,9 +285,136 @@ def test_another_recipes_files_are_left_alone(spec: Any, tmp_path: Path, caplog:
     assert file.exists()
 
 
+@pytest.fixture
+def three(spec: Any, tmp_path: Path) -> tuple[SavedCaches, dict[str, Path]]:
+    """The chats `one` and `two`, and one that nobody named, in a folder; and their files."""
+    cache, files = make(spec), {}
+    kept = folder(cache, spec, tmp_path)
+    for start, chat in ((0, "one"), (200, "two"), (400, None)):
+        cache.clear(0)
+        fill(cache, 0, list(range(start, start + 150)))
+        kept.save(cache, [(0, list(range(start, start + 150)), chat)])
+        (files[str(chat)],) = set(tmp_path.iterdir()) - set(files.values())
+    return kept, files
+
+
+def test_a_chats_files_are_deleted_with_it(three: tuple[SavedCaches, dict[str, Path]], tmp_path: Path) -> None:
+    kept, files = three
+    size = files["one"].stat().st_size
+    assert saved_folder.holding(tmp_path) == Holding(files=3, size=sum(path.stat().st_size for path in files.values()))
+    assert saved_folder.forget(tmp_path, chat="nobody") == Holding()
+    assert saved_folder.forget(tmp_path, chat="one") == Holding(files=1, size=size)
+    assert sorted(tmp_path.iterdir()) == sorted([files["two"], files["None"]])
+    assert kept.longest(list(range(150)), beyond=0, context=CONTEXT) is None, "it must not be looked for any more"
+    assert kept.longest(list(range(200, 350)), beyond=0, context=CONTEXT) is not None
+
+
+def test_a_deleted_chat_can_be_saved_again(
+    spec: Any, three: tuple[SavedCaches, dict[str, Path]], tmp_path: Path
+) -> None:
+    kept, files = three
+    saved_folder.forget(tmp_path, chat="one")
+    cache = make(spec)
+    fill(cache, 0, list(range(150)))
+    kept.save(cache, [(0, list(range(150)), "new")])
+    assert saved.read_header(files["one"]).chat == "new"
+
+
+def test_a_file_that_cannot_be_read_goes_with_any_chat(
+    three: tuple[SavedCaches, dict[str, Path]], tmp_path: Path
+) -> None:
+    _, files = three
+    files["two"].write_bytes(files["two"].read_bytes().replace(b'"format":2', b'"format":1'))
+    assert saved_folder.forget(tmp_path, chat="one").files == 2
+    assert list(tmp_path.iterdir()) == [files["None"]]
+
+
+def test_a_models_files_are_deleted_with_it(spec: Any, tmp_path: Path) -> None:
+    chats, cache = tmp_path / "chats", make(spec)
+    fill(cache, 0, list(range(150)))
+    models = {}
+    for name in ("kept", "removed", "replaced"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / MANIFEST).write_text(name)
+        content = content_of(tmp_path / "models" / name)
+        assert content is not None
+        models[name] = SavedCaches(chats, about(cache, spec, model=content), smallest=100, gain=20)
+        models[name].save(cache, [(0, list(range(150)), None)])
+    (tmp_path / "models" / "a file").touch()
+    with saved_folder.forgetting(chats, tmp_path / "models"):
+        (tmp_path / "models" / "removed" / MANIFEST).unlink()
+        (tmp_path / "models" / "replaced" / MANIFEST).write_text("something else")
+        assert len(list(chats.iterdir())) == 3
+    assert [kept.longest(list(range(150)), beyond=0, context=CONTEXT) is None for kept in models.values()] == [
+        False, True, True,
+    ]  # fmt: skip
+    assert len(list(chats.iterdir())) == 1
+    with saved_folder.forgetting(chats, tmp_path / "nothing"):
+        pass
+    assert len(list(chats.iterdir())) == 1
+
+
+def test_nothing_is_saved_of_a_model_that_was_deleted(spec: Any, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / MANIFEST).write_text("x")
+    cache = make(spec)
+    fill(cache, 0, list(range(150)))
+    for content, count in (("else", 0), (content_of(model), 1)):
+        kept = SavedCaches(tmp_path / "chats", about(cache, spec, model=content), model=model, smallest=100, gain=20)
+        kept.save(cache, [(0, list(range(150)), None)])
+        assert saved_folder.holding(tmp_path / "chats").files == count
+    (model / MANIFEST).unlink()
+    fill(cache, 0, list(range(250)))
+    kept.save(cache, [(0, list(range(250)), None)])
+    assert [len(saved.read_header(path).tokens) for path in (tmp_path / "chats").iterdir()] == [150]
+
+
+def test_all_can_be_deleted_what_is_being_written_included(
+    three: tuple[SavedCaches, dict[str, Path]], tmp_path: Path
+) -> None:
+    running, gone, other = (
+        tmp_path / f".{pid}-x{saved.TEMPORARY}" for pid in (os.getpid(), 2**22 + 1, "what")
+    )  # no process has a number that large
+    for path in (running, gone, other):
+        path.touch()
+    (tmp_path / "something of a person").touch()
+    saved_folder.forget(tmp_path, chat="one")
+    assert [path.exists() for path in (running, gone, other)] == [True, False, False]
+    assert saved_folder.forget(tmp_path).files == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["something of a person"]
+    assert saved_folder.forget(tmp_path) == saved_folder.holding(tmp_path / "nowhere") == Holding()
+
+
+def test_what_a_crash_left_is_deleted_at_the_next_start(spec: Any, tmp_path: Path) -> None:
+    left = tmp_path / f".{2**22 + 1}-x{saved.TEMPORARY}"
+    left.touch()
+    folder(make(spec), spec, tmp_path)
+    assert not left.exists()
+
+
+def test_a_file_that_cannot_be_deleted_is_told(
+    three: tuple[SavedCaches, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(SavedCacheError, match=r"cannot delete the saved cache .*: Operation not permitted"):
+        saved_folder.forget(tmp_path, chat="one")
+
+
+def test_a_folder_that_was_open_to_others_is_closed(spec: Any, tmp_path: Path) -> None:
+    (tmp_path / "chats").mkdir(mode=0o755)
+    cache = make(spec)
+    fill(cache, 0, list(range(150)))
+    folder(cache, spec, tmp_path / "chats").save(cache, [(0, list(range(150)), None)])
+    assert stat.S_IMODE((tmp_path / "chats").stat().st_mode) == 0o700
+
+
 def test_headers_are_plain_json(file: Path) -> None:
     data = file.read_bytes()
     length = int.from_bytes(data[8:16], "little")
     header = json.loads(data[16 : 16 + length])
-    assert header.keys() == {"format", "about", "tokens", "paged"}
+    assert header.keys() == {"format", "about", "chat", "tokens", "paged"}
     assert header["about"]["recipe"] == {"bits": 4, "method": "rtn"}

@@ -13,7 +13,15 @@ from typing import Any
 from models.errors import StoreError
 from models.progress import Progress
 from runtime.engine import Piece, Usage
-from runtime.errors import BackendError, Cancelled, ContextOverflowError, InvalidActivationError, RequestError
+from runtime.errors import (
+    BackendError,
+    Cancelled,
+    ContextOverflowError,
+    InvalidActivationError,
+    RequestError,
+    SavedCacheError,
+)
+from runtime.kv.saved_folder import Holding
 from runtime.sampling import Alternative, SamplingOptions, TokenLogprob
 from runtime.server.records import (
     DeviceFacts,
@@ -52,6 +60,8 @@ class FakeEngine:
         self.threads: set[int] = set()
         self.options: list[SamplingOptions] = []
         self.trims: list[bool] = []
+        self.chats: list[str | None] = []
+        self.forgotten: list[str | None] = []
         self.prefill_gate = threading.Event()
         self.prefill_gate.set()
         self._texts: dict[int, str] = {}
@@ -73,6 +83,7 @@ class FakeEngine:
         cancelled: Callable[[], bool] = lambda: False,
         *,
         trim: bool = False,
+        chat: str | None = None,
     ) -> Iterator[Piece]:
         if self.closed:
             raise BackendError("the model has been unloaded")
@@ -81,6 +92,7 @@ class FakeEngine:
         self.threads.add(threading.get_ident())
         self.options.append(options)
         self.trims.append(trim)
+        self.chats.append(chat)
         return self._generate(list(prompt), options, cancelled)
 
     def _generate(self, prompt: list[int], options: SamplingOptions, cancelled: Callable[[], bool]) -> Iterator[Piece]:
@@ -121,6 +133,9 @@ class FakeEngine:
             decode_tokens_per_s=40.0 + 0 * began,
         )
         yield Piece(text=stops.flush(), finish_reason=finish, usage=usage)  # type: ignore[arg-type]
+
+    def forget(self, chat: str | None = None) -> None:
+        self.forgotten.append(chat)
 
     def close(self) -> None:
         self.closed = True
@@ -174,6 +189,8 @@ class FakeHouse:
     tunes: list[TuneRequest] = field(default_factory=list)
     engines: list[FakeEngine] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
+    forgotten: list[str | None] = field(default_factory=list)
+    quantized: list[QuantizeRequest] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
 
@@ -228,6 +245,15 @@ class FakeHouse:
         budget = 5.0 if request.budget is None else request.budget
         return replace(loaded, k_chunk={"qkv": round(budget)}, tuning=tuning(budget), problems=())
 
+    def forget(self, chat: str | None) -> Holding:
+        if chat == "stuck":
+            raise SavedCacheError("cannot delete the saved cache x.kv: Read-only file system")
+        self.forgotten.append(chat)
+        return Holding(files=2, size=2000)
+
+    def held(self) -> Holding:
+        return Holding(files=3, size=3000)
+
     def inspect(self, idle: bool) -> DeviceFacts:
         machine = {"cpu": {"name": "Some Processor"}, "memory": {}, "gpu": None, "pcie": None}
         problem = Problem(what="it is hot", fix="open a window")
@@ -250,6 +276,7 @@ class FakeHouse:
     def quantize(
         self, request: QuantizeRequest, progress: Callable[[Progress], None], cancelled: Callable[[], bool]
     ) -> ModelEntry:
+        self.quantized.append(request)
         self._work("quantize", request.source, progress, cancelled)
         self.names.append(request.name or "made")
         return entry(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation_file
@@ -16,8 +17,11 @@ from models.progress import Progress, ignore_progress, never_cancelled
 from models.store import Store
 from runtime import tuning
 from runtime.clocks import Clocks
+from runtime.decoder import Step
 from runtime.errors import BackendError, Cancelled, RequestError
 from runtime.kv.kinds import KINDS
+from runtime.kv.saved_folder import Holding
+from runtime.profile_key import content_of
 from runtime.sampling import SamplingOptions
 from runtime.server.app import create_app
 from runtime.server.errors import ApiError
@@ -114,6 +118,23 @@ def test_chats_share_a_pool_and_are_kept_where_there_is_a_folder(catalogue: Stor
         assert not (tmp_path / "chats").exists(), "nothing was said that is worth a file"
 
 
+def test_a_models_chats_go_with_it(store: Store, tmp_path: Path) -> None:
+    chats, content = tmp_path / "chats", content_of(store.path("org/copy"))
+    chats.mkdir()
+    assert content is not None
+    mine, other = (chats / f"{name}-fp16-x.kv" for name in (content[:16], "0123456789abcdef"))
+    for path in (mine, other):
+        path.write_bytes(bytes(100))
+    catalogue = StoreCatalogue(store, {}, chats)
+    loader = StoreLoader(catalogue, tmp_path / "profiles", chats=chats)
+    assert loader.held() == Holding(files=2, size=200)
+    catalogue.remove("org/copy")
+    assert [path.exists() for path in (mine, other)] == [False, True]
+    assert loader.forget(None) == Holding(files=1, size=100)
+    nowhere = StoreLoader(catalogue, tmp_path / "profiles")
+    assert nowhere.held() == nowhere.forget(None) == nowhere.forget("chat") == Holding()
+
+
 def test_a_backend_that_is_not_there(loader: StoreLoader) -> None:
     with pytest.raises(BackendError, match="warp"):
         loader.load(LoadRequest(model="demo", backend="warp"), ignore_progress, never_cancelled)
@@ -133,9 +154,12 @@ class Clock:
 
     def __init__(self) -> None:
         self.readings = 0
+        self.before: Callable[[], object] = lambda: None
+        """Done before a reading, as a timer runs steps."""
 
     def seconds(self, _kind: str, _n_tb: int, k_chunk: int) -> float:
         self.readings += 1
+        self.before()
         return 1e-3 * (1 + k_chunk / 1600)
 
     def slowdown(self, k_chunk: Mapping[str, int], _n_tb: Mapping[str, int]) -> float:
@@ -174,8 +198,13 @@ def test_a_load_is_tuned_to_its_budget(loader: StoreLoader, clock: Clock) -> Non
         loaded.engine.close()
 
 
-def test_what_was_cached_is_forgotten_when_a_model_is_tuned(loader: StoreLoader, clock: Clock) -> None:
-    loaded = loader.load(LoadRequest(model="demo", k_chunk=0, context=64), ignore_progress, never_cancelled)
+@pytest.mark.parametrize("request_", [TuneRequest(budget=10), TuneRequest(k_chunk=8)], ids=["budget", "k_chunk"])
+def test_conversations_survive_tuning(loader: StoreLoader, clock: Clock, request_: TuneRequest) -> None:
+    loaded = loader.load(LoadRequest(model="demo", k_chunk=0, context=256), ignore_progress, never_cancelled)
+    decoder = loaded.engine.decoder  # type: ignore[attr-defined]
+    row = np.zeros(1, np.int32)
+    measure = Step(tokens=row, slots=row, positions=row, logit_rows=row)
+    clock.before = lambda: decoder.forward(measure)
     options = SamplingOptions(temperature=0, max_tokens=4)
     cached = []
     for step in range(3):
@@ -183,10 +212,11 @@ def test_what_was_cached_is_forgotten_when_a_model_is_tuned(loader: StoreLoader,
         assert last.usage is not None
         cached.append(last.usage.cached_tokens)
         if step == 1:
-            loader.tune(loaded, TuneRequest(budget=10), ignore_progress, never_cancelled)
+            loader.tune(loaded, request_, ignore_progress, never_cancelled)
     loaded.engine.close()
     assert cached[1] > 0
-    assert cached[2] == 0, "the clocks wrote over the cache"
+    assert cached[2] == cached[1]
+    assert (clock.readings > 0) == (request_.budget is not None)
 
 
 def test_without_a_word_the_loaders_compensation_applies(
@@ -278,9 +308,18 @@ async def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [3.0, 3.5])
 def test_a_model_is_made_of_a_folder(store: Store, bits: float) -> None:
     reports: list[Progress] = []
-    request = QuantizeRequest(source=str(demo_checkpoint_path()), bits=bits, name="three")
-    made = StoreWorkshop(store, BUNDLE).quantize(request, reports.append, never_cancelled)
-    assert (made.name, made.bits) == ("three", bits)
+    smooth, chats = bits == 3, store.root.parent / "chats"
+    request = QuantizeRequest(
+        source=str(demo_checkpoint_path()), bits=bits, name="three", smooth_attention=smooth, force=True
+    )
+    shutil.move(store.path("org/copy"), store.path("three"))
+    chats.mkdir()
+    replaced = chats / f"{(content_of(store.path('three')) or '')[:16]}-fp16-x.kv"
+    replaced.touch()
+    made = StoreWorkshop(store, BUNDLE, chats).quantize(request, reports.append, never_cancelled)
+    assert (made.name, made.bits, made.smooth_attention) == ("three", bits, smooth)
+    assert store.open("three").recipe.smooth_attention == smooth
+    assert not replaced.exists(), "the model that it belonged to is gone"
     assert set(store.open("three").recipe.block_bits or (3,)) == ({3} if bits == 3 else {3, 4})
     assert made.perplexity_after is not None
     assert reports

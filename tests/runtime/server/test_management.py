@@ -7,7 +7,7 @@ import httpx
 import pytest
 from fake_engine import FakeHouse
 
-from runtime.server.records import LoadRequest, TuneRequest
+from runtime.server.records import LoadRequest, QuantizeRequest, TuneRequest
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -112,10 +112,14 @@ async def test_a_load_that_fails_says_so_at_its_end(manager: httpx.AsyncClient) 
         ("quantize", {"source": "x", "bits": True}, 400, "bits"),
         ("quantize", {"source": "x", "method": "best"}, 400, "method"),
         ("quantize", {"source": "x", "bits": "3"}, 400, "bits"),
+        ("quantize", {"source": "x", "smooth_attention": 1}, 400, "smooth_attention"),
         ("quantize", {}, 400, "source"),
         ("quantize", {"source": "x", "bits": 5}, 400, "bits"),
         ("pull", {}, 400, "name"),
         ("remove", {"name": 3}, 400, "name"),
+        ("forget", {"chat": ""}, 400, "chat"),
+        ("forget", {"name": "x"}, 400, "name"),
+        ("forget", {"chat": "stuck"}, 503, None),
         ("remove", {"name": "demo"}, 400, None),
     ],
 )
@@ -128,10 +132,10 @@ async def test_what_is_refused(
         assert response.json()["error"]["param"] == param
 
 
-async def test_quantize(manager: httpx.AsyncClient) -> None:
-    *reports, last = events(
-        await manager.post("/runtime/quantize", json={"source": "x", "bits": 3.5, "method": "awq", "name": "new"})
-    )
+async def test_quantize(manager: httpx.AsyncClient, house: FakeHouse) -> None:
+    asked = {"source": "x", "bits": 3.5, "method": "awq", "name": "new", "smooth_attention": True}
+    *reports, last = events(await manager.post("/runtime/quantize", json=asked))
+    assert house.quantized == [QuantizeRequest(source="x", bits=3.5, method="awq", name="new", smooth_attention=True)]
     assert [report["phase"] for report in reports] == ["quantize"] * 3
     assert last["phase"] == "done"
     assert (last["model"]["name"], last["model"]["bits"]) == ("new", 3.5)
@@ -157,3 +161,19 @@ async def test_unload(manager: httpx.AsyncClient, house: FakeHouse) -> None:
     await manager.post("/runtime/load", json={"model": "small"})
     assert (await manager.post("/runtime/unload")).json()["status"]["state"] == "empty"
     assert house.engine.closed
+
+
+async def test_what_is_kept_of_chats_can_be_deleted(manager: httpx.AsyncClient, house: FakeHouse) -> None:
+    assert (await manager.get("/runtime/saved")).json() == {"files": 3, "bytes": 3000}
+    assert (await manager.post("/runtime/forget", json={"chat": "one"})).json() == {"files": 2, "bytes": 2000}
+    assert house.forgotten == ["one"]
+    await manager.post("/runtime/load", json={"model": "small"})
+    await manager.post("/runtime/forget", json={})
+    assert (house.forgotten, house.engine.forgotten) == (["one", None], [None])
+
+
+async def test_a_prompt_says_whose_it_is(manager: httpx.AsyncClient, house: FakeHouse) -> None:
+    for key in ({"prompt_cache_key": "my chat"}, {}):
+        asked = {"model": "small", "messages": [{"role": "user", "content": "echo a"}], **key}
+        assert (await manager.post("/v1/chat/completions", json=asked)).status_code == 200
+    assert house.engine.chats == ["my chat", None]
