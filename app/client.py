@@ -16,6 +16,7 @@ from app.protocol import (
     DeviceReport,
     KneeCurve,
     ModelEntry,
+    SavedCaches,
     Status,
     Timings,
     Tuning,
@@ -41,6 +42,7 @@ __all__ = [
     "KneeCurve",
     "ModelEntry",
     "RuntimeClient",
+    "SavedCaches",
     "Status",
     "Timings",
     "Tuning",
@@ -134,7 +136,7 @@ class RuntimeClient:
 
         Args:
             source: A checkpoint's folder, or its name on the hub.
-            options: bits, method, group_size, residual_bits, name, force.
+            options: bits, method, group_size, residual_bits, smooth_attention, name, force.
         """
         body = {"source": _absolute(source), **given(options)}
         async with aclosing(self._progress("/runtime/quantize", body)) as reports:
@@ -152,6 +154,22 @@ class RuntimeClient:
         """Delete a stored model."""
         await self._json("POST", "/runtime/remove", {"name": name}, timeout_s=TURN_S)
         self._model = None if self._model == name else self._model
+
+    async def saved(self) -> SavedCaches:
+        """What is on disk of conversations' caches."""
+        return read_record(SavedCaches, await self._json("GET", "/runtime/saved"))
+
+    async def forget(self, chat: str | None = None) -> SavedCaches:
+        """Delete what memory and disk hold of a conversation.
+
+        Args:
+            chat: Its name, as in `ChatOptions`; None: all conversations.
+
+        Returns:
+            What was deleted from disk.
+        """
+        body = given({"chat": chat})
+        return read_record(SavedCaches, await self._json("POST", "/runtime/forget", body, timeout_s=TURN_S))
 
     async def unload(self) -> None:
         """Unload the model."""
@@ -175,6 +193,7 @@ class RuntimeClient:
             raise ClientError("no model is loaded: load one first")
         asked = asdict(options)
         del asked["model"], asked["continue_final"]
+        asked["prompt_cache_key"] = asked.pop("chat")
         body = {"model": model, "messages": list(messages), "stream": True, **given(asked)}
         if options.continue_final:
             body["continue_final_message"] = True

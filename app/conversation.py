@@ -74,6 +74,8 @@ class Conversation:
     def __init__(self, now: Callable[[], datetime] = _now) -> None:
         self._messages: dict[str, Message] = {}
         self._now = now
+        self.id = uuid.uuid4().hex
+        """What the runtime knows it by; nothing said can be told from it."""
         self.head: str | None = None
 
     def __len__(self) -> int:
@@ -121,8 +123,9 @@ class Conversation:
         return [message for message in self._messages.values() if message.parent == parent]
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Begin anew, as another conversation."""
         self._messages.clear()
+        self.id = uuid.uuid4().hex
         self.head = None
 
 

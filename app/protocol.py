@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from app.errors import ClientError, ProtocolError, answer_error
@@ -85,6 +85,10 @@ class ModelEntry:
     """Architecture."""
     context: int
     """Longest context in tokens."""
+    method: str
+    """Base quantizer."""
+    smooth_attention: bool
+    """Whether its key channels were evened out for a KV cache of few bits."""
     bundled: bool
     """Whether it came with the program."""
     perplexity_before: float | None
@@ -168,6 +172,16 @@ class DeviceProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFacts:
+    """What a kind of KV cache would mean for the loaded model."""
+
+    bytes_per_token: float
+    """Bytes of a token."""
+    context: int
+    """Tokens that fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
     """The device that runs models, and how the loaded model was tuned to it."""
 
@@ -179,6 +193,18 @@ class DeviceReport:
     """None where nothing was tuned."""
     problems: Sequence[DeviceProblem]
     """What is wrong."""
+    caches: Mapping[str, CacheFacts] = field(default_factory=dict)
+    """What every kind of KV cache would mean for the loaded model, by its name; empty where none is loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCaches:
+    """What is on disk of conversations' caches."""
+
+    files: int
+    """How many files."""
+    bytes: int
+    """What they take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +229,8 @@ class ChatOptions:
     """Makes draws repeatable."""
     stop: Sequence[str] | None = None
     """Texts that end the answer."""
+    chat: str | None = None
+    """The conversation that the answer belongs to, by a name of its own; `RuntimeClient.forget` takes it."""
     continue_final: bool = False
     """Whether the last message, the assistant's, is continued rather than answered."""
 
@@ -277,12 +305,17 @@ def read_record(kind: type[R], body: Mapping[str, Any]) -> R:
 
 def read_device(body: Mapping[str, Any]) -> DeviceReport:
     """The answer of GET /runtime/device."""
-    tuning, machine = body.get("tuning"), body.get("machine")
+    tuning, machine, caches = body.get("tuning"), body.get("machine"), body.get("caches")
     return DeviceReport(
         machine=machine if isinstance(machine, dict) else {},
         bandwidth_gb_s=body.get("bandwidth_gb_s"),
         tuning=_read_tuning(tuning) if isinstance(tuning, dict) else None,
         problems=tuple(read_record(DeviceProblem, item) for item in read_items(body.get("problems"))),
+        caches={
+            name: read_record(CacheFacts, item)
+            for name, item in (caches if isinstance(caches, dict) else {}).items()
+            if isinstance(item, dict)
+        },
     )
 
 

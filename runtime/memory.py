@@ -168,6 +168,46 @@ def plan(
     raise OutOfMemoryError(_explain(at(wanted if context is not None else smallest), largest, kind, spec, free))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFacts:
+    """What a kind of cache would mean for a loaded model."""
+
+    bytes_per_token: float
+    """Bytes of a token, once it is in a page."""
+    context: int
+    """Tokens that fit one conversation, at most the model's own maximum; 0 where none do."""
+
+
+def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[str, CacheFacts]:
+    """What every kind of cache would mean for a model in the memory that was free when it was planned.
+
+    Args:
+        spec: The architecture.
+        planned: How it was loaded.
+        rows: Most rows of one step.
+    """
+    room = planned.available_bytes - planned.weight_bytes - planned.margin_bytes
+
+    def fitting(kind: CacheKind) -> int:
+        def taken(tokens: int) -> int:
+            pages = kind.max_pages(tokens)
+            cache = cache_bytes(kind, spec, context=tokens, slots=1, max_rows=rows, pages=pages)
+            return cache + buffer_bytes(spec, tokens, rows)
+
+        if taken(spec.max_context) <= room:
+            return spec.max_context
+        low, high = 0, spec.max_context // _STEP
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if taken(middle * _STEP) <= room else (low, middle - 1)
+        return low * _STEP
+
+    return {
+        name: CacheFacts(bytes_per_token=bytes_per_token(kind, spec), context=fitting(kind))
+        for name, kind in KINDS.items()
+    }
+
+
 def describe(planned: MemoryPlan) -> str:
     """The plan in one line, for a person."""
     mapped = f", beside it residuals {size(planned.residual_bytes)}" if planned.residual_bytes else ""

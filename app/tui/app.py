@@ -165,7 +165,8 @@ class ChatApp(App[None]):
         self.run_worker(self._quantize(event), group="work", exit_on_error=False)
 
     async def _quantize(self, event: QuantizeAsked) -> None:
-        if await self.session.quantize(event.source, event.bits, event.method) and self.session.job is not None:
+        made = await self.session.quantize(event.source, event.bits, event.method, smooth=event.smooth)
+        if made and self.session.job is not None:
             self.notify(f"{self.session.job.message or 'The model'} is made; F2 loads it.", markup=False)
             self.show_session()
 

@@ -49,6 +49,7 @@ class QuantizeAsked(Message):
     source: str
     bits: float
     method: str
+    smooth: bool = False
 
 
 @dataclass

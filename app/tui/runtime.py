@@ -77,6 +77,14 @@ class ModelEntryLike(Protocol):
         """Space on disk."""
 
     @property
+    def method(self) -> str:
+        """Base quantizer."""
+
+    @property
+    def smooth_attention(self) -> bool:
+        """Whether its keys were evened out for a cache of few bits."""
+
+    @property
     def bundled(self) -> bool:
         """Whether it belongs to the program."""
 
@@ -95,6 +103,30 @@ class ModelEntryLike(Protocol):
     @property
     def loaded(self) -> bool:
         """Whether it is the one that runs."""
+
+
+class SavedLike(Protocol):
+    """What is on disk of conversations' caches."""
+
+    @property
+    def files(self) -> int:
+        """How many files."""
+
+    @property
+    def bytes(self) -> int:
+        """What they take."""
+
+
+class CacheFactsLike(Protocol):
+    """What a kind of KV cache would mean for the loaded model."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of a token."""
+
+    @property
+    def context(self) -> int:
+        """Tokens that fit."""
 
 
 class ProgressLike(Protocol):
@@ -252,6 +284,10 @@ class DeviceReportLike(Protocol):
     def problems(self) -> Sequence[ProblemLike]:
         """What is wrong."""
 
+    @property
+    def caches(self) -> Mapping[str, CacheFactsLike]:
+        """What every kind of KV cache would mean for the loaded model."""
+
 
 class ClientLike(Protocol):
     """A connection to a runtime. Closing an iterator cancels the work behind it."""
@@ -274,13 +310,19 @@ class ClientLike(Protocol):
         """The device, and how the loaded model was tuned to it."""
 
     def quantize(self, source: str, **options: Any) -> AsyncGenerator[ProgressLike, None]:
-        """Make a low-bit model of a checkpoint folder, with `bits`."""
+        """Make a low-bit model of a checkpoint folder, with `bits`, `method`, `smooth_attention`."""
 
     def chat(self, messages: Sequence[Mapping[str, str]], options: Any) -> AsyncGenerator[ChatDeltaLike, None]:
         """Answer a conversation; `options` is an `app.client.ChatOptions`."""
 
     async def remove(self, name: str) -> None:
         """Delete a stored model."""
+
+    async def saved(self) -> SavedLike:
+        """What is on disk of conversations' caches."""
+
+    async def forget(self, chat: str | None = None) -> SavedLike:
+        """Delete what memory and disk hold of a conversation, or of all. Returns what was deleted."""
 
 
 class SupervisorLike(Protocol):

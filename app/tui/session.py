@@ -24,6 +24,7 @@ from app.tui.runtime import (
     ModelEntryLike,
     ProblemLike,
     ProgressLike,
+    SavedLike,
     StatusLike,
     SupervisorLike,
 )
@@ -32,6 +33,8 @@ from app.tui.work import Work
 
 CHECK_TIMEOUT_S = 5.0
 """A runtime that does not tell its status in this time, after a failure, counts as gone."""
+FORGET_TIMEOUT_S = 3.0
+"""Whoever quits does not wait longer for the runtime to forget the chat."""
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 LOAD_KEYS = ("kv", "k_chunk", "context", "backend")
 
@@ -79,6 +82,7 @@ class Session:
         self._recovering = False
         self._settled = asyncio.Event()
         self._tally = Tally(started=0.0)
+        self._ended: list[str] = []  # conversations that the runtime has still to forget
 
     # The runtime
 
@@ -130,6 +134,8 @@ class Session:
         if self.wanted and self.wanted != running:
             await self._load(self.wanted)
         self._settled.set()
+        with contextlib.suppress(ClientError, OSError):
+            await self.forget_ended()
 
     async def _only_model(self) -> str | None:
         """The model to begin with where nothing was picked yet and there is no choice."""
@@ -140,12 +146,57 @@ class Session:
         return names[0] if len(names) == 1 else None
 
     async def close(self) -> None:
-        """Stop what runs and end what was started. Safe to call twice."""
+        """Stop what runs and end what was started; the chat ends with it. Safe to call twice."""
         await self.stop()
         await self.stop_work()
+        self.end_chat()
+        with contextlib.suppress(ClientError, OSError, TimeoutError):
+            async with asyncio.timeout(FORGET_TIMEOUT_S):
+                await self.forget_ended()
         supervisor, self._supervisor, self._client = self._supervisor, None, None
         if supervisor is not None:
             await supervisor.close()
+
+    # What is kept of chats
+
+    def end_chat(self) -> None:
+        """End the conversation and begin another. Nobody can open it any more: see `forget_ended`."""
+        if len(self.conversation):
+            self._ended.append(self.conversation.id)
+        self.conversation.clear()
+        self.context_used = None
+
+    async def forget_ended(self) -> None:
+        """Let the runtime delete what it keeps of conversations that ended; where it is not there, it is asked later.
+
+        Raises:
+            ClientError: it refused; it is asked again next time.
+        """
+        while self._ended and (client := self._client) is not None:
+            chat = self._ended[0]
+            await client.forget(chat)
+            if chat in self._ended:
+                self._ended.remove(chat)
+
+    async def saved(self) -> SavedLike:
+        """What is on disk of conversations' caches.
+
+        Raises:
+            ClientError: the runtime did not say.
+        """
+        if self._client is None:
+            raise ClientError("the runtime is not running yet")
+        return await self._client.saved()
+
+    async def forget_all(self) -> SavedLike:
+        """Delete what memory and disk hold of all conversations, so that the next prompt is read from its beginning.
+
+        Raises:
+            ClientError: it could not be deleted.
+        """
+        if self._client is None:
+            raise ClientError("the runtime is not running yet")
+        return await self._client.forget()
 
     async def refresh(self) -> None:
         """Ask the runtime how it is; a runtime that does not answer is lost."""
@@ -245,8 +296,8 @@ class Session:
         await self._ask_status()
         return loaded
 
-    async def quantize(self, source: str, bits: float, method: str) -> bool:
-        """Make a low-bit model of a checkpoint.
+    async def quantize(self, source: str, bits: float, method: str, *, smooth: bool = False) -> bool:
+        """Make a low-bit model of a checkpoint, `smooth` for a KV cache of few bits.
 
         Returns:
             Whether it is there now.
@@ -254,7 +305,7 @@ class Session:
         if self._client is None:
             return False
         name = source.rstrip("/").rpartition("/")[2]
-        work = self._client.quantize(source, bits=bits, method=method)
+        work = self._client.quantize(source, bits=bits, method=method, smooth_attention=smooth)
         return await self._run(f"Quantizing {name} to {bits:g} bits", work)
 
     async def tune(self, *, force: bool = False) -> bool:
@@ -399,7 +450,8 @@ class Session:
         sampling: dict[str, Any] = {key: self.settings.get(key) for key in SAMPLING_KEYS}
         path = self.conversation.path(answer_id)
         prompt = prompt_of(path if resume else path[:-1], self.settings.system_prompt)
-        stream = self._client.chat(prompt, ChatOptions(**sampling, continue_final=resume))
+        chat = self.conversation.id
+        stream = self._client.chat(prompt, ChatOptions(**sampling, chat=chat, continue_final=resume))
         try:
             async with contextlib.aclosing(stream) as deltas:
                 async for delta in deltas:

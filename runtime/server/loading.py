@@ -123,7 +123,7 @@ class StoreLoader:
             RuntimeFailure: memory does not suffice, or the backend cannot run it.
         """
         from runtime.decoder import DecoderOptions
-        from runtime.memory import CONVERSATIONS, ModelSizes, describe
+        from runtime.memory import CONVERSATIONS, ModelSizes, cache_facts, describe
         from runtime.open import open_engine, preparation
         from runtime.placement import place
 
@@ -175,6 +175,7 @@ class StoreLoader:
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
             problems=_lacking(engine.decoder),
+            caches=cache_facts(model.spec, placed.plan),
         )
         try:
             if wanted.k_chunk is None:

@@ -153,6 +153,7 @@ class ManagementInterface:
                 "machine": {**facts.machine, "backend": status.backend, "reason": status.reason},
                 "bandwidth_gb_s": facts.bandwidth_gb_s,
                 "tuning": None if tuning is None else tuning.to_json(),
+                "caches": {name: asdict(cache) for name, cache in self.service.caches.items()},
                 "problems": [problem.to_json() for problem in facts.problems],
             }
         )

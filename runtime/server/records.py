@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
 from models.progress import Cancelled, ProgressCallback
@@ -11,6 +11,7 @@ from models.recipe import DEFAULT_METHOD
 from runtime.decoder import KVKind
 from runtime.engine import Piece
 from runtime.kv.saved_folder import Holding
+from runtime.memory import CacheFacts
 from runtime.sampling import SamplingOptions
 from runtime.tuning import Problem, Tuning
 
@@ -116,7 +117,9 @@ class LoadedModel:
     tuning: Tuning | None = None
     """What the tuner found for the budget; None where k_chunk was given, or nothing was tuned."""
     problems: Sequence[Problem] = ()
-    """Why the budget has no effect, where it has none."""
+    """Why the budget has no effect, where it has none, and what could not be page-locked."""
+    caches: Mapping[str, CacheFacts] = field(default_factory=dict)
+    """What every kind of cache would mean for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

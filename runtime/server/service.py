@@ -16,6 +16,7 @@ from models.progress import Progress
 from runtime.engine import Piece
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
 from runtime.kv.saved_folder import Holding
+from runtime.memory import CacheFacts
 from runtime.sampling import SamplingOptions
 from runtime.server.bridge import Stream, Worker
 from runtime.server.errors import ApiError, api_error, unavailable
@@ -120,6 +121,12 @@ class Service:
         """How the loaded model was tuned to this device; None where it was not."""
         loaded = self._slot.loaded
         return None if loaded is None else loaded.tuning
+
+    @property
+    def caches(self) -> Mapping[str, CacheFacts]:
+        """What every kind of cache would mean for the loaded model; empty where none is loaded."""
+        loaded = self._slot.loaded
+        return {} if loaded is None else loaded.caches
 
     def device(self) -> DeviceFacts:
         """What is known of the device; reads files and may measure, so call it from a worker thread."""

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "server"))
 from fake_engine import CONTEXT, FakeHouse, make_service
 
-from app.client import ChatOptions, RuntimeClient
+from app.client import ChatOptions, RuntimeClient, SavedCaches
 from app.errors import (
     AccessError,
     AnswerError,
@@ -94,6 +94,17 @@ async def test_load_chat_and_remove(client: RuntimeClient, house: FakeHouse) -> 
     assert house.removed == ["small"]
     with pytest.raises(ClientError, match="no model"):
         await collect(client.chat(HELLO, ChatOptions()))
+
+
+async def test_a_chat_has_a_name_and_can_be_forgotten(client: RuntimeClient, house: FakeHouse) -> None:
+    await collect(client.load("small"))
+    for chat in ("mine", None):
+        await collect(client.chat(HELLO, ChatOptions(chat=chat)))
+    assert house.engine.chats == ["mine", None]
+    assert await client.saved() == SavedCaches(files=3, bytes=3000)
+    assert await client.forget("mine") == SavedCaches(files=2, bytes=2000)
+    await client.forget()
+    assert house.forgotten == house.engine.forgotten == ["mine", None]
 
 
 async def test_the_last_message_is_continued(client: RuntimeClient, house: FakeHouse) -> None:

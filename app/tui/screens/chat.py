@@ -11,6 +11,7 @@ from textual.timer import Timer
 from textual.widgets import Footer
 
 from app.conversation import Message
+from app.errors import ClientError
 from app.tui.messages import Submitted
 from app.tui.pump import Pump
 from app.tui.session import Session
@@ -117,11 +118,17 @@ class ChatScreen(Screen[None]):
     async def new_chat(self) -> None:
         """Begin anew."""
         await self.stop()
-        self._session.conversation.clear()
-        self._session.context_used = None
+        self._session.end_chat()
+        self.run_worker(self._forget(), group="forget", exit_on_error=False)
         await self.transcript.reopen()
         self.show_session()
         self.composer.focus()
+
+    async def _forget(self) -> None:
+        try:
+            await self._session.forget_ended()
+        except (ClientError, OSError) as error:
+            self.notify(f"The old chat's cache is not deleted yet: {error}", severity="warning", markup=False)
 
     async def stop(self) -> bool:
         """Stop the answer that is being written, and wait for its end.

@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.suggester import Suggester
-from textual.widgets import Button, Input, RadioButton, RadioSet, Static
+from textual.widgets import Button, Checkbox, Input, RadioButton, RadioSet, Static
 
 from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
 
@@ -97,14 +97,14 @@ class ConfirmDialog(ModalScreen[bool]):
         self.dismiss(answer)
 
 
-class QuantizeDialog(ModalScreen[tuple[str, float, str] | None]):
-    """Asks which checkpoint to quantize, to how many bits, and by which method."""
+class QuantizeDialog(ModalScreen[tuple[str, float, str, bool] | None]):
+    """Asks which checkpoint to quantize, to how many bits, by which method, and whether keys are evened out."""
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "cancel", id="dialog.cancel")]
 
     def compose(self) -> ComposeResult:
-        """Folder, bits, method, buttons."""
+        """Folder, bits, method, evened keys, buttons."""
         with Vertical(classes="dialog"):
             yield Static("Folder with a Hugging Face checkpoint")
             yield Input(placeholder="/path/to/model", suggester=FolderSuggester(), compact=True)
@@ -117,6 +117,7 @@ class QuantizeDialog(ModalScreen[tuple[str, float, str] | None]):
             with RadioSet(compact=True, id="quantize-method"):
                 for method, words in GOOD_FOR.items():
                     yield RadioButton(f"{method} · {words}", value=method == DEFAULT_METHOD)
+            yield Checkbox("even out keys, for a KV cache of 4 bits or fewer", compact=True, id="quantize-smooth")
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Quantize", id="yes", variant="primary", compact=True)
                 yield Button("Cancel", id="no", compact=True)
@@ -131,7 +132,8 @@ class QuantizeDialog(ModalScreen[tuple[str, float, str] | None]):
             line.display = True
             return
         folder = str(Path(text.strip()).expanduser().absolute())
-        self.dismiss((folder, self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", METHODS)))
+        bits, method = self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", METHODS)
+        self.dismiss((folder, bits, method, self.query_one(Checkbox).value))
 
     @on(Button.Pressed)
     def decide(self, event: Button.Pressed) -> None:

@@ -91,7 +91,10 @@ class ModelsScreen(Screen[None]):
         for model in self._models:
             table.add_row(*self._cells(model), key=model.name)
         table.move_cursor(row=min(row, max(0, len(self._models) - 1)))
-        self._note(note or self._about(self._chosen()))
+        if note:
+            self._note(note, warning=True)
+        else:
+            self.tell_about()
 
     def _columns(self) -> list[str]:
         if self.has_class("-slim"):
@@ -111,12 +114,14 @@ class ModelsScreen(Screen[None]):
     def _about(self, model: ModelEntryLike | None) -> str:
         if model is None:
             return ""
-        parts = [perplexity(model, words=True) if self.has_class("-slim") else "", model.warning or ""]
+        made = f"{model.method}, keys evened out" if model.smooth_attention else model.method
+        parts = [made, perplexity(model, words=True) if self.has_class("-slim") else "", model.warning or ""]
         return printable(" · ".join(part for part in parts if part))
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, *, warning: bool = False) -> None:
         note = self.query_one("#models-note", Static)
         note.update(text)
+        note.set_class(warning, "-warning")
         note.display = bool(text)
 
     def on_resize(self) -> None:
@@ -127,7 +132,8 @@ class ModelsScreen(Screen[None]):
     def tell_about(self) -> None:
         """Say what there is to know about the model under the cursor."""
         if self._models:
-            self._note(self._about(self._chosen()))
+            model = self._chosen()
+            self._note(self._about(model), warning=model is not None and bool(model.warning))
 
     @on(DataTable.RowSelected)
     def load(self) -> None:
@@ -139,7 +145,7 @@ class ModelsScreen(Screen[None]):
     def action_quantize(self) -> None:
         """Ask for a folder and make a low-bit model of it."""
 
-        def begin(answer: tuple[str, float, str] | None) -> None:
+        def begin(answer: tuple[str, float, str, bool] | None) -> None:
             if answer is not None:
                 self.app.post_message(QuantizeAsked(*answer))
 
@@ -159,7 +165,10 @@ class ModelsScreen(Screen[None]):
                 self._seen = ()
                 self.app.post_message(RemoveAsked(model.name))
 
-        question = f"Delete {model.name} ({byte_count(model.disk_bytes)})? The checkpoint it was made of stays."
+        question = (
+            f"Delete {model.name} ({byte_count(model.disk_bytes)})? What is kept of chats with it goes too; the "
+            "checkpoint it was made of stays."
+        )
         self.app.push_screen(ConfirmDialog(question, "Delete"), delete)
 
     async def action_dismiss(self, result: None = None) -> None:

@@ -9,16 +9,18 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Footer, Input, RadioSet, Select, Static, TextArea
+from textual.widgets import Button, Footer, Input, RadioSet, Select, Static, TextArea
 
 from app.errors import ClientError
 from app.settings import RULES, Settings
 from app.tui.messages import ReloadAsked, SettingChanged
 from app.tui.runtime import DeviceReportLike
+from app.tui.screens.dialogs import ConfirmDialog
 from app.tui.session import Session
 from app.tui.widgets.budget_row import BudgetRow, effect
 from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.progress_panel import ProgressPanel
+from app.tui.widgets.saved_row import SavedRow, cache_effect
 from app.tui.widgets.setting_row import SettingRow
 
 GROUPS = {
@@ -55,6 +57,9 @@ class SettingsScreen(Screen[None]):
                 for key in keys:
                     row = BudgetRow if key == "budget" else SettingRow
                     yield row(key, self._before.get(key))
+                if group == "Memory":
+                    yield Static("", markup=False, id="cache-effect")
+                    yield SavedRow()
         yield Static("", markup=False, id="settings-note")
         yield ProgressPanel()
         yield Footer(compact=True, show_command_palette=False)
@@ -83,6 +88,34 @@ class SettingsScreen(Screen[None]):
         except (ClientError, OSError):
             self._report = None  # then the effect is told without it
         self._show_effect()
+        await self._ask_saved()
+
+    async def _ask_saved(self) -> None:
+        row = self.query_one(SavedRow)
+        try:
+            row.show(await self._session.saved())
+        except (ClientError, OSError):
+            row.show(None)
+
+    @on(Button.Pressed, "#saved-delete")
+    def delete_saved(self) -> None:
+        """Delete what is kept of chats, if that is confirmed."""
+
+        def delete(confirmed: bool | None) -> None:
+            if confirmed:
+                self.run_worker(self._delete_saved(), group="saved", exclusive=True, exit_on_error=False)
+
+        question = (
+            "Delete the caches of all chats? What was said stays, and is read from its beginning when it goes on."
+        )
+        self.app.push_screen(ConfirmDialog(question, "Delete"), delete)
+
+    async def _delete_saved(self) -> None:
+        try:
+            await self._session.forget_all()
+        except (ClientError, OSError) as error:
+            self.notify(str(error), severity="error", markup=False)
+        await self._ask_saved()
 
     def _show_effect(self) -> None:
         session = self._session
@@ -94,6 +127,10 @@ class SettingsScreen(Screen[None]):
             tuning=session.tuning,
         )
         self.query_one(BudgetRow).show_effect(lines)
+        settings = session.settings
+        caches = self._report.caches if self._report is not None and session.ready else {}
+        words = cache_effect(caches, settings.kv, settings.context, session.status)
+        self.query_one("#cache-effect", Static).update("\n".join(words))
 
     @on(Input.Submitted)
     @on(Input.Blurred)
@@ -118,6 +155,7 @@ class SettingsScreen(Screen[None]):
         if row.take():
             self.app.post_message(SettingChanged(row.key, row.value))
             self._say_what_reloads()
+            self.call_later(self._show_effect)
 
     def _to_reload(self) -> list[str]:
         return [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.errors import ClientError
-from app.protocol import DeviceProblem, DeviceReport, KneeCurve, Tuning
+from app.protocol import CacheFacts, DeviceProblem, DeviceReport, KneeCurve, SavedCaches, Tuning
 from app.settings import Settings
 from app.tui.app import ChatApp
 
@@ -41,6 +41,8 @@ class Entry:
     name: str
     bits: float = 4.0
     disk_bytes: int = 12 * MEGABYTE
+    method: str = "rtn"
+    smooth_attention: bool = False
     bundled: bool = False
     perplexity_before: float | None = None
     perplexity_after: float | None = None
@@ -81,6 +83,10 @@ MACHINE = {
     "pcie": None,
     "backend": "cpu",
     "reason": "no GPU was found",
+}
+CACHES = {
+    kv: CacheFacts(bytes_per_token=size, context=fits)
+    for kv, size, fits in (("fp16", 131_072, 40_960), ("int8", 66_560, 81_920), ("int4", 33_792, 131_072))
 }
 CHUNKS = {"qkv": 48, "o": 41, "gate_up": 44, "down": 48}
 """By layer type, at a budget of 5 %."""
@@ -148,6 +154,10 @@ class Runtime:
     cancelled: list[str] = field(default_factory=list)
     hold_after: int | None = None
     """Pieces after which the answer hangs until it is stopped, or `released`, once."""
+    saved: SavedCaches = field(default_factory=lambda: SavedCaches(files=2, bytes=34 * MEGABYTE))
+    """What is on disk of chats."""
+    forget_error: str | None = None
+    """Why nothing can be forgotten, once."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
     """Lets the answer that hangs go on."""
 
@@ -258,7 +268,11 @@ class Client:
         self._check()
         runtime = self.runtime
         return DeviceReport(
-            machine=MACHINE, bandwidth_gb_s=41.3, tuning=runtime.tuning, problems=tuple(runtime.problems)
+            machine=MACHINE,
+            bandwidth_gb_s=41.3,
+            tuning=runtime.tuning,
+            problems=tuple(runtime.problems),
+            caches=CACHES if runtime.status.model else {},
         )
 
     async def quantize(self, source: str, **options: Any) -> AsyncIterator[Report]:
@@ -282,6 +296,19 @@ class Client:
         self._check()
         self.runtime.calls.append(("remove", name))
         self.runtime.entries = [entry for entry in self.runtime.entries if entry.name != name]
+
+    async def saved(self) -> SavedCaches:
+        self._check()
+        return self.runtime.saved
+
+    async def forget(self, chat: str | None = None) -> SavedCaches:
+        self._check()
+        self.runtime.calls.append(("forget", chat))
+        if self.runtime.forget_error:
+            error, self.runtime.forget_error = self.runtime.forget_error, None
+            raise ClientError(error)
+        gone, self.runtime.saved = self.runtime.saved, SavedCaches(files=0, bytes=0)
+        return gone
 
     async def chat(self, messages: Sequence[Mapping[str, str]], options: Any) -> AsyncIterator[Delta]:
         self._check()
@@ -377,6 +404,14 @@ class Stage:
             await self.pilot.pause(0.01)
         raise AssertionError(f"waited in vain for {what or predicate}")
 
+    async def shows(self, text: str) -> None:
+        """Wait until the terminal shows a text."""
+        await self.until(lambda: text in self.screen_text(), f"{text!r} on the screen")
+
+    async def hides(self, text: str) -> None:
+        """Wait until the terminal does not show a text."""
+        await self.until(lambda: text not in self.screen_text(), f"{text!r} to go from the screen")
+
     async def ready(self) -> None:
         await self.until(lambda: self.app.session.ready and not self.app.session.working, "a loaded model")
 
@@ -393,7 +428,16 @@ class Stage:
             lambda: self.app.session.conversation.head and self.last.state != "streaming" and not self.app.chat.busy,
             "the end of the answer",
         )
-        await self.pilot.pause()
+        await self.settled()
+
+    async def settled(self) -> None:
+        """Wait until the widgets have done what was sent to them, and what that sent to others, and it is drawn.
+
+        Pilot's own pause only looks whether the process is idle, which it also seems to be while others have the CPU.
+        """
+        for _ in range(3):
+            await self.pilot._wait_for_screen()
+            await self.pilot.pause()
 
     def screen_text(self) -> str:
         """What the terminal shows."""

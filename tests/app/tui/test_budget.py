@@ -20,7 +20,7 @@ from app.tui.widgets.budget_row import effect
 async def open_settings(s: Any) -> Any:
     await s.pilot.press("f3")
     await s.until(lambda: isinstance(s.app.screen, SettingsScreen) and s.app.screen.query(RadioSet))
-    await s.pilot.pause()
+    await s.settled()
     return s.app.screen
 
 
@@ -33,11 +33,11 @@ async def test_a_budget_is_applied_at_once_without_a_reload_and_kept(stage: Call
         await s.ready()
         await open_settings(s)
         await s.until(lambda: "k_chunk qkv 48 · o 41 · gate_up 44 · down 48" in s.screen_text())
-        assert "slowdown 4.6 % predicted · 4.2 % measured" in s.screen_text()
+        await s.shows("slowdown 4.6 % predicted · 4.2 % measured")
         await choose(s, "right")
         await s.until(lambda: runtime.status.budget_percent == 10 and not s.app.session.working)
         await s.until(lambda: "slowdown 9.2 % predicted · 8.4 % measured" in s.screen_text())
-        assert "budget 10 %" in s.screen_text()
+        await s.shows("budget 10 %")
         assert runtime.named("tune") == [{"budget": 10.0, "force": False, "k_chunk": None}]
         assert len(runtime.named("load")) == 1
         assert settings.load().budget == 10
@@ -69,7 +69,7 @@ async def test_off_compensates_nothing_and_says_so(stage: Callable[..., Any], ru
         await s.pilot.press("escape")
         await s.ask("hi")
         await s.answered()
-        assert "slowdown" not in s.screen_text()
+        await s.hides("slowdown")
 
 
 async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: Any) -> None:
@@ -88,7 +88,7 @@ async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: An
         field.value = "7.5 %"
         await s.pilot.press("enter")
         await s.until(lambda: runtime.status.budget_percent == 7.5)
-        assert "allowed" not in s.screen_text()
+        await s.hides("allowed")
         assert settings.load().budget == 7.5
     async with stage(runtime, budget=7.5) as s:
         await s.ready()
@@ -107,11 +107,11 @@ async def test_k_chunk_overrides_the_budget(stage: Callable[..., Any], runtime: 
         await s.pilot.press("enter")
         await s.until(lambda: runtime.status.k_chunk["qkv"] == 64)
         await s.until(lambda: "k_chunk 64 is set below and overrides the budget" in s.screen_text())
-        assert "demo · 4-bit · k_chunk 64" in s.screen_text()
+        await s.shows("demo · 4-bit · k_chunk 64")
         screen.query_one(RadioSet).focus()
         await choose(s, "right")
         await s.until(lambda: settings.load().budget == 10)
-        await s.pilot.pause()
+        await s.settled()
         assert [call["k_chunk"] for call in runtime.named("tune")] == [64]
         screen.query_one("#setting-k_chunk Input", Input).value = "auto"
         await s.pilot.press("escape")
@@ -126,18 +126,18 @@ async def test_the_chat_waits_for_the_tuning_and_says_so(stage: Callable[..., An
         await open_settings(s)
         await choose(s, "right")
         await s.until(lambda: "Tuning for a budget of 10 % · timing qkv" in s.screen_text())
-        assert "Another budget is being applied" in s.screen_text()
+        await s.shows("Another budget is being applied")
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
-        assert "0 of 4 layer types" in s.screen_text()
+        await s.shows("0 of 4 layer types")
         await s.ask("hi")
         await s.until(lambda: "waits until the tuning ends" in s.screen_text())
         await s.pilot.press("ctrl+t")
         await s.answered()
         assert s.last.state == "done"
         assert runtime.cancelled == ["tune"]
-        assert "Tuning for a budget of 10 % stopped" in s.screen_text()
-        assert "k_chunk 41–48" in s.screen_text()
+        await s.shows("Tuning for a budget of 10 % stopped")
+        await s.shows("k_chunk 41–48")
         await open_settings(s)
         await s.until(lambda: "Not applied yet: still 5 %" in s.screen_text())
 
@@ -233,7 +233,7 @@ async def test_other_work_is_not_stopped_by_a_new_budget(
         await open_settings(s)
         await choose(s, "right")
         await s.until(lambda: settings.load().budget == 10)
-        await s.pilot.pause()
+        await s.settled()
         assert s.app.session.working
         assert runtime.named("tune") == []
         await s.pilot.press("ctrl+t")
@@ -248,7 +248,7 @@ async def test_a_budget_changed_during_a_load_is_applied_after_it(stage: Callabl
         await open_settings(s)
         await choose(s, "right")
         await s.until(lambda: settings.load().budget == 10)
-        await s.pilot.pause()
+        await s.settled()
         assert runtime.named("tune") == []
         runtime.load_gate.set()
         await s.until(lambda: runtime.status.budget_percent == 10)
@@ -284,4 +284,4 @@ async def test_the_first_field_is_the_budget(stage: Callable[..., Any], runtime:
         await s.ready()
         screen = await open_settings(s)
         assert screen.focused is screen.query_one(RadioSet)
-        assert "custom" in s.screen_text()
+        await s.shows("custom")

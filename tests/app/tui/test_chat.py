@@ -23,14 +23,13 @@ async def test_a_prompt_is_answered_with_statistics(stage: Callable[..., Any], r
         assert s.last.text == runtime.answers[0]
         assert s.last.state == "done"
         assert markdown_of(s.transcript.view(s.last.id)) == runtime.answers[0]
-        screen = s.screen_text()
-        assert (
+        await s.shows(
             "412 tokens · 58.1 tok/s · first after 0.21 s · context 1.3k of 8.2k · "
-            "k_chunk 41–48 · slowdown 4.2 % · 4-bit" in screen
+            "k_chunk 41–48 · slowdown 4.2 % · 4-bit"
         )
-        assert "<b>html</b>" in screen
-        assert "demo · 4-bit · budget 5 %" in screen
-        assert "cpu · 812 MB" in screen
+        await s.shows("<b>html</b>")
+        await s.shows("demo · 4-bit · budget 5 %")
+        await s.shows("cpu · 812 MB")
         messages, options = runtime.named("chat")[0]
         assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
         assert options.temperature == 0.0
@@ -71,8 +70,8 @@ async def test_paste_and_unicode_arrive_unchanged(stage: Callable[..., Any], run
         await s.answered()
         assert s.app.session.conversation.path()[0].text == text
         assert s.last.text == "漢字 🙂 **粗体** done"
-        assert "日本語のテキスト 🙂" in s.screen_text()
-        assert "漢字 🙂 粗体 done" in s.screen_text()
+        await s.shows("日本語のテキスト 🙂")
+        await s.shows("漢字 🙂 粗体 done")
 
 
 async def test_control_characters_never_reach_the_terminal(stage: Callable[..., Any], runtime: Any) -> None:
@@ -82,9 +81,9 @@ async def test_control_characters_never_reach_the_terminal(stage: Callable[..., 
         await s.ask("x\x1b[31m")
         await s.answered()
         assert s.last.text == runtime.answers[0]
-        assert "\x1b" not in s.screen_text()
-        assert "\x07" not in s.screen_text()
-        assert "evil ␛]52" in s.screen_text()
+        await s.hides("\x1b")
+        await s.hides("\x07")
+        await s.shows("evil ␛]52")
 
 
 async def test_escape_stops_and_keeps_what_came(stage: Callable[..., Any], runtime: Any) -> None:
@@ -100,8 +99,8 @@ async def test_escape_stops_and_keeps_what_came(stage: Callable[..., Any], runti
         assert s.last.text == "one two"
         assert runtime.cancelled == ["chat"]
         assert markdown_of(s.transcript.view(s.last.id)) == s.last.text
-        assert "stopped · ≈" in s.screen_text()
-        assert "continue ^G · retry ^R" in s.screen_text()
+        await s.shows("stopped · ≈")
+        await s.shows("continue ^G · retry ^R")
 
 
 async def test_a_stopped_answer_is_continued(stage: Callable[..., Any], runtime: Any) -> None:
@@ -136,8 +135,8 @@ async def test_regenerate_makes_a_sibling(stage: Callable[..., Any], runtime: An
         await s.until(lambda: s.last.text == "second")
         await s.answered()
         assert s.app.session.conversation.siblings(s.last.id) == [first, s.last]
-        assert "second" in s.screen_text()
-        assert "first\n" not in s.screen_text()
+        await s.shows("second")
+        await s.hides("first\n")
         assert len(s.transcript.mounted) == 2
 
 
@@ -151,7 +150,7 @@ async def test_a_failed_answer_says_why_and_offers_retry(stage: Callable[..., An
         await s.answered()
         assert s.last.state == "failed"
         assert s.last.text == "one two"
-        assert "do not fit the context of 8192" in s.screen_text()
+        await s.shows("do not fit the context of 8192")
         assert runtime.starts == 1
         await s.pilot.press("ctrl+r")
         await s.until(lambda: s.last.state == "done")
@@ -166,8 +165,8 @@ async def test_an_answer_that_failed_before_its_first_word_can_be_followed(
         await s.ready()
         await s.ask("a")
         await s.answered()
-        assert "retry ^R" in s.screen_text()
-        assert "continue" not in s.screen_text()
+        await s.shows("retry ^R")
+        await s.hides("continue")
         await s.ask("b")
         await s.answered()
         messages, _ = runtime.named("chat")[1]
@@ -189,8 +188,8 @@ async def test_a_crash_costs_a_message_never_the_conversation(stage: Callable[..
         assert [model for model, _ in runtime.named("load")] == ["demo", "demo"]
         assert runtime.named("load")[1][1]["kv"] == "int8"
         assert [message.text for message in s.app.session.conversation.path()] == ["a", "fine", "b", "one two"]
-        assert "the runtime was ended by SIGKILL; it is started again" in s.screen_text()
-        assert "continue ^G · retry ^R" in s.screen_text()
+        await s.shows("the runtime was ended by SIGKILL; it is started again")
+        await s.shows("continue ^G · retry ^R")
         await s.pilot.press("ctrl+r")
         await s.until(lambda: s.last.state == "done")
         assert s.last.text == "again"
@@ -222,7 +221,7 @@ async def test_it_gives_up_when_loading_kills_the_runtime_again(stage: Callable[
     runtime.load_error = "out of memory"
     async with stage(runtime) as s:
         await s.until(lambda: s.app.session.job is not None and s.app.session.job.outcome == "failed")
-        assert "Loading demo failed: out of memory" in s.screen_text()
+        await s.shows("Loading demo failed: out of memory")
         await s.ask("hello")
         await s.answered()
         assert s.last.error == "out of memory"
@@ -233,8 +232,7 @@ async def test_a_runtime_that_does_not_start_is_told(stage: Callable[..., Any], 
     runtime.start_error = "the port is taken"
     async with stage(runtime) as s:
         await s.until(lambda: s.app.session.problem is not None)
-        await s.pilot.pause()
-        assert "the port is taken" in s.screen_text()
+        await s.shows("the port is taken")
         await s.ask("anyone there?")
         await s.answered()
         assert s.last.error == "the port is taken"
@@ -249,8 +247,7 @@ async def test_a_runtime_that_dies_while_loading_is_started_again_by_the_next_pr
     runtime.dies_while_loading = True
     async with stage(runtime) as s:
         await s.until(lambda: s.app.session.problem)
-        await s.pilot.pause()
-        assert "Loading demo failed: the runtime was ended by SIGKILL" in s.screen_text()
+        await s.shows("Loading demo failed: the runtime was ended by SIGKILL")
         assert runtime.starts == 1
         await s.ask("hello")
         await s.until(lambda: s.last.state == "done")
@@ -264,11 +261,55 @@ async def test_new_chat_stops_and_clears(stage: Callable[..., Any], runtime: Any
         await s.ask("go")
         await s.until(lambda: s.last.text)
         await s.pilot.press("ctrl+n")
-        await s.until(lambda: len(s.app.session.conversation) == 0)
-        await s.pilot.pause()
+        await s.until(lambda: len(s.app.session.conversation) == 0 and s.transcript.mounted == [])
+        await s.settled()
         assert runtime.cancelled == ["chat"]
         assert s.transcript.mounted == []
-        assert "Ask anything." in s.screen_text()
+        await s.shows("Ask anything.")
+
+
+async def test_a_chat_that_nobody_can_open_any_more_is_forgotten(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.pilot.press("ctrl+n")
+        await s.settled()
+        assert runtime.named("forget") == [], "nothing was said"
+        for text in ("one", "two"):
+            await s.ask(text)
+            await s.answered()
+        await s.pilot.press("ctrl+n")
+        await s.until(lambda: runtime.named("forget"))
+        runtime.forget_error = "the disk is gone"
+        await s.ask("three")
+        await s.answered()
+        await s.pilot.press("ctrl+n")
+        await s.until(lambda: len(runtime.named("forget")) == 2)
+        await s.until(lambda: any("the disk is gone" in note.message for note in s.app._notifications))
+        await s.ask("four")
+        await s.answered()
+    chats = [options.chat for _, options in runtime.named("chat")]
+    assert chats[0] == chats[1]
+    assert len(set(chats)) == 3
+    assert runtime.named("forget") == [chats[0], chats[2], chats[2], chats[3]], "the refused one again, then the last"
+
+
+async def test_a_chat_that_ended_without_a_runtime_is_forgotten_by_the_next(
+    stage: Callable[..., Any], runtime: Any
+) -> None:
+    async with stage(runtime) as s:
+        await s.ready()
+        await s.ask("one")
+        await s.answered()
+        runtime.start_error = "no room"
+        runtime.die()
+        await s.app.session.refresh()
+        await s.until(lambda: s.app.session.problem == "no room")
+        await s.pilot.press("ctrl+n")
+        await s.until(lambda: len(s.app.session.conversation) == 0)
+        assert runtime.named("forget") == []
+        runtime.start_error = None
+        await s.app.session.recover()
+        await s.until(lambda: runtime.named("forget") == [runtime.named("chat")[0][1].chat])
 
 
 async def test_the_context_meter_turns_amber(stage: Callable[..., Any], runtime: Any) -> None:
@@ -288,10 +329,10 @@ async def test_without_a_model_it_says_so_and_keeps_the_prompt(stage: Callable[.
         await s.until(lambda: s.app.session.status is not None)
         s.composer.load_text("hello")
         await s.pilot.press("enter")
-        await s.pilot.pause()
+        await s.settled()
         assert s.composer.text == "hello"
         assert len(s.app.session.conversation) == 0
-        assert "no model loaded" in s.screen_text()
+        await s.shows("no model loaded")
 
 
 async def test_copy_takes_the_answer_as_written(stage: Callable[..., Any], runtime: Any) -> None:

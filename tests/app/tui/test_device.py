@@ -33,16 +33,14 @@ async def test_everything_that_is_known_is_shown(stage: Callable[..., Any], runt
         await s.answered()
         screen = await open_device(s)
         await s.until(lambda: len(screen.query(KneeChart)) == 4)
-        await s.pilot.pause()
-        text = s.screen_text()
         for words in (
             "Example 7840U · 8 of 8 cores · kernels for avx512_vnni", "none was found", "21.4 GB free of 32.0 GB",
             "41.3 GB/s", "! memory cannot be locked", "→ raise the memlock limit", "58.1 tok/s in the last answer",
             "812 MB held", "4.6 % predicted · 4.2 % measured", "in 42 s", "o · k_chunk 41",
             "▲41", "1.00×", "F4 device",
         ):  # fmt: skip
-            assert words in text, words
-        assert re.search(r"gate_up +44", text)
+            await s.shows(words)
+        assert re.search(r"gate_up +44", s.screen_text())
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
 
@@ -54,7 +52,7 @@ async def test_without_a_runtime_it_says_why(stage: Callable[..., Any], runtime:
         await open_device(s)
         await s.until(lambda: s.screen_text().count("the runtime ended at once") == 2)
         await s.pilot.press("r")
-        await s.pilot.pause()
+        await s.settled()
         assert runtime.named("tune") == []
 
 
@@ -63,7 +61,7 @@ async def test_without_a_model_it_says_how_to_get_one(stage: Callable[..., Any],
         await s.until(lambda: s.app.session.status is not None)
         await open_device(s)
         await s.until(lambda: "No model is loaded; F2 picks one." in s.screen_text())
-        assert "Example 7840U" in s.screen_text()
+        await s.shows("Example 7840U")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,7 @@ async def test_what_is_not_tuned_says_why_and_is_not_retuned(
         await open_device(s)
         await s.until(lambda: words in s.screen_text())
         await s.pilot.press("r")
-        await s.pilot.pause()
+        await s.settled()
         assert runtime.named("tune") == []
 
 
@@ -91,7 +89,7 @@ async def test_a_model_that_cannot_be_tuned(stage: Callable[..., Any], runtime: 
         await s.ready()
         await open_device(s)
         await s.until(lambda: "the model runs without compensation" in s.screen_text())
-        assert "! demo was stored without residuals" in s.screen_text()
+        await s.shows("! demo was stored without residuals")
         await s.pilot.press("f3")
         await s.until(lambda: "demo was stored without residuals → quantize it again" in s.screen_text())
         await s.pilot.press("right", "enter")
@@ -110,7 +108,7 @@ async def test_retuning_measures_again_and_can_be_stopped(stage: Callable[..., A
         runtime.tune_delay_s = 600
         await s.pilot.press("r")
         await s.until(lambda: "timing qkv" in s.screen_text())
-        assert "8.4 % measured" in s.screen_text()
+        await s.shows("8.4 % measured")
         await s.pilot.press("s")
         await s.until(lambda: not s.app.session.working)
         assert runtime.cancelled == ["tune"]
@@ -136,7 +134,7 @@ async def test_it_follows_the_tuning_and_the_size(stage: Callable[..., Any], run
         await s.pilot.press("r")
         await s.until(lambda: "qkv · k_chunk 48" in s.screen_text())
         await s.pilot.resize_terminal(40, 15)
-        await s.pilot.pause()
+        await s.settled()
         await s.pilot.press("end")
         await s.until(lambda: "down · k_chunk 48" in s.screen_text())
         assert all(chart.size.width <= 38 for chart in screen.query(KneeChart))

@@ -122,10 +122,10 @@ async def test_it_rests_in_proportion_to_what_an_append_costs() -> None:
     pump = Pump(sink, clock=lambda: sink.now, rest=rest)
     running = asyncio.create_task(pump.run())
     pump.write("slow")
-    await asyncio.sleep(0.01)
+    await until(lambda: len(rests) == 1)
     sink._cost = sink._layout_cost = 0.0
     pump.write(" fast")
-    await asyncio.sleep(0.01)
+    await until(lambda: len(rests) == 2)
     pump.close()
     await running
     assert rests == [REST_PER_COST * 0.5, SHORTEST_REST_S]
@@ -136,7 +136,7 @@ async def test_closing_cuts_a_rest_short() -> None:
     pump = Pump(sink, clock=lambda: sink.now)
     running = asyncio.create_task(pump.run())
     pump.write("a")
-    await asyncio.sleep(0.01)
+    await until(lambda: sink.markdown == "a")
     pump.write("b")
     pump.close()
     await asyncio.wait_for(running, 5)
@@ -148,8 +148,7 @@ async def test_a_continued_answer_is_not_shown_twice() -> None:
     pump = Pump(sink, written="before ", rest=no_rest)
     running = asyncio.create_task(pump.run())
     pump.write("after")
-    await asyncio.sleep(0.01)
-    assert sink.markdown == "after"
+    await until(lambda: sink.markdown == "after")
     pump.close()
     await running
     assert sink.final == pump.text == "before after"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from textual.widgets import Input, Select, Static, TextArea
+from textual.widgets import Button, Input, Select, Static, TextArea
 
 from app import settings
 from app.tui.screens.dialogs import ConfirmDialog, FolderSuggester, QuantizeDialog, folder_problem
@@ -24,7 +24,7 @@ async def test_a_model_is_picked_loaded_and_remembered(stage: Callable[..., Any]
     async with stage(runtime) as s:
         await s.ready()
         await open_models(s)
-        assert "bundled" in s.screen_text()
+        await s.shows("bundled")
         await s.pilot.press("down", "enter")
         await s.until(lambda: s.app.session.status.model == "tiny-3bit")
         assert s.app.screen is s.app.chat
@@ -49,12 +49,10 @@ async def test_perplexity_and_warning_are_shown(stage: Callable[..., Any], runti
     async with stage(runtime) as s:
         await s.ready()
         await open_models(s)
-        text = s.screen_text()
-        assert "12.31 → 99.00" in text
-        assert "3 bits fell apart" in text
+        await s.shows("12.31 → 99.00")
+        await s.shows("rtn · 3 bits fell apart")
         await s.pilot.press("down")
-        await s.pilot.pause()
-        assert "3 bits fell apart" not in s.screen_text()
+        await s.hides("3 bits fell apart")
 
 
 async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
@@ -67,12 +65,13 @@ async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any
         await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
         s.app.screen.query_one(Input).value = str(checkpoint)
         await s.pilot.press("enter")
-        await s.pilot.pause()
-        assert "config.json" in str(s.app.screen.query_one(".dialog-problem", Static).content)
+        await s.until(lambda: "config.json" in str(s.app.screen.query_one(".dialog-problem", Static).content))
         (checkpoint / "config.json").write_text("{}")
         await s.pilot.press("enter")
         await s.until(lambda: any(entry.name == "mine" for entry in runtime.entries) and not s.app.session.working)
-        assert runtime.named("quantize") == [(str(checkpoint), {"bits": 4.0, "method": "rtn"})]
+        assert runtime.named("quantize") == [
+            (str(checkpoint), {"bits": 4.0, "method": "rtn", "smooth_attention": False})
+        ]
         await s.until(lambda: "12.30 → 12.80" in s.screen_text(), "the new row")
 
 
@@ -84,11 +83,15 @@ async def test_bits_and_method_are_chosen_by_keys(stage: Callable[..., Any], run
         await s.pilot.press("q")
         await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
         s.app.screen.query_one(Input).value = str(tmp_path)
-        await s.pilot.press("tab", "down", "enter", "tab", "down", "down", "down", "down", "enter", "tab")
+        await s.pilot.press(
+            "tab", "down", "enter", "tab", "down", "down", "down", "down", "enter", "tab", "space", "tab"
+        )
         await s.until(lambda: "Quantize" in s.screen_text(), "the button, which the dialog scrolls to")
         await s.pilot.press("enter")
         await s.until(lambda: runtime.named("quantize"))
-        assert runtime.named("quantize") == [(str(tmp_path), {"bits": 3.5, "method": "squeezellm"})]
+        assert runtime.named("quantize") == [
+            (str(tmp_path), {"bits": 3.5, "method": "squeezellm", "smooth_attention": True})
+        ]
         await s.until(lambda: not s.app.session.working)
         await s.until(lambda: "3.5" in s.screen_text(), "the new row")
 
@@ -105,20 +108,17 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
 
         s.app.post_message(QuantizeAsked(str(tmp_path), 3.0, "rtn"))
         await s.until(lambda: s.app.session.working)
-        await s.pilot.pause()
-        assert "Quantizing" in s.screen_text()
-        assert "0 of 4 blocks" in s.screen_text()
+        await s.shows("Quantizing")
+        await s.shows("0 of 4 blocks")
         await s.ask("still there?")
         await s.answered()
         assert s.last.state == "done"
         await s.pilot.press("escape")
         await s.until(lambda: not s.app.session.working)
         assert runtime.cancelled == ["quantize"]
-        await s.pilot.pause()
-        assert "stopped" in s.screen_text()
+        await s.shows("stopped")
         await s.pilot.press("escape")
-        await s.pilot.pause()
-        assert "Quantizing" not in s.screen_text()
+        await s.hides("Quantizing")
 
 
 async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Callable[..., Any], runtime: Any) -> None:
@@ -126,7 +126,7 @@ async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Callable[
         await s.ready()
         await open_models(s)
         await s.pilot.press("d")
-        await s.pilot.pause()
+        await s.settled()
         assert isinstance(s.app.screen, ModelsScreen)
         for key, left in (("n", 2), ("y", 1)):
             await s.pilot.press("down", "d")
@@ -161,11 +161,10 @@ async def test_a_bad_value_is_told_and_not_kept(stage: Callable[..., Any], runti
         await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
         s.app.screen.query_one("#setting-top_p Input", Input).value = "7"
         await s.pilot.press("tab", "tab")
-        await s.pilot.pause()
+        await s.settled()
         s.app.screen.query_one("#setting-top_p Input", Input).focus()
         await s.pilot.press("enter")
-        await s.pilot.pause()
-        assert "allowed: a number above 0 to 1" in s.screen_text()
+        await s.shows("allowed: a number above 0 to 1")
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
         assert s.app.session.settings.top_p == settings.Settings().top_p
@@ -186,6 +185,42 @@ async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[...,
         await s.ready()
         assert runtime.named("load")[1] == ("demo", {"kv": "int8", "k_chunk": 64, "backend": "auto"})
         await s.until(lambda: "k_chunk 64 · KV int8" in s.screen_text())
+
+
+async def test_what_a_kind_of_cache_means_is_shown_before_it_is_loaded(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 40)) as s:
+        await s.ready()
+        await s.pilot.press("f3")
+        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        await s.shows("131 kB a token · 41k tokens fit · 1.1 GB for 8.2k")
+        s.app.screen.query_one("#setting-kv Select", Select).value = "int4"
+        await s.shows("34 kB a token, 26 % of fp16's · 131k tokens fit · 277 MB for 8.2k")
+        s.app.screen.query_one("#setting-context Input", Input).value = "200000"
+        s.app.screen.query_one("#setting-context Input", Input).focus()
+        await s.pilot.press("enter")
+        await s.shows("A context of 200k does not fit this model or memory")
+        assert len(runtime.named("load")) == 1
+
+
+async def test_what_is_kept_of_chats_is_shown_and_deleted(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 40)) as s:
+        await s.ready()
+        await s.pilot.press("f3")
+        await s.shows("34 MB of 2 chats on disk")
+        button = s.app.screen.query_one("#saved-delete", Button)
+        for key, calls in (("n", []), ("y", [None])):
+            button.focus()
+            await s.pilot.press("enter")
+            await s.until(lambda: isinstance(s.app.screen, ConfirmDialog))
+            await s.pilot.press(key)
+            await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+            await s.until(lambda expected=calls: runtime.named("forget") == expected)
+        await s.until(lambda: str(s.app.screen.query_one("#saved-amount", Static).content) == "none")
+        runtime.forget_error = "cannot delete the saved cache x.kv"
+        await s.pilot.press("enter")
+        await s.until(lambda: isinstance(s.app.screen, ConfirmDialog))
+        await s.pilot.press("y")
+        await s.until(lambda: any("x.kv" in note.message for note in s.app._notifications))
 
 
 async def test_the_theme_changes_at_once(stage: Callable[..., Any], runtime: Any) -> None:
@@ -223,7 +258,8 @@ async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Ca
         assert all(binding.id for binding in bindings)
         await s.pilot.press("ctrl+p")
         await s.pilot.press(*"models")
-        await s.pilot.pause(0.3)
+        await s.shows("Pick, make or delete a model")
+        await s.settled()
         await s.pilot.press("enter")
         await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
 

@@ -59,6 +59,7 @@ class Play:
         if self.shown is not bool:
             await self.until(pilot, self.shown)
         for _ in range(5):
+            await pilot._wait_for_screen()
             await pilot.pause(0.05)
         for area in self.app.screen.query("Input"):
             area.cursor_blink = False

@@ -26,7 +26,7 @@ async def test_it_follows_the_end_while_an_answer_grows(stage: Callable[..., Any
         await s.ask("go")
         await s.answered()
         await s.until(lambda: s.transcript.following and s.transcript.max_scroll_y > 20)
-        assert "412 tokens" in s.screen_text()
+        await s.shows("412 tokens")
 
 
 async def test_it_stays_where_the_person_scrolled_to(stage: Callable[..., Any], runtime: Any) -> None:
@@ -40,7 +40,7 @@ async def test_it_stays_where_the_person_scrolled_to(stage: Callable[..., Any], 
         await s.ask("go")
         await s.until(lambda: "Paragraph 6" in s.screen_text() and s.transcript.following, "the first part")
         await s.pilot.press("pageup", "pageup")
-        await s.pilot.pause()
+        await s.settled()
         place, height = s.transcript.scroll_y, s.transcript.max_scroll_y
         runtime.released.set()
         await s.until(lambda: s.transcript.max_scroll_y > height + 10)
@@ -66,12 +66,12 @@ async def test_only_a_window_of_a_long_chat_is_mounted(stage: Callable[..., Any]
         fill(s, 56)
         path = [message.id for message in s.app.session.conversation.path()]
         await s.transcript.reopen()
-        await s.pilot.pause()
+        await s.settled()
         assert s.transcript.mounted == path[-FIRST:]
         seen = set(s.transcript.mounted)
         for _ in range(60):
             await s.pilot.press("pageup")
-            await s.pilot.pause()
+            await s.settled()
             mounted = s.transcript.mounted
             assert len(mounted) <= MOST
             assert mounted == path[path.index(mounted[0]) : path.index(mounted[-1]) + 1]
@@ -79,13 +79,13 @@ async def test_only_a_window_of_a_long_chat_is_mounted(stage: Callable[..., Any]
             if mounted[0] == path[0] and s.transcript.scroll_y == 0:
                 break
         assert seen == set(path)
-        assert "question 0" in s.screen_text()
+        await s.shows("question 0")
         for _ in range(60):
             await s.pilot.press("pagedown")
-            await s.pilot.pause()
+            await s.settled()
             if s.transcript.mounted[-1] == path[-1] and s.transcript.following:
                 break
-        assert "answer 27" in s.screen_text()
+        await s.shows("answer 27")
         assert len(s.transcript.mounted) <= MOST
 
 
@@ -96,12 +96,12 @@ async def test_what_is_in_sight_stays_when_earlier_messages_are_mounted(
         await s.ready()
         fill(s, 60)
         await s.transcript.reopen()
-        await s.pilot.pause()
+        await s.settled()
         first = s.transcript.mounted[0]
         s.transcript.scroll_to(y=3, animate=False)
-        await s.pilot.pause()
+        await s.settled()
         await s.until(lambda: s.transcript.mounted[0] != first)
-        await s.pilot.pause()
+        await s.settled()
         view = s.transcript.view(first)
         assert abs(view.region.y - s.transcript.region.y + 3) <= 2
 
@@ -111,12 +111,12 @@ async def test_asking_from_far_above_returns_to_the_end(stage: Callable[..., Any
         await s.ready()
         fill(s, 50)
         await s.transcript.reopen()
-        await s.pilot.pause()
+        await s.settled()
         for _ in range(30):
             if s.transcript.mounted[-1] != s.last.id:
                 break
             await s.pilot.press("pageup")
-            await s.pilot.pause()
+            await s.settled()
         assert s.transcript.mounted[-1] != s.last.id
         await s.ask("now")
         await s.answered()
@@ -132,7 +132,7 @@ async def test_resizing_keeps_everything_usable(stage: Callable[..., Any], runti
         await s.ask("go")
         await s.answered()
         await s.pilot.resize_terminal(*size)
-        await s.pilot.pause()
+        await s.settled()
         assert s.composer.region.width > 0
         assert s.composer.region.bottom <= size[1]
         slim = size[0] < 60
@@ -143,6 +143,5 @@ async def test_resizing_keeps_everything_usable(stage: Callable[..., Any], runti
         await s.answered()
         assert s.last.text == "after the resize"
         await s.pilot.resize_terminal(120, 40)
-        await s.pilot.pause()
-        assert "after the resize" in s.screen_text()
+        await s.shows("after the resize")
         assert s.app.screen.query_one("HeaderBar").display

@@ -1,0 +1,64 @@
+"""The KV cache on the settings screen: what a kind of cache means here, and what is kept of chats on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.widgets import Button, Static
+
+from app.tui.figures import SEPARATOR, byte_count, token_count
+from app.tui.runtime import CacheFactsLike, SavedLike, StatusLike
+
+
+class SavedRow(Horizontal):
+    """How much is kept of chats on disk, and a button that deletes it."""
+
+    def __init__(self) -> None:
+        super().__init__(id="saved-row", classes="setting-line")
+
+    def compose(self) -> ComposeResult:
+        """Name, amount, button."""
+        yield Static("saved caches", classes="setting-name")
+        yield Static("", markup=False, id="saved-amount")
+        yield Button("Delete", id="saved-delete", compact=True)
+
+    def show(self, saved: SavedLike | None) -> None:
+        """Say how much there is; None: the runtime did not say."""
+        words = "not known" if saved is None else "none" if not saved.files else _amount(saved)
+        self.query_one("#saved-amount", Static).update(words)
+        self.query_one(Button).disabled = saved is None
+
+
+def _amount(saved: SavedLike) -> str:
+    chats = "1 chat" if saved.files == 1 else f"{saved.files} chats"
+    return f"{byte_count(saved.bytes)} of {chats} on disk"
+
+
+def cache_effect(
+    caches: Mapping[str, CacheFactsLike], kv: str, context: int | None, status: StatusLike | None
+) -> list[str]:
+    """What the chosen kind of cache and context mean, in lines; nothing where no model is loaded.
+
+    Args:
+        caches: what each kind means for the model.
+        kv: the kind that is chosen.
+        context: the context that is chosen; None: the program chooses.
+        status: what runs.
+    """
+    chosen, plain = caches.get(kv), caches.get("fp16")
+    if chosen is None or plain is None or status is None:
+        return []
+    share = f", {100 * chosen.bytes_per_token / plain.bytes_per_token:.0f} % of fp16's" if kv != "fp16" else ""
+    fits = f"{token_count(chosen.context)} tokens fit"
+    parts = [f"{byte_count(chosen.bytes_per_token)} a token{share}", fits]
+    tokens = min(context or status.context or 0, chosen.context)
+    if tokens:
+        parts.append(f"{byte_count(tokens * chosen.bytes_per_token)} for {token_count(tokens)}")
+    lines = [SEPARATOR.join(parts)]
+    if context is not None and context > chosen.context:
+        lines.append(
+            f"A context of {token_count(context)} does not fit this model or memory: it will be cut, or refused."
+        )
+    return lines
