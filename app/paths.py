@@ -36,6 +36,11 @@ def cache_dir() -> Path:
     return moved / "cache" if moved else Path(platformdirs.user_cache_dir(APPLICATION, appauthor=False))
 
 
+def chats_dir() -> Path:
+    """Folder in which the runtime keeps the caches of long conversations; they hold what was said."""
+    return cache_dir() / "chats"
+
+
 def profiles_dir() -> Path:
     """Folder of what tuning found and measured; it is worth keeping, for measuring again takes a while."""
     return home() / "profiles"

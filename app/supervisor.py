@@ -15,7 +15,7 @@ from pathlib import Path
 
 from app.client import RuntimeClient
 from app.errors import ClientError, StartError
-from app.paths import cache_dir, private_folder
+from app.paths import cache_dir, chats_dir, private_folder
 from runtime.lock import LockRecord, is_alive, lock_path, program_version, read_lock, remove_lock
 
 START_TIMEOUT_S = 60.0
@@ -244,7 +244,7 @@ def own_command() -> list[str]:
         "--evaluation",
         str(assets.evaluation_file()),
         "--chats",
-        str(cache_dir() / "chats"),
+        str(chats_dir()),
     ]
 
 

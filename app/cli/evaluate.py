@@ -149,6 +149,11 @@ def _k_chunk(model: StoredModel, plan: LoadPlan, services: Services, output: Out
         return 0
     decoder, _ = services.open_decoder(model, replace(plan.options, select="approx"), plan.backend)
     try:
+        if not services.is_tuned(decoder, model, plan.budget):
+            output.note(
+                f"{model.name} is first tuned for a budget of {plan.budget:g} % on this device, once, which takes a "
+                "while; --k-chunk N evaluates with N channels instead, --k-chunk 0 without compensation"
+            )
         compensate(decoder, model, plan, services, output)
         chosen = decoder.options.k_chunk
     finally:

@@ -97,20 +97,23 @@ class Services:
         progress: ProgressCallback,
         cancelled: Cancelled,
     ) -> StoredModelInfo:
-        """Make a low-bit model from a checkpoint's folder."""
+        """Make a low-bit model from a checkpoint's folder; the saved caches of one that it replaces are deleted."""
         from models.quantize import quantize
+        from runtime.kv.saved_folder import forgetting
 
-        return quantize(
-            checkpoint,
-            self.store(),
-            recipe,
-            name=name,
-            calibration=calibration,
-            evaluation=self.evaluation_text(),
-            force=force,
-            progress=progress,
-            cancelled=cancelled,
-        )
+        store = self.store()
+        with forgetting(self.chats(), store.root):
+            return quantize(
+                checkpoint,
+                store,
+                recipe,
+                name=name,
+                calibration=calibration,
+                evaluation=self.evaluation_text(),
+                force=force,
+                progress=progress,
+                cancelled=cancelled,
+            )
 
     def service(self, compensation: TuneRequest) -> Service:
         """What a server serves: the stored models and the bundled one, compensated like this."""
@@ -141,6 +144,20 @@ class Services:
         from tuner.profiles import ProfileStore
 
         return ProfileStore(profiles_dir())
+
+    def is_tuned(self, decoder: Decoder, model: StoredModel, budget_percent: float) -> bool:
+        """Whether it is known what a budget buys for a loaded model here, so that nothing is to be measured."""
+        from runtime.device import device_of
+        from runtime.profile_key import profile_key
+
+        key = profile_key(device_of(decoder), decoder.backend, model, budget_percent)
+        return self.profiles().find(key) is not None
+
+    def chats(self) -> Path:
+        """Where the runtime of the terminal UI keeps the caches of long conversations."""
+        from app.paths import chats_dir
+
+        return chats_dir()
 
     def within_budget(
         self,

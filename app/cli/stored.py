@@ -72,14 +72,32 @@ def show(
 
 def remove(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=options.complete_stored, show_default=False)],
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", autocompletion=options.complete_stored, show_default=False)
+    ] = None,
+    chats: Annotated[
+        bool, typer.Option("--chats", help="Instead of a model: what is kept of all conversations on disk.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Delete a stored model. Checkpoints in the Hugging Face cache stay."""
-    output = Output(as_json=as_json)
+    """Delete a stored model and the saved caches of its conversations. Checkpoints in the Hugging Face cache stay."""
+    from runtime.kv.saved_folder import forget, forgetting
+
+    output, services = Output(as_json=as_json), services_of(ctx)
+    if chats == (name is not None):
+        raise typer.BadParameter("give the name of a model, or --chats", param_hint="NAME")
+    if name is None:
+        gone = forget(services.chats())
+        if as_json:
+            output.result({"removed_files": gone.files, "removed_bytes": gone.size})
+        else:
+            output.text(f"removed {gone.files} saved caches of conversations, {size(gone.size)}")
+        return
     if name == DEMO:
         raise CliError("the bundled model can't be removed: it is part of the program")
-    services_of(ctx).store().remove(name)
+    store = services.store()
+    with forgetting(services.chats(), store.root):
+        store.remove(name)
     if as_json:
         output.result({"removed": name})
     else:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from runtime.profile_key import content_of
+
 Answer = Callable[..., dict[str, Any]]
 ENTRY = {
     "name",
@@ -93,6 +95,41 @@ def test_rm(answer: Answer, error: Callable[..., str], stored: str, services: An
     assert answer("rm", stored) == {"removed": stored}
     assert services.store().list() == []
     assert "no stored model" in error("rm", stored)
+
+
+@pytest.fixture
+def saved(services: Any, stored: str) -> tuple[Path, Path]:
+    """Saved caches of the stored model and of another one."""
+    chats, content = services.chats(), content_of(services.store().path(stored))
+    chats.mkdir(parents=True)
+    assert content is not None
+    files = (chats / f"{content[:16]}-int4-x.kv", chats / "0123456789abcdef-int4-x.kv")
+    for file in files:
+        file.write_bytes(bytes(500))
+    return files
+
+
+def test_rm_takes_what_was_said_to_the_model(answer: Answer, stored: str, saved: tuple[Path, Path]) -> None:
+    answer("rm", stored)
+    assert [file.exists() for file in saved] == [False, True]
+
+
+def test_a_model_that_is_replaced_takes_what_was_said_to_it(
+    answer: Answer, stored: str, saved: tuple[Path, Path], checkpoint: Path
+) -> None:
+    answer("quantize", checkpoint, "--bits", 3, "--name", stored, "--force")
+    assert [file.exists() for file in saved] == [False, True]
+
+
+def test_rm_of_all_that_is_kept_of_chats(
+    answer: Answer, run: Callable[..., Any], services: Any, saved: tuple[Path, Path]
+) -> None:
+    assert answer("rm", "--chats") == {"removed_files": 2, "removed_bytes": 1000}
+    assert not any(file.exists() for file in saved)
+    assert len(services.store().list()) == 1
+    assert run("rm", "--chats").stdout == "removed 0 saved caches of conversations, 0 KiB\n"
+    for wrong in ((), ("small", "--chats")):
+        run("rm", *wrong, code=2)
 
 
 @pytest.mark.parametrize("name", ["demo", "../outside", "/etc", "a/b/c"])

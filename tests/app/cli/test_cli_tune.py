@@ -218,10 +218,17 @@ def test_ctrl_c_while_tuning_is_130(run: Callable[..., Any], clock: Clock, monke
     run("run", "demo", "hi", "--budget", 5, code=130)
 
 
-def test_eval_with_a_budget(answer: Answer, clock: Clock, tmp_path: Path) -> None:
+def test_eval_with_a_budget(answer: Answer, run: Callable[..., Any], clock: Clock, tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog.\n")
-    found = answer("eval", "demo", "--text", file, "--budget", 8)
+    first = run("eval", "demo", "--text", file, "--budget", 8, "--json")
+    assert "first tuned for a budget of 8 %" in first.stderr
+    assert "--k-chunk 0 without compensation" in first.stderr
+    found = json.loads(first.stdout)
+    readings = clock.readings
+    again = run("eval", "demo", "--text", file, "--budget", 8, "--json")
+    assert (json.loads(again.stdout)["k_chunk"], clock.readings) == (found["k_chunk"], readings)
+    assert "tuned" not in again.stderr, "the tuning that is there is used, in silence"
     assert min(found["k_chunk"].values()) > 0
     assert found["recall"] is not None
     fixed = answer("eval", "demo", "--text", file, "--k-chunk", found["k_chunk"]["qkv"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -49,6 +50,15 @@ class RecordingSink:
 
 async def no_rest(_seconds: float) -> None:
     await asyncio.sleep(0)
+
+
+async def until(predicate: Callable[[], bool]) -> None:
+    """Let the pump go on until something holds."""
+    for _ in range(1000):
+        if predicate():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("waited in vain")
 
 
 async def pumped(pieces: list[str], **options: object) -> RecordingSink:
