@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import ClientError, ConnectionLostError, ProtocolError
 from app.protocol import (
+    Caches,
     ChatDelta,
     ChatOptions,
     DeviceProblem,
@@ -21,6 +22,7 @@ from app.protocol import (
     Timings,
     Tuning,
     given,
+    read_caches,
     read_delta,
     read_device,
     read_items,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     import httpx
 
 __all__ = [
+    "Caches",
     "ChatDelta",
     "ChatOptions",
     "DeviceProblem",
@@ -155,9 +158,9 @@ class RuntimeClient:
         await self._json("POST", "/runtime/remove", {"name": name}, timeout_s=TURN_S)
         self._model = None if self._model == name else self._model
 
-    async def saved(self) -> SavedCaches:
-        """What is on disk of conversations' caches."""
-        return read_record(SavedCaches, await self._json("GET", "/runtime/saved"))
+    async def caches(self) -> Caches:
+        """What is on disk of conversations' caches, and what each kind of cache means for the loaded model."""
+        return read_caches(await self._json("GET", "/runtime/caches"))
 
     async def forget(self, chat: str | None = None) -> SavedCaches:
         """Delete what memory and disk hold of a conversation.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from app.errors import ClientError, ProtocolError, answer_error
@@ -193,8 +193,6 @@ class DeviceReport:
     """None where nothing was tuned."""
     problems: Sequence[DeviceProblem]
     """What is wrong."""
-    caches: Mapping[str, CacheFacts] = field(default_factory=dict)
-    """What every kind of KV cache would mean for the loaded model, by its name; empty where none is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +203,16 @@ class SavedCaches:
     """How many files."""
     bytes: int
     """What they take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caches:
+    """Caches of conversations: what is on disk, and what each kind means for the loaded model."""
+
+    saved: SavedCaches
+    """What is on disk."""
+    kinds: Mapping[str, CacheFacts]
+    """By the kind's name; empty where no model is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,15 +313,23 @@ def read_record(kind: type[R], body: Mapping[str, Any]) -> R:
 
 def read_device(body: Mapping[str, Any]) -> DeviceReport:
     """The answer of GET /runtime/device."""
-    tuning, machine, caches = body.get("tuning"), body.get("machine"), body.get("caches")
+    tuning, machine = body.get("tuning"), body.get("machine")
     return DeviceReport(
         machine=machine if isinstance(machine, dict) else {},
         bandwidth_gb_s=body.get("bandwidth_gb_s"),
         tuning=_read_tuning(tuning) if isinstance(tuning, dict) else None,
         problems=tuple(read_record(DeviceProblem, item) for item in read_items(body.get("problems"))),
-        caches={
+    )
+
+
+def read_caches(body: Mapping[str, Any]) -> Caches:
+    """The answer of `GET /runtime/caches`."""
+    kinds = body.get("kinds")
+    return Caches(
+        saved=read_record(SavedCaches, body),
+        kinds={
             name: read_record(CacheFacts, item)
-            for name, item in (caches if isinstance(caches, dict) else {}).items()
+            for name, item in (kinds if isinstance(kinds, dict) else {}).items()
             if isinstance(item, dict)
         },
     )

@@ -129,6 +129,18 @@ class CacheFactsLike(Protocol):
         """Tokens that fit."""
 
 
+class CachesLike(Protocol):
+    """Caches of conversations."""
+
+    @property
+    def saved(self) -> SavedLike:
+        """What is on disk."""
+
+    @property
+    def kinds(self) -> Mapping[str, CacheFactsLike]:
+        """What every kind of KV cache would mean for the loaded model; empty where none is loaded."""
+
+
 class ProgressLike(Protocol):
     """How far a long piece of work is."""
 
@@ -284,10 +296,6 @@ class DeviceReportLike(Protocol):
     def problems(self) -> Sequence[ProblemLike]:
         """What is wrong."""
 
-    @property
-    def caches(self) -> Mapping[str, CacheFactsLike]:
-        """What every kind of KV cache would mean for the loaded model."""
-
 
 class ClientLike(Protocol):
     """A connection to a runtime. Closing an iterator cancels the work behind it."""
@@ -318,8 +326,8 @@ class ClientLike(Protocol):
     async def remove(self, name: str) -> None:
         """Delete a stored model."""
 
-    async def saved(self) -> SavedLike:
-        """What is on disk of conversations' caches."""
+    async def caches(self) -> CachesLike:
+        """What is on disk of conversations' caches, and what each kind of cache means for the loaded model."""
 
     async def forget(self, chat: str | None = None) -> SavedLike:
         """Delete what memory and disk hold of a conversation, or of all. Returns what was deleted."""

@@ -18,6 +18,7 @@ from app.tui.jobs import Job
 from app.tui.messages import JobChanged, RuntimeLost, StatusChanged
 from app.tui.recent import Recent
 from app.tui.runtime import (
+    CachesLike,
     ChatDeltaLike,
     ClientLike,
     DeviceReportLike,
@@ -178,15 +179,15 @@ class Session:
             if chat in self._ended:
                 self._ended.remove(chat)
 
-    async def saved(self) -> SavedLike:
-        """What is on disk of conversations' caches.
+    async def caches(self) -> CachesLike:
+        """What is on disk of conversations' caches, and what each kind of cache means for the loaded model.
 
         Raises:
             ClientError: the runtime did not say.
         """
         if self._client is None:
             raise ClientError("the runtime is not running yet")
-        return await self._client.saved()
+        return await self._client.caches()
 
     async def forget_all(self) -> SavedLike:
         """Delete what memory and disk hold of all conversations, so that the next prompt is read from its beginning.

@@ -107,7 +107,7 @@ class ManagementInterface:
             Route("/runtime/quantize", self.quantize, methods=["POST"]),
             Route("/runtime/pull", self.pull, methods=["POST"]),
             Route("/runtime/remove", self.remove, methods=["POST"]),
-            Route("/runtime/saved", self.saved, methods=["GET"]),
+            Route("/runtime/caches", self.caches, methods=["GET"]),
             Route("/runtime/forget", self.forget, methods=["POST"]),
             Route("/runtime/shutdown", self.stop, methods=["POST"]),
         ]
@@ -153,7 +153,6 @@ class ManagementInterface:
                 "machine": {**facts.machine, "backend": status.backend, "reason": status.reason},
                 "bandwidth_gb_s": facts.bandwidth_gb_s,
                 "tuning": None if tuning is None else tuning.to_json(),
-                "caches": {name: asdict(cache) for name, cache in self.service.caches.items()},
                 "problems": [problem.to_json() for problem in facts.problems],
             }
         )
@@ -191,10 +190,11 @@ class ManagementInterface:
         await asyncio.to_thread(self.service.catalogue.remove, name)
         return json_answer({"removed": name})
 
-    async def saved(self, _request: Request) -> Response:
-        """GET /runtime/saved: what the saved caches of conversations take on disk."""
+    async def caches(self, _request: Request) -> Response:
+        """GET /runtime/caches: what they take on disk, and what each kind means for the loaded model."""
         held = await asyncio.to_thread(self.service.held)
-        return json_answer({"files": held.files, "bytes": held.size})
+        kinds = {name: asdict(cache) for name, cache in self.service.caches.items()}
+        return json_answer({"files": held.files, "bytes": held.size, "kinds": kinds})
 
     async def forget(self, request: Request) -> Response:
         """POST /runtime/forget: delete what caches hold of the conversation `chat`, or of all."""

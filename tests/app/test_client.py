@@ -101,7 +101,9 @@ async def test_a_chat_has_a_name_and_can_be_forgotten(client: RuntimeClient, hou
     for chat in ("mine", None):
         await collect(client.chat(HELLO, ChatOptions(chat=chat)))
     assert house.engine.chats == ["mine", None]
-    assert await client.saved() == SavedCaches(files=3, bytes=3000)
+    caches = await client.caches()
+    assert caches.saved == SavedCaches(files=3, bytes=3000)
+    assert caches.kinds["int4"].context == 77
     assert await client.forget("mine") == SavedCaches(files=2, bytes=2000)
     await client.forget()
     assert house.forgotten == house.engine.forgotten == ["mine", None]

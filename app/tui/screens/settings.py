@@ -14,7 +14,7 @@ from textual.widgets import Button, Footer, Input, RadioSet, Select, Static, Tex
 from app.errors import ClientError
 from app.settings import RULES, Settings
 from app.tui.messages import ReloadAsked, SettingChanged
-from app.tui.runtime import DeviceReportLike
+from app.tui.runtime import CachesLike, DeviceReportLike
 from app.tui.screens.dialogs import ConfirmDialog
 from app.tui.session import Session
 from app.tui.widgets.budget_row import BudgetRow, effect
@@ -46,6 +46,7 @@ class SettingsScreen(Screen[None]):
         self._session = session
         self._before: Settings = session.settings
         self._report: DeviceReportLike | None = None
+        self._caches: CachesLike | None = None
         self._seen: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
@@ -81,6 +82,7 @@ class SettingsScreen(Screen[None]):
         if seen != self._seen:
             self._seen = seen
             self.run_worker(self._ask_device(), group="device", exclusive=True, exit_on_error=False)
+            self.run_worker(self._ask_caches(), group="caches", exclusive=True, exit_on_error=False)
 
     async def _ask_device(self) -> None:
         try:
@@ -88,14 +90,14 @@ class SettingsScreen(Screen[None]):
         except (ClientError, OSError):
             self._report = None  # then the effect is told without it
         self._show_effect()
-        await self._ask_saved()
 
-    async def _ask_saved(self) -> None:
-        row = self.query_one(SavedRow)
+    async def _ask_caches(self) -> None:
         try:
-            row.show(await self._session.saved())
+            self._caches = await self._session.caches()
         except (ClientError, OSError):
-            row.show(None)
+            self._caches = None
+        self.query_one(SavedRow).show(None if self._caches is None else self._caches.saved)
+        self._show_effect()
 
     @on(Button.Pressed, "#saved-delete")
     def delete_saved(self) -> None:
@@ -115,7 +117,7 @@ class SettingsScreen(Screen[None]):
             await self._session.forget_all()
         except (ClientError, OSError) as error:
             self.notify(str(error), severity="error", markup=False)
-        await self._ask_saved()
+        await self._ask_caches()
 
     def _show_effect(self) -> None:
         session = self._session
@@ -127,10 +129,11 @@ class SettingsScreen(Screen[None]):
             tuning=session.tuning,
         )
         self.query_one(BudgetRow).show_effect(lines)
-        settings = session.settings
-        caches = self._report.caches if self._report is not None and session.ready else {}
-        words = cache_effect(caches, settings.kv, settings.context, session.status)
-        self.query_one("#cache-effect", Static).update("\n".join(words))
+        settings, caches = session.settings, self._caches
+        words = cache_effect(caches.kinds if caches is not None else {}, settings.kv, settings.context, session.status)
+        about = self.query_one("#cache-effect", Static)
+        about.update("\n".join(words))
+        about.display = bool(words)
 
     @on(Input.Submitted)
     @on(Input.Blurred)

@@ -50,7 +50,7 @@ def cache_effect(
     chosen, plain = caches.get(kv), caches.get("fp16")
     if chosen is None or plain is None or status is None:
         return []
-    share = f", {100 * chosen.bytes_per_token / plain.bytes_per_token:.0f} % of fp16's" if kv != "fp16" else ""
+    share = f" ({100 * chosen.bytes_per_token / plain.bytes_per_token:.0f} % of fp16)" if kv != "fp16" else ""
     fits = f"{token_count(chosen.context)} tokens fit"
     parts = [f"{byte_count(chosen.bytes_per_token)} a token{share}", fits]
     tokens = min(context or status.context or 0, chosen.context)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.errors import ClientError
-from app.protocol import CacheFacts, DeviceProblem, DeviceReport, KneeCurve, SavedCaches, Tuning
+from app.protocol import CacheFacts, Caches, DeviceProblem, DeviceReport, KneeCurve, SavedCaches, Tuning
 from app.settings import Settings
 from app.tui.app import ChatApp
 
@@ -272,7 +272,6 @@ class Client:
             bandwidth_gb_s=41.3,
             tuning=runtime.tuning,
             problems=tuple(runtime.problems),
-            caches=CACHES if runtime.status.model else {},
         )
 
     async def quantize(self, source: str, **options: Any) -> AsyncIterator[Report]:
@@ -297,9 +296,9 @@ class Client:
         self.runtime.calls.append(("remove", name))
         self.runtime.entries = [entry for entry in self.runtime.entries if entry.name != name]
 
-    async def saved(self) -> SavedCaches:
+    async def caches(self) -> Caches:
         self._check()
-        return self.runtime.saved
+        return Caches(saved=self.runtime.saved, kinds=CACHES if self.runtime.status.model else {})
 
     async def forget(self, chat: str | None = None) -> SavedCaches:
         self._check()
@@ -402,7 +401,7 @@ class Stage:
             if predicate():
                 return
             await self.pilot.pause(0.01)
-        raise AssertionError(f"waited in vain for {what or predicate}")
+        raise AssertionError(f"waited in vain for {what or predicate}; the terminal shows\n{self.screen_text()}")
 
     async def shows(self, text: str) -> None:
         """Wait until the terminal shows a text."""
@@ -419,7 +418,9 @@ class Stage:
         """Send a prompt, without waiting for the answer."""
         before = len(self.app.session.conversation)
         self.composer.focus()
+        await self.until(lambda: self.app.focused is self.composer, "the composer to have the keys")
         self.composer.load_text(text)
+        await self.settled()
         await self.pilot.press("enter")
         await self.until(lambda: len(self.app.session.conversation) > before, "the prompt to be sent")
 

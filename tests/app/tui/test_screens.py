@@ -194,7 +194,7 @@ async def test_what_a_kind_of_cache_means_is_shown_before_it_is_loaded(stage: Ca
         await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
         await s.shows("131 kB a token · 41k tokens fit · 1.1 GB for 8.2k")
         s.app.screen.query_one("#setting-kv Select", Select).value = "int4"
-        await s.shows("34 kB a token, 26 % of fp16's · 131k tokens fit · 277 MB for 8.2k")
+        await s.shows("34 kB a token (26 % of fp16) · 131k tokens fit · 277 MB for 8.2k")
         s.app.screen.query_one("#setting-context Input", Input).value = "200000"
         s.app.screen.query_one("#setting-context Input", Input).focus()
         await s.pilot.press("enter")

@@ -72,6 +72,7 @@ async def test_only_a_window_of_a_long_chat_is_mounted(stage: Callable[..., Any]
         for _ in range(60):
             await s.pilot.press("pageup")
             await s.settled()
+            await s.until(lambda: not s.transcript._moving, "the window to be moved")
             mounted = s.transcript.mounted
             assert len(mounted) <= MOST
             assert mounted == path[path.index(mounted[0]) : path.index(mounted[-1]) + 1]
@@ -83,6 +84,7 @@ async def test_only_a_window_of_a_long_chat_is_mounted(stage: Callable[..., Any]
         for _ in range(60):
             await s.pilot.press("pagedown")
             await s.settled()
+            await s.until(lambda: not s.transcript._moving, "the window to be moved")
             if s.transcript.mounted[-1] == path[-1] and s.transcript.following:
                 break
         await s.shows("answer 27")

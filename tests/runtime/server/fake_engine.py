@@ -22,6 +22,7 @@ from runtime.errors import (
     SavedCacheError,
 )
 from runtime.kv.saved_folder import Holding
+from runtime.memory import CacheFacts
 from runtime.sampling import Alternative, SamplingOptions, TokenLogprob
 from runtime.server.records import (
     DeviceFacts,
@@ -223,6 +224,7 @@ class FakeHouse:
             context=request.context or CONTEXT,
             weight_bytes=600,
             kv_bytes=50,
+            caches={"int4": CacheFacts(bytes_per_token=12.5, context=77)},
         )
 
     def tune(

@@ -164,10 +164,12 @@ async def test_unload(manager: httpx.AsyncClient, house: FakeHouse) -> None:
 
 
 async def test_what_is_kept_of_chats_can_be_deleted(manager: httpx.AsyncClient, house: FakeHouse) -> None:
-    assert (await manager.get("/runtime/saved")).json() == {"files": 3, "bytes": 3000}
+    assert (await manager.get("/runtime/caches")).json() == {"files": 3, "bytes": 3000, "kinds": {}}
     assert (await manager.post("/runtime/forget", json={"chat": "one"})).json() == {"files": 2, "bytes": 2000}
     assert house.forgotten == ["one"]
     await manager.post("/runtime/load", json={"model": "small"})
+    kinds = (await manager.get("/runtime/caches")).json()["kinds"]
+    assert kinds == {"int4": {"bytes_per_token": 12.5, "context": 77}}
     await manager.post("/runtime/forget", json={})
     assert (house.forgotten, house.engine.forgotten) == (["one", None], [None])
 
