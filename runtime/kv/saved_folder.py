@@ -18,6 +18,7 @@ import numpy.typing as npt
 from runtime.errors import OutOfMemoryError, SavedCacheError
 from runtime.kv import saved
 from runtime.kv.control import KVCache
+from runtime.memory import size
 from runtime.profile_key import content_of
 
 FOLDER_BYTES = 2 << 30
@@ -201,7 +202,10 @@ class SavedCaches:
         self._folder.chmod(0o700)  # whoever made it
         needed = cache.slot_bytes(slot)
         if needed > self._limit or needed > shutil.disk_usage(self._folder).free - _RESERVE:
-            raise SavedCacheError(f"it takes {needed >> 20} MiB, for which there is no room in {self._folder}")
+            raise SavedCacheError(
+                f"it takes {size(needed)}, for which there is no room in {self._folder} (at most {size(self._limit)} "
+                f"are used, and {size(_RESERVE)} of the disk stay free)"
+            )
         name = hashlib.blake2b(tokens.tobytes(), digest_size=12).hexdigest()
         path = self._folder / f"{self._prefix}{name}{saved.ENDING}"
         saved.write(path, self._about, tokens.tolist(), cache, slot, chat=chat)
@@ -221,8 +225,8 @@ class SavedCaches:
                 elif saved.writer_is_gone(path) or time.time() - status.st_mtime > _STALE_S:
                     path.unlink()
         kept = 0
-        for _, size, path in sorted(files, reverse=True):
-            kept += size
+        for _, taken, path in sorted(files, reverse=True):
+            kept += taken
             if kept > self._limit:
                 self._remove(path)
 

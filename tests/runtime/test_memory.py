@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,13 +9,14 @@ from hypothesis import strategies as st
 from models.spec import ModelSpec, RopeSpec
 from runtime.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError
-from runtime.kv.kinds import KINDS, window_token_bytes
+from runtime.kv.kinds import KINDS, bytes_per_token, window_token_bytes
 from runtime.memory import (
     DEFAULT_CONTEXT,
     MIB,
     SMALLEST_CONTEXT,
     MemoryPlan,
     ModelSizes,
+    cache_facts,
     describe,
     plan,
     size,
@@ -187,3 +190,18 @@ def test_the_cache_is_as_large_as_the_reference_backend_makes_it(kv: KVKind) -> 
 )
 def test_sizes_are_readable(count: int, text: str) -> None:
     assert size(count) == text
+
+
+def test_what_every_kind_of_cache_would_mean_agrees_with_the_plan() -> None:
+    found = planned(1000)
+    facts = cache_facts(spec(), found)
+    assert facts.keys() == KINDS.keys()
+    for kv, fact in facts.items():
+        assert fact.bytes_per_token == bytes_per_token(KINDS[kv], spec())
+        assert planned(1000, context=fact.context, kv=kv).fits
+        if fact.context < spec().max_context:
+            with pytest.raises(OutOfMemoryError):
+                planned(1000, context=fact.context + 64, kv=kv)
+    assert facts["fp16"].context < facts["int8"].context < spec().max_context
+    assert {fact.context for fact in cache_facts(spec(), planned(60_000)).values()} == {spec().max_context}
+    assert {fact.context for fact in cache_facts(spec(), replace(found, available_bytes=0)).values()} == {0}

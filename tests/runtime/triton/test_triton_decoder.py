@@ -195,11 +195,17 @@ def test_layers_whose_residuals_find_no_memory_run_without(
     """Page-locked memory ends: one warning, and the model answers as it would without compensation."""
     model = tiny_model(tiny_spec(**SMALL), bits=3)
     plain = np.array(TritonDecoder(model, DecoderOptions(context=16), device).forward(step([1], 0)))
-    monkeypatch.setattr(placing, "load_residuals", lambda *_: LoadedResiduals(layers={}, warning="close programs"))
+    warning = "4 layers run without: no memory. To compensate all: close programs"
+    monkeypatch.setattr(placing, "load_residuals", lambda *_: LoadedResiduals(layers={}, warning=warning))
     decoder = TritonDecoder(model, DecoderOptions(context=16, k_chunk=100), device)
     decoder.set_k_chunk(200)
     assert np.array_equal(plain, decoder.forward(step([1], 0)))
-    assert [record.message for record in caplog.records] == ["close programs"]
+    assert [record.message for record in caplog.records] == [warning]
+    (problem,) = decoder.model.problems
+    assert (problem.what, problem.fix) == (
+        "4 layers run without: no memory",
+        "To compensate all: close programs",
+    )
 
 
 @pytest.mark.gpu
