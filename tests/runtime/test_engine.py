@@ -413,8 +413,13 @@ def test_a_deleted_chat_leaves_nothing_behind(
     (file,) = tmp_path.iterdir()
     header = read_header(file)
     assert (header.chat, header.tokens[: len(CHATS[1])]) == ("two", tuple(CHATS[1]))
-    forget(tmp_path, chat="two")
     engine = open_tiny(model, tokenizer, folder=tmp_path)
+    again = [*header.tokens, 5]
+    assert ask(engine, again)[1] == len(header.tokens)
+    engine.forget("two")  # though nobody said whose this prompt was: it goes on in what was the chat's
+    forget(tmp_path, chat="two")
+    assert ask(engine, again)[1] == 0
+    engine.forget()
     assert [ask(engine, chat)[1] for chat in CHATS] == [0, 0]
 
 
