@@ -227,6 +227,37 @@ def test_a_lent_slot_has_room(tiny_spec: Factory) -> None:
     assert chats.held() == [[*range(101, 120)]]
 
 
+class Disk:
+    """Keeps the tokens that it is asked to save, in their order."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[list[int]]] = []
+
+    def longest(self, tokens: Any, *, beyond: int, context: int) -> None: ...
+
+    def save(self, cache: Any, sequences: Any) -> None:
+        assert all(cache.length(slot) == len(tokens) for slot, tokens, _ in sequences)
+        self.asked.append([list(tokens) for _, tokens, _ in sequences if tokens])
+
+
+def test_the_latest_is_saved_first(chats: Chats) -> None:
+    disk = chats.known.saved = Disk()  # type: ignore[assignment]
+    for prompt in ([10, 1, 2], [20, 1, 2], [30, 1, 2], [10, 1, 2, 3]):
+        chats.say(prompt)
+    chats.known.save()
+    assert disk.asked == [[[10, 1, 2, 3], [30, 1, 2], [20, 1, 2]]]
+
+
+def test_what_gives_way_to_a_lent_slot_is_saved_before(tiny_spec: Factory) -> None:
+    chats = Chats(tiny_spec(), pages=16)
+    disk = chats.known.saved = Disk()  # type: ignore[assignment]
+    one, two = list(range(1, 40)), list(range(101, 120))
+    chats.say(one)
+    chats.say(two)
+    chats.known.vacate(2, 24)
+    assert (disk.asked, chats.held()) == ([[two, one]], [two])
+
+
 def test_one_slot_is_cut_back(tiny_spec: Factory) -> None:
     chats = Chats(tiny_spec(), slots=1)
     chats.say([1, 2, 3, 4], answer=2)

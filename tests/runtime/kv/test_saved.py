@@ -404,6 +404,18 @@ def test_a_file_that_cannot_be_deleted_is_told(
         saved_folder.forget(tmp_path, chat="one")
 
 
+def test_saving_ends_in_time_and_a_cache_beyond_the_limit_is_not_begun(
+    spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make(spec)
+    fill(cache, 0, list(range(150)))
+    folder(cache, spec, tmp_path, limit=1000).save(cache, [(0, list(range(150)), None)])
+    assert "no room" in caplog.text
+    monkeypatch.setattr(saved_folder, "SAVING_S", -1.0)
+    folder(cache, spec, tmp_path).save(cache, [(0, list(range(150)), None)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_was_open_to_others_is_closed(spec: Any, tmp_path: Path) -> None:
     (tmp_path / "chats").mkdir(mode=0o755)
     cache = make(spec)
