@@ -442,6 +442,8 @@ def test_what_is_measured_costs_no_conversation(
             decoder.forward(Step(tokens=row, slots=0 * row, positions=row, logit_rows=0 * row, compensate=True))
         engine_is_busy = not engine._turn.acquire(blocking=False)
     assert engine_is_busy
+    assert engine.decoder.cache is not None
+    assert engine.decoder.cache.length(0) == 0, "what was measured holds no pages"
     assert len(list(tmp_path.iterdir())) == {1: 1, 2: 1, 4: 0}[slots], "the one without a place is on disk"
     found = [ask(engine, chat)[1] for chat in longer]
     assert found == [0 if slots == 1 else cached[0], cached[1]]
