@@ -31,7 +31,7 @@ SPARSITY = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """How the keys, or the values, of a page are quantized.
+    """How the keys, or the values, of a page are quantized: x = code * scale + zero.
 
     A *vector* is what one token has (axis `token`, D numbers) or what one channel has over the page's tokens (axis
     `channel`, as many numbers as the page has tokens). Each group of a vector has a scale of its own.
@@ -43,8 +43,6 @@ class Code:
     """What a vector is."""
     group: int = 0
     """Numbers of a vector that share a scale and a zero; 0 = all of it. The last group may be shorter."""
-    symmetric: bool = False
-    """Whether there is a scale alone (x = code * scale), else a zero beside it (x = code * scale + zero)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +108,7 @@ class CacheKind:
 def _kinds() -> dict[KVKind, CacheKind]:
     """All kinds by name."""
     half = Code(bits=16)
-    int8, int4 = Code(bits=8, symmetric=True), Code(bits=4)
+    int8, int4 = Code(bits=8), Code(bits=4)
     upper_lower = (Code(bits=8, axis="channel"), Code(bits=8))
     kcvt4 = (Code(bits=4, axis="channel"), Code(bits=4))
     kivi2 = (Code(bits=2, axis="channel", group=64), Code(bits=2, group=64))
@@ -151,7 +149,7 @@ class Field:
 
     name: str
     """`x`, `codes`, `upper`, `lower`, `scales`, `a`, `b`, `indices` or `outliers`."""
-    dtype: Literal["float16", "uint8", "int8", "int16"]
+    dtype: Literal["float16", "uint8", "int16"]
     """Type of its numbers."""
     shape: tuple[int, ...]
     """Its shape; `x`, `codes`, `upper` and `lower` have a row for each token."""
@@ -159,7 +157,7 @@ class Field:
     @property
     def nbytes(self) -> int:
         """Bytes of the array."""
-        return math.prod(self.shape) * {"float16": 2, "uint8": 1, "int8": 1, "int16": 2}[self.dtype]
+        return math.prod(self.shape) * {"float16": 2, "uint8": 1, "int16": 2}[self.dtype]
 
 
 def page_fields(kind: CacheKind, part: Part, head_dim: int) -> tuple[Field, ...]:
@@ -171,16 +169,14 @@ def page_fields(kind: CacheKind, part: Part, head_dim: int) -> tuple[Field, ...]
         head_dim: D.
 
     Returns:
-        `x` float16 [page, D] of a cache that is not quantized; else `codes` (int8 [page, D], or packed uint8
-        [page, D * bits / 8], low bits first) or the planes `upper` and `lower` (packed uint8 [page, D / 2]); `scales`
-        float16 [page] where symmetric, else [vectors, groups, 2] with scale and zero; GEAR's `a` [page, r] and
-        `b` [D, r] float16; `indices` int16 and `outliers` float16 [vectors, 2 * outliers].
+        `x` float16 [page, D] of a cache that is not quantized; else `codes` (packed uint8 [page, D * bits / 8], low
+        bits first) or the planes `upper` and `lower` (packed uint8 [page, D / 2]); `scales` float16
+        [vectors, groups, 2] with scale and zero; GEAR's `a` [page, r] and `b` [D, r] float16; `indices` int16 and
+        `outliers` float16 [vectors, 2 * outliers].
     """
     code, T, D = kind.code(part), kind.page, head_dim
     if code.bits == 16:
         return (Field("x", "float16", (T, D)),)
-    if code.symmetric:
-        return Field("codes", "int8", (T, D)), Field("scales", "float16", (T,))
     if kind.hierarchical:
         packed = (T, packed_bytes(D, 4))
         fields = [Field("upper", "uint8", packed), Field("lower", "uint8", packed)]

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 import torch
 
-from runtime.kernels.cache.reference import dequantize_int8, quantize_int8
 from runtime.kv.kinds import CacheKind, Code, Part
 from runtime.kv.reference import correction, uniform
 
@@ -35,9 +34,6 @@ def quantize(kind: CacheKind, part: Part, x: torch.Tensor) -> dict[str, torch.Te
     code = kind.code(part)
     if code.bits == 16:
         return {"x": x.to(torch.float16)}
-    if code.symmetric:
-        codes, scales = quantize_int8(x)
-        return {"codes": codes, "scales": scales}
     x = x.to(torch.float16).float()
     vectors = _turned(code, x)
     count = kind.outliers(vectors.shape[-1])
@@ -71,8 +67,6 @@ def dequantize(kind: CacheKind, part: Part, stored: Stored, head_dim: int, *, dr
     code = kind.code(part)
     if code.bits == 16:
         return stored["x"].float()
-    if code.symmetric:
-        return dequantize_int8(stored["codes"], stored["scales"])
     vectors = _read_uniform(kind, code, stored, head_dim, draft=draft)
     if "a" in stored:
         vectors = vectors + _turned(code, correction.product(stored["a"], stored["b"]))

@@ -99,7 +99,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
     Args:
         codes: uint8 [..., n], below 2^bits.
-        bits: 2 or 4.
+        bits: 2, 4 or 8.
 
     Returns:
         uint8 [..., ceil(n * bits / 8)].
@@ -116,7 +116,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
     Args:
         packed: uint8 [..., ceil(count * bits / 8)].
-        bits: 2 or 4.
+        bits: 2, 4 or 8.
         count: Codes of a row.
 
     Returns:

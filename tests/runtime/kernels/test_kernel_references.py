@@ -13,7 +13,6 @@ from models.packing import unpack
 from runtime.errors import InvalidActivationError
 from runtime.kernels.activation import reference as activation
 from runtime.kernels.attention.reference import attend
-from runtime.kernels.cache import reference as cache
 from runtime.kernels.compensate.reference import compensate, dequantize_residual
 from runtime.kernels.gate.reference import silu_gate
 from runtime.kernels.gemv.reference import dequantize, gemv, gemv_int8
@@ -181,16 +180,6 @@ def test_attention_by_loops(window: int | None) -> None:
         for h in range(4):
             weights = torch.softmax(k[first : p + 1, h // 2] @ q[m, h] / 8**0.5, dim=0)
             torch.testing.assert_close(out[m, h], weights @ v[first : p + 1, h // 2])
-
-
-@pytest.mark.parametrize("dim", [1, 16])
-def test_int8_cache_is_within_half_a_step_and_keeps_zeros(dim: int) -> None:
-    x = normal(5, 2, dim)
-    x[0, 0] = 0
-    codes, scales = cache.quantize_int8(x)
-    restored = cache.dequantize_int8(codes, scales)
-    assert bool(((restored - x).abs() <= scales.float().unsqueeze(-1) * 0.6).all())
-    assert not restored[0, 0].any()
 
 
 def test_norm_rope_and_gate() -> None:

@@ -81,10 +81,12 @@ def test_uniform_codes_are_off_by_half_a_step_at_most(name: KVKind, D: int, part
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_int8_is_off_by_half_a_step_at_most(part: Part) -> None:
-    x = draw(KINDS["int8"], outlier=True)
-    step = x.abs().amax(-1, keepdim=True) / 127
-    assert bool(((read(KINDS["int8"], part, x) - x).abs() <= step * 0.56).all())
+def test_int8_is_off_by_little_more_than_half_a_step(part: Part) -> None:
+    kind = KINDS["int8"]
+    x = draw(kind, outlier=True)
+    off = (read(kind, part, x) - x.half().float()).abs()
+    # The scale is rounded to half precision, which moves code 255 by 255 * 2^-12 of a step.
+    assert bool((off <= 0.563 * spread(kind, part, x) / 255 + 1e-6).all())
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -107,10 +109,10 @@ def test_the_widest_and_the_smallest_halves_stay_finite(name: KVKind, part: Part
         x = draw(kind, 16).sign() * size
         off = (read(kind, part, x) - x).abs().max()
         # An outlier as far below the rest as halves reach cannot be corrected in full; a scale below 2^-24 is 0.
-        assert float(off) <= (1.01 if kind.sparsity else 0.01) * size + 127 * 2**-25
+        assert float(off) <= (1.01 if kind.sparsity else 0.01) * size + 255 * 2**-25
 
 
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("count", [1, 3, 4, 7, 16])
 def test_codes_pack_and_unpack(bits: int, count: int) -> None:
     codes = torch.randint(0, 2**bits, (5, count), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
