@@ -130,8 +130,6 @@ def attend(i: int, control: int, thread: int, threads: int, scratch: int) -> Non
                 window,
                 keys,
                 values,
-                0,
-                0,
                 dim,
                 to,
                 heads * splits * part,
@@ -162,8 +160,8 @@ def _attend_pages(
     scratch: int,
 ) -> None:
     """Add what a run's query heads of one key-value head get from pages start .. stop - 1 of its slot."""
-    bits, tokens, dim = word(cache, page.FORMAT), word(cache, page.TOKENS), word(cache, page.DIM)
-    lowbit = bits == 2 or bits == 4 or bits == 8
+    tokens, dim = word(cache, page.TOKENS), word(cache, page.DIM)
+    lowbit = word(cache, page.FORMAT) != page.HALF
     if lowbit and start < stop:
         copy_queries(q, stride, rows, heads, dim, word(cache, page.PADDED), scratch)
     for number in range(start, stop):
@@ -176,8 +174,6 @@ def _attend_pages(
                 cache, record, following, draft, rows, heads, here, window, sums, sums_row, sums_head, scratch, prepared
             )
             continue
-        key_scales = 0 if bits == 16 else record + word(cache, page.KEY_SCALES)
-        value_scales = 0 if bits == 16 else record + word(cache, page.VALUE_SCALES)
         keys, values = record + word(cache, page.KEY_CODES), record + word(cache, page.VALUE_CODES)
         attend_span(
             q,
@@ -188,8 +184,6 @@ def _attend_pages(
             window,
             keys,
             values,
-            key_scales,
-            value_scales,
             dim,
             sums,
             sums_row,

@@ -36,7 +36,7 @@ class CpuStore:
         window: Tokens that a window has room for, a multiple of SPAN.
     """
 
-    saved_layout = "cpu-1"
+    saved_layout = "cpu-2"
 
     def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
         self._kind = kind

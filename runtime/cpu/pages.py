@@ -1,7 +1,7 @@
 """How the CPU backend lays out a page of the KV cache: one record of bytes for each layer and key-value head.
 
 A record holds keys and values together: first the codes, in the vectors that `runtime.kernels.attention.cpu_products`
-multiplies (or halves and INT8 in those of `runtime.kernels.attention.cpu`), then scales, zeros and GEAR's corrections.
+multiplies (or halves in those of `runtime.kernels.attention.cpu`), then scales, zeros and GEAR's corrections.
 Channels are padded to whole vectors. `PageLayout` knows the places, describes them to compiled code as words, and
 converts to and from the fields of `runtime.kv.kinds.page_fields`.
 """
@@ -19,7 +19,8 @@ from runtime.kv.kinds import PARTS, CacheKind, Part, page_fields
 
 # Words of a cache's description, int64 each: sizes, places in a record in bytes, and addresses.
 FORMAT: Final = 0
-"""2, 4 or 8 bits (two planes); 16: half precision; 1: INT8 with a scale for each token."""
+"""Bits of a code, 2, 4 or 8; or `TWO_PLANES` of 4 bits; or `HALF` precision."""
+TWO_PLANES, HALF = 44, 16
 TOKENS, DIM, PADDED, RECORD = 1, 2, 3, 4
 """Tokens of a page; D; D padded; bytes of a record."""
 KEY_CODES, KEY_LOWER, KEY_SCALES, KEY_ZEROS, KEY_VECTORS, KEY_TOKENWISE, KEY_GROUP = 5, 6, 7, 8, 9, 10, 11
@@ -35,7 +36,6 @@ DITHER, TABLES, TABLE_STEP, PAGED = 30, 31, 32, 33
 WINDOW, WORDS = 34, 36
 """Tokens that a window has room for; number of words."""
 
-_HALF, _INT8 = 16, 1
 Array = npt.NDArray[Any]
 
 
@@ -63,10 +63,9 @@ class PageLayout:
 
     def __init__(self, kind: CacheKind, head_dim: int) -> None:
         self.kind, self.head_dim = kind, head_dim
-        bits = kind.keys.bits
-        self.format = _HALF if bits == 16 else _INT8 if kind.keys.symmetric else bits
+        self.format = TWO_PLANES if kind.hierarchical else kind.keys.bits
         """Word FORMAT."""
-        self.lowbit = self.format in (2, 4, 8)
+        self.lowbit = self.format != HALF
         """Whether attention goes by integer products."""
         self.padded = _padded(head_dim, 32 if self.lowbit else 16)
         """Channels of padded vectors."""
@@ -102,7 +101,7 @@ class PageLayout:
         if self.lowbit:
             words[KEY_VECTORS] = self._places["keys", "codes"].shape[1]
             words[VALUE_COUNT] = T // (16 if self.format == 2 else 4)
-            words[VALUE_BLOCK] = 64 * T // (8 if self.format == 2 else 4)
+            words[VALUE_BLOCK] = int(np.prod(self._places["values", "codes"].shape[1:]))
         if kind.rank:
             words[RANK] = min(kind.rank, self.head_dim)
             words[[KEY_A, KEY_B]] = self._offset("keys", "a"), self._offset("keys", "b")
@@ -125,8 +124,6 @@ class PageLayout:
         for name, values in fields.items():
             if name in ("codes", "upper", "lower", "x"):
                 self._view(records, part, self._named(name))[...] = self._arranged(part, name, values)
-            elif name == "scales" and self.kind.code(part).symmetric:
-                self._view(records, part, "scales")[...] = values
             elif name == "scales":
                 for i, target in enumerate(("scales", "zeros")):
                     turned = np.swapaxes(values[..., i], -1, -2)
@@ -151,8 +148,6 @@ class PageLayout:
             name, shape = field.name, field.shape
             if name in ("codes", "upper", "lower", "x"):
                 fields[name] = self._canonical(part, name, self._view(records, part, self._named(name)))
-            elif name == "scales" and self.kind.code(part).symmetric:
-                fields[name] = self._view(records, part, name).copy()
             elif name == "scales":
                 both = [self._view(records, part, source)[..., : shape[0]] for source in ("scales", "zeros")]
                 fields[name] = np.stack([np.swapaxes(one, -1, -2) for one in both], axis=-1)
@@ -175,26 +170,24 @@ class PageLayout:
         T, D, P = self.kind.page, self.head_dim, self.padded
         shape: tuple[int, ...]
         if not self.lowbit:
-            dtype = "float16" if self.format == _HALF else "int8"
             shape = (T // 16, D, 16) if part == "keys" else (T, P)
-            self._add(part, "codes", dtype, *shape)
+            self._add(part, "codes", "float16", *shape)
             return
-        if part == "keys":
+        if self.format == 8:
+            shape = (T // 16, -(-D // 8), 2, 16, 4) if part == "keys" else (P // 32, T // 4, 2, 16, 4)
+        elif part == "keys":
             shape = (T // 16, -(-D // (16 if self.format == 2 else 8)), 16, 4)
         elif self.format == 2:
             shape = (P // 32, T // 16, 2, 16, 4)
         else:
             shape = (P // 32, T // 4, 16, 4)
         self._add(part, "codes", "uint8", *shape)
-        if self.format == 8:
+        if self.format == TWO_PLANES:
             self._add(part, "lower", "uint8", *shape)
 
     def _place_scales(self, part: Part) -> None:
         kind, code, T, P = self.kind, self.kind.code(part), self.kind.page, self.padded
-        if self.format == _HALF:
-            return
-        if code.symmetric:
-            self._add(part, "scales", "float16", T)
+        if self.format == HALF:
             return
         vectors, length = (T, self.head_dim) if code.axis == "token" else (P, T)
         groups = -(-length // (code.group or length))
@@ -229,6 +222,12 @@ class PageLayout:
             if part == "keys":
                 return np.swapaxes(values.reshape(*lead, T // 16, 16, D), -1, -2)
             return _widened(values, self.padded)
+        if self.format == 8:
+            if part == "keys":
+                fields = _widened(values, _padded(D, 8)).reshape(*lead, T // 16, 16, -1, 2, 4)
+                return np.moveaxis(fields, -4, -2)  # tile, token, vector, half, byte
+            fields = _widened(values, self.padded).reshape(*lead, T // 4, 4, -1, 2, 16)
+            return np.moveaxis(fields, (-5, -4), (-4, -1))  # quad, byte, block, half, lane
         bits = 2 if self.format == 2 else 4
         codes = _unpacked(values, bits, D)
         if name == "lower":
@@ -253,6 +252,11 @@ class PageLayout:
                 lead = stored.shape[:-3]
                 return np.swapaxes(stored, -1, -2).reshape(*lead, T, D).copy()
             return stored[..., :D].copy()
+        if self.format == 8:
+            lead = stored.shape[:-5]
+            fields = np.moveaxis(stored, -2, -4) if part == "keys" else np.moveaxis(stored, (-4, -1), (-5, -4))
+            width = _padded(D, 8) if part == "keys" else self.padded
+            return fields.reshape(*lead, T, width)[..., :D].copy()
         bits = 2 if self.format == 2 else 4
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
         fields = (stored[..., None] >> shifts) & np.uint8(2**bits - 1)

@@ -104,12 +104,6 @@ def load_halves(b: Builder, address: Any) -> Any:
 
 
 @define(floats16, types.int64)
-def load_signed(b: Builder, address: Any) -> Any:
-    """Sixteen signed bytes as floats."""
-    return b.sitofp(b.sext(load(b, ir.VectorType(I8, 16), address, 1), WORDS), FLOATS)
-
-
-@define(floats16, types.int64)
 def load_unsigned(b: Builder, address: Any) -> Any:
     """Sixteen unsigned bytes as floats."""
     return b.sitofp(b.zext(load(b, ir.VectorType(I8, 16), address, 1), WORDS), FLOATS)

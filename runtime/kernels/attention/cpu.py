@@ -1,7 +1,7 @@
-"""Attention over the cached keys and values in their packed form, each read once for all query heads that share them.
+"""Attention over cached keys and values in half precision, each read once for all query heads that share them.
 
 Keys of 16 tokens stand together channel by channel ([T / 16, D, 16]), so 16 scores are one vector and nothing is summed
-across lanes; values stand token by token ([T, D padded to 16]). Codes of 2 and 4 bits, and of two planes of 4, are
+across lanes; values stand token by token ([T, D padded to 16]). Quantized pages are
 `runtime.kernels.attention.cpu_lowbit`'s business. One work item is a run of query rows of a sequence, one key-value
 head and one split of the context; its softmax is kept unnormalized with its maximum, and `merge_splits` joins the
 splits (flash-decoding).
@@ -10,7 +10,6 @@ splits (flash-decoding).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numba
 
@@ -25,7 +24,6 @@ from runtime.cpu.vector import (
     keep_lanes,
     load_floats,
     load_halves,
-    load_signed,
     max_lanes,
     maximum,
     mul,
@@ -42,100 +40,87 @@ _TILE = 16
 _LOWEST = -1e30
 
 
-def _scores(load_cached: Any, item: int) -> Any:
+@numba.njit(nogil=True)
+def _scores(q: int, q_stride: int, queries: int, keys: int, dim: int, out: int) -> None:
     """Scores of `queries` query vectors with SPAN cached keys."""
-    tile_step = _TILE * item
-
-    @numba.njit(nogil=True)
-    def scores(q: int, q_stride: int, queries: int, keys: int, dim: int, out: int) -> None:
-        n = 0
-        while n + 4 <= queries:
-            q0 = q + n * q_stride
-            q1, q2, q3 = q0 + q_stride, q0 + 2 * q_stride, q0 + 3 * q_stride
-            for tile in range(SPAN // _TILE):
-                at = keys + tile * dim * tile_step
-                s0, s1, s2, s3 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
-                for d in range(dim):
-                    key = load_cached(at + d * tile_step)
-                    s0 = fma(key, broadcast(q0 + 4 * d), s0)
-                    s1 = fma(key, broadcast(q1 + 4 * d), s1)
-                    s2 = fma(key, broadcast(q2 + 4 * d), s2)
-                    s3 = fma(key, broadcast(q3 + 4 * d), s3)
-                to = out + 4 * (n * SPAN + tile * _TILE)
-                store_floats(to, s0)
-                store_floats(to + 4 * SPAN, s1)
-                store_floats(to + 8 * SPAN, s2)
-                store_floats(to + 12 * SPAN, s3)
-            n += 4
-        while n < queries:
-            qn = q + n * q_stride
-            k0, k1 = keys, keys + dim * tile_step
-            k2, k3 = keys + 2 * dim * tile_step, keys + 3 * dim * tile_step
+    n = 0
+    while n + 4 <= queries:
+        q0 = q + n * q_stride
+        q1, q2, q3 = q0 + q_stride, q0 + 2 * q_stride, q0 + 3 * q_stride
+        for tile in range(SPAN // _TILE):
+            at = keys + tile * dim * (2 * _TILE)
             s0, s1, s2, s3 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
             for d in range(dim):
-                value = broadcast(qn + 4 * d)
-                s0 = fma(load_cached(k0 + d * tile_step), value, s0)
-                s1 = fma(load_cached(k1 + d * tile_step), value, s1)
-                s2 = fma(load_cached(k2 + d * tile_step), value, s2)
-                s3 = fma(load_cached(k3 + d * tile_step), value, s3)
-            to = out + 4 * n * SPAN
+                key = load_halves(at + d * (2 * _TILE))
+                s0 = fma(key, broadcast(q0 + 4 * d), s0)
+                s1 = fma(key, broadcast(q1 + 4 * d), s1)
+                s2 = fma(key, broadcast(q2 + 4 * d), s2)
+                s3 = fma(key, broadcast(q3 + 4 * d), s3)
+            to = out + 4 * (n * SPAN + tile * _TILE)
             store_floats(to, s0)
-            store_floats(to + 64, s1)
-            store_floats(to + 128, s2)
-            store_floats(to + 192, s3)
-            n += 1
+            store_floats(to + 4 * SPAN, s1)
+            store_floats(to + 8 * SPAN, s2)
+            store_floats(to + 12 * SPAN, s3)
+        n += 4
+    while n < queries:
+        qn = q + n * q_stride
+        k0, k1 = keys, keys + dim * (2 * _TILE)
+        k2, k3 = keys + 2 * dim * (2 * _TILE), keys + 3 * dim * (2 * _TILE)
+        s0, s1, s2, s3 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
+        for d in range(dim):
+            value = broadcast(qn + 4 * d)
+            s0 = fma(load_halves(k0 + d * (2 * _TILE)), value, s0)
+            s1 = fma(load_halves(k1 + d * (2 * _TILE)), value, s1)
+            s2 = fma(load_halves(k2 + d * (2 * _TILE)), value, s2)
+            s3 = fma(load_halves(k3 + d * (2 * _TILE)), value, s3)
+        to = out + 4 * n * SPAN
+        store_floats(to, s0)
+        store_floats(to + 64, s1)
+        store_floats(to + 128, s2)
+        store_floats(to + 192, s3)
+        n += 1
 
-    return scores
 
-
-def _weigh(load_cached: Any, item: int) -> Any:
+@numba.njit(nogil=True)
+def _weigh(weights: int, queries: int, values: int, count: int, padded: int, sums: int, sums_stride: int) -> None:
     """Add the weighted values of `count` tokens to the sums of `queries` heads."""
-
-    @numba.njit(nogil=True)
-    def weigh(weights: int, queries: int, values: int, count: int, padded: int, sums: int, sums_stride: int) -> None:
-        row = padded * item
-        n = 0
-        while n + 4 <= queries:
-            w0 = weights + 4 * n * SPAN
-            for d in range(0, padded, 16):
-                to = sums + n * sums_stride + 4 * d
-                a0, a1 = load_floats(to), load_floats(to + sums_stride)
-                a2, a3 = load_floats(to + 2 * sums_stride), load_floats(to + 3 * sums_stride)
-                for t in range(count):
-                    value = load_cached(values + t * row + d * item)
-                    a0 = fma(value, broadcast(w0 + 4 * t), a0)
-                    a1 = fma(value, broadcast(w0 + 4 * (SPAN + t)), a1)
-                    a2 = fma(value, broadcast(w0 + 4 * (2 * SPAN + t)), a2)
-                    a3 = fma(value, broadcast(w0 + 4 * (3 * SPAN + t)), a3)
-                store_floats(to, a0)
-                store_floats(to + sums_stride, a1)
-                store_floats(to + 2 * sums_stride, a2)
-                store_floats(to + 3 * sums_stride, a3)
-            n += 4
-        while n < queries:
-            wn = weights + 4 * n * SPAN
-            for d in range(0, padded, 16):
-                to = sums + n * sums_stride + 4 * d
-                at = values + d * item
-                a0, a1, a2, a3 = load_floats(to), zero_floats(), zero_floats(), zero_floats()
-                t = 0
-                while t + 4 <= count:
-                    a0 = fma(load_cached(at + t * row), broadcast(wn + 4 * t), a0)
-                    a1 = fma(load_cached(at + (t + 1) * row), broadcast(wn + 4 * t + 4), a1)
-                    a2 = fma(load_cached(at + (t + 2) * row), broadcast(wn + 4 * t + 8), a2)
-                    a3 = fma(load_cached(at + (t + 3) * row), broadcast(wn + 4 * t + 12), a3)
-                    t += 4
-                while t < count:
-                    a0 = fma(load_cached(at + t * row), broadcast(wn + 4 * t), a0)
-                    t += 1
-                store_floats(to, add(add(a0, a1), add(a2, a3)))
-            n += 1
-
-    return weigh
-
-
-_scores_fp16, _scores_int8 = _scores(load_halves, 2), _scores(load_signed, 1)
-_weigh_fp16, _weigh_int8 = _weigh(load_halves, 2), _weigh(load_signed, 1)
+    row = 2 * padded
+    n = 0
+    while n + 4 <= queries:
+        w0 = weights + 4 * n * SPAN
+        for d in range(0, padded, 16):
+            to = sums + n * sums_stride + 4 * d
+            a0, a1 = load_floats(to), load_floats(to + sums_stride)
+            a2, a3 = load_floats(to + 2 * sums_stride), load_floats(to + 3 * sums_stride)
+            for t in range(count):
+                value = load_halves(values + t * row + 2 * d)
+                a0 = fma(value, broadcast(w0 + 4 * t), a0)
+                a1 = fma(value, broadcast(w0 + 4 * (SPAN + t)), a1)
+                a2 = fma(value, broadcast(w0 + 4 * (2 * SPAN + t)), a2)
+                a3 = fma(value, broadcast(w0 + 4 * (3 * SPAN + t)), a3)
+            store_floats(to, a0)
+            store_floats(to + sums_stride, a1)
+            store_floats(to + 2 * sums_stride, a2)
+            store_floats(to + 3 * sums_stride, a3)
+        n += 4
+    while n < queries:
+        wn = weights + 4 * n * SPAN
+        for d in range(0, padded, 16):
+            to = sums + n * sums_stride + 4 * d
+            at = values + 2 * d
+            a0, a1, a2, a3 = load_floats(to), zero_floats(), zero_floats(), zero_floats()
+            t = 0
+            while t + 4 <= count:
+                a0 = fma(load_halves(at + t * row), broadcast(wn + 4 * t), a0)
+                a1 = fma(load_halves(at + (t + 1) * row), broadcast(wn + 4 * t + 4), a1)
+                a2 = fma(load_halves(at + (t + 2) * row), broadcast(wn + 4 * t + 8), a2)
+                a3 = fma(load_halves(at + (t + 3) * row), broadcast(wn + 4 * t + 12), a3)
+                t += 4
+            while t < count:
+                a0 = fma(load_halves(at + t * row), broadcast(wn + 4 * t), a0)
+                t += 1
+            store_floats(to, add(add(a0, a1), add(a2, a3)))
+        n += 1
 
 
 @numba.njit(nogil=True)
@@ -143,8 +128,6 @@ def _softmax_span(
     scores: int,
     first: int,
     end: int,
-    key_scales: int,
-    value_scales: int,
     sums: int,
     padded: int,
     state: int,
@@ -152,11 +135,9 @@ def _softmax_span(
     """Turn one query's SPAN scores into weights and bring its running maximum and sum up to date.
 
     Args:
-        scores: Address of float32 [SPAN], the scores; overwritten by the weights (times the value's scale, for int8).
+        scores: Address of float32 [SPAN], the scores; overwritten by the weights.
         first: First token of the span that the query sees.
         end: One past the last token that it sees.
-        key_scales: Address of float16 scales of the span's keys, or 0.
-        value_scales: Likewise of its values.
         sums: Address of the query's weighted sum, float32 [padded]; rescaled when the maximum grows.
         padded: D padded to 16.
         state: Address of float32 [2], running maximum and running sum of the weights.
@@ -164,8 +145,6 @@ def _softmax_span(
     largest = fill(numba.float32(_LOWEST))
     for tile in range(0, SPAN, _TILE):
         s = load_floats(scores + 4 * tile)
-        if key_scales != 0:
-            s = mul(s, load_halves(key_scales + 2 * tile))
         if tile < first or tile + _TILE > end:
             s = keep_lanes(s, first - tile, end - tile)
         store_floats(scores + 4 * tile, s)
@@ -177,8 +156,6 @@ def _softmax_span(
     for tile in range(0, SPAN, _TILE):
         weight = exp(sub(load_floats(scores + 4 * tile), tops))
         total = add(total, weight)
-        if value_scales != 0:
-            weight = mul(weight, load_halves(value_scales + 2 * tile))
         store_floats(scores + 4 * tile, weight)
     if top > before:
         factor = numba.float32(math.exp(before - top))
@@ -213,15 +190,13 @@ def attend_span(
     window: int,
     keys: int,
     values: int,
-    key_scales: int,
-    value_scales: int,
     dim: int,
     sums: int,
     sums_row: int,
     sums_head: int,
     scores: int,
 ) -> None:
-    """Add what a few rows of one sequence get from SPAN tokens of one key-value head, in half precision or INT8.
+    """Add what a few rows of one sequence get from SPAN tokens of one key-value head.
 
     Args:
         q: Address of the first row's first query head of the group, float32, rotated and divided by sqrt(D).
@@ -232,8 +207,6 @@ def attend_span(
         window: Tokens that a query sees, itself included; 0 = all.
         keys: Address of the span's keys [SPAN / 16, D, 16].
         values: Address of its values [SPAN, D padded to 16].
-        key_scales: Address of float16 [SPAN] for int8, 0 for fp16.
-        value_scales: Likewise.
         dim: D.
         sums: Address of the first row's and head's partial result: float32 [D padded to 16], then maximum and sum.
         sums_row: Bytes from row to row.
@@ -247,18 +220,12 @@ def attend_span(
         if first >= end:
             continue
         at, to = q + row * q_row, sums + row * sums_row
-        if key_scales == 0:
-            _scores_fp16(at, 4 * dim, heads, keys, dim, scores)
-        else:
-            _scores_int8(at, 4 * dim, heads, keys, dim, scores)
+        _scores(at, 4 * dim, heads, keys, dim, scores)
         for head in range(heads):
             out = to + head * sums_head
             state = out + 4 * padded
-            _softmax_span(scores + 4 * SPAN * head, first, end, key_scales, value_scales, out, padded, state)
-        if key_scales == 0:
-            _weigh_fp16(scores, heads, values, end, padded, to, sums_head)
-        else:
-            _weigh_int8(scores, heads, values, end, padded, to, sums_head)
+            _softmax_span(scores + 4 * SPAN * head, first, end, out, padded, state)
+        _weigh(scores, heads, values, end, padded, to, sums_head)
 
 
 @numba.njit(nogil=True)

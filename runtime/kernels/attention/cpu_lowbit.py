@@ -43,9 +43,11 @@ from runtime.kernels.attention.cpu_products import (
     key_products_2,
     key_products_4,
     key_products_8,
+    key_products_planes,
     value_products_2,
     value_products_4,
     value_products_8,
+    value_products_planes,
 )
 
 _LOWEST = -1e30
@@ -424,13 +426,14 @@ def attend_page(
         prepared: Whether a page of the same run came before with this scratch.
     """
     bits, tokens, dim = word(cache, page.FORMAT), word(cache, page.TOKENS), word(cache, page.DIM)
-    if bits == 8 and draft != 0:
+    if bits == page.TWO_PLANES and draft != 0:
         bits = 4
-    both = bits == 8
-    planes, padded, queries = 2 if both else 1, word(cache, page.PADDED), rows * heads
+    both = bits == page.TWO_PLANES
+    precise = both or bits == 8
+    planes, padded, queries = 2 if precise else 1, word(cache, page.PADDED), rows * heads
     channels = (dim + 15) // 16 * 16
     factor, shift = (1 / 16, -0.5) if both else (1.0, 0.0)
-    centre = 127.5 if both else (7.5 if bits == 4 else 1.5)
+    centre = 127.5 if precise else (7.5 if bits == 4 else 1.5)
     valid = min(tokens, position + rows)
     meta = scratch + 4 * padded * queries
     codes = meta + _META * queries
@@ -461,6 +464,8 @@ def attend_page(
         keys = record + word(cache, page.KEY_CODES) + 4 * group * vectors * g
         out, step, tiles = scores + 4 * group * g, 4 * tokens, group // 16
         if both:
+            key_products_planes(codes, padded, 2 * queries, keys, lower, vectors, tiles, out, step)
+        elif precise:
             key_products_8(codes, padded, 2 * queries, keys, lower, vectors, tiles, out, step)
         elif bits == 4:
             key_products_4(codes, padded, queries, keys, lower, vectors, tiles, out, step)
@@ -525,6 +530,8 @@ def attend_page(
             4 * padded,
         )
         if both:
+            value_products_planes(weights, tokens, 2 * queries, values, lower, count, block, blocks, products, step)
+        elif precise:
             value_products_8(weights, tokens, 2 * queries, values, lower, count, block, blocks, products, step)
         elif bits == 4:
             value_products_4(weights, tokens, queries, values, lower, count, block, blocks, products, step)

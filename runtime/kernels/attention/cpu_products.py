@@ -8,7 +8,9 @@ Layouts (64-byte vectors; a 32-bit lane holds four bytes c = 0 .. 3):
                                              byte c = token 4 j + c
     values, 2 bits   [ceil(D / 32), T / 16, 2]  lane = channel 32 i + 16 h + lane; bits 2 j, 2 j + 1 are token
                                              16 n + 4 j + c
-    8 bits           two planes of 4 bits, 16 * upper + lower
+    keys, 8 bits     [T / 16, ceil(D / 8), 2]  lane = token; vector h has channel 8 i + 4 h + c
+    values, 8 bits   [ceil(D / 32), T / 4, 2]  lane = channel 32 i + 16 h + lane; byte c = token 4 j + c
+    two planes       of 4 bits, 16 * upper + lower
 
 Whatever is multiplied stands as rows of INT8: as many rows as there are query heads, or twice as many where each is two
 planes (`runtime.kernels.attention.cpu_lowbit`). Products are written as floats; they are whole and exact.
@@ -42,25 +44,30 @@ def _halves_4(address: int, _lower: int) -> Any:
 
 
 @numba.njit(nogil=True, inline="always")
-def _halves_8(address: int, lower: int) -> Any:
+def _halves_8(address: int, _lower: int) -> Any:
+    return load_bytes(address), load_bytes(address + 64)
+
+
+@numba.njit(nogil=True, inline="always")
+def _halves_planes(address: int, lower: int) -> Any:
     x, y = load_bytes(address), load_bytes(address + lower)
     return join_low(x, y), join_high(x, y)
 
 
-def _key_rows(halves: Any, dot: Any) -> Any:
-    """Products of four rows, or of one, with keys whose vectors hold eight channels."""
+def _key_rows(halves: Any, dot: Any, size: int = 64) -> Any:
+    """Products of four rows, or of one, with keys, eight channels of which take `size` bytes."""
 
     @numba.njit(nogil=True)
     def four(q: int, q_step: int, keys: int, lower: int, vectors: int, tiles: int, out: int, out_step: int) -> None:
         q1, q2, q3 = q + q_step, q + 2 * q_step, q + 3 * q_step
         for tile in range(0, tiles, 2):
-            at0 = keys + 64 * vectors * tile
-            at1 = at0 + 64 * vectors
+            at0 = keys + size * vectors * tile
+            at1 = at0 + size * vectors
             a0, a1, a2, a3 = zero_words(), zero_words(), zero_words(), zero_words()
             b0, b1, b2, b3 = zero_words(), zero_words(), zero_words(), zero_words()
             for i in range(vectors):
-                x, y = halves(at0 + 64 * i, lower)
-                u, v = halves(at1 + 64 * i, lower)
+                x, y = halves(at0 + size * i, lower)
+                u, v = halves(at1 + size * i, lower)
                 w = broadcast_word(q + 8 * i)
                 a0, b0 = dot(a0, x, w), dot(b0, u, w)
                 w = broadcast_word(q1 + 8 * i)
@@ -90,12 +97,12 @@ def _key_rows(halves: Any, dot: Any) -> Any:
     @numba.njit(nogil=True)
     def one(q: int, keys: int, lower: int, vectors: int, tiles: int, out: int) -> None:
         for tile in range(0, tiles, 2):
-            at0 = keys + 64 * vectors * tile
-            at1 = at0 + 64 * vectors
+            at0 = keys + size * vectors * tile
+            at1 = at0 + size * vectors
             a0, a1, b0, b1 = zero_words(), zero_words(), zero_words(), zero_words()
             for i in range(vectors):
-                x, y = halves(at0 + 64 * i, lower)
-                u, v = halves(at1 + 64 * i, lower)
+                x, y = halves(at0 + size * i, lower)
+                u, v = halves(at1 + size * i, lower)
                 w = broadcast_word(q + 8 * i)
                 a0, b0 = dot(a0, x, w), dot(b0, u, w)
                 w = broadcast_word(q + 8 * i + 4)
@@ -173,14 +180,15 @@ key_products_2 = _all_key_rows(_four_key_rows_2, _one_key_row_2)
 key_products_4 = _key_rows(_halves_4, dot4)
 """Products of rows with the keys of a page.
 
-Args (addresses and bytes): rows INT8 and the step from row to row, number of rows; keys, offset of their lower plane (8
-bits only), vectors of a tile, tiles of 16 tokens (even); out float32 [rows, T] and the step from row to row.
+Args (addresses and bytes): rows INT8 and the step from row to row, number of rows; keys, offset of their lower plane
+(where there are two), vectors of a tile, tiles of 16 tokens (even); out float32 [rows, T] and the step from row to row.
 """
-key_products_8 = _key_rows(_halves_8, dot4_bytes)
+key_products_8 = _key_rows(_halves_8, dot4_bytes, 128)
+key_products_planes = _key_rows(_halves_planes, dot4_bytes)
 
 
-def _value_rows(halves: Any, dot: Any) -> Any:
-    """Products of rows of weights with values whose vectors hold 32 channels of four tokens."""
+def _value_rows(halves: Any, dot: Any, size: int = 64) -> Any:
+    """Products of rows of weights with values, 32 channels of four tokens of which take `size` bytes."""
 
     @numba.njit(nogil=True)
     def four(w: int, w_step: int, values: int, lower: int, quads: int, out: int, out_step: int) -> None:
@@ -188,7 +196,7 @@ def _value_rows(halves: Any, dot: Any) -> Any:
         a0, a1, a2, a3 = zero_words(), zero_words(), zero_words(), zero_words()
         b0, b1, b2, b3 = zero_words(), zero_words(), zero_words(), zero_words()
         for j in range(quads):
-            x, y = halves(values + 64 * j, lower)
+            x, y = halves(values + size * j, lower)
             weight = broadcast_word(w + 4 * j)
             a0, b0 = dot(a0, x, weight), dot(b0, y, weight)
             weight = broadcast_word(w1 + 4 * j)
@@ -210,10 +218,10 @@ def _value_rows(halves: Any, dot: Any) -> Any:
     def one(w: int, values: int, lower: int, quads: int, out: int) -> None:
         a0, a1, b0, b1 = zero_words(), zero_words(), zero_words(), zero_words()
         for j in range(0, quads, 2):
-            x, y = halves(values + 64 * j, lower)
+            x, y = halves(values + size * j, lower)
             weight = broadcast_word(w + 4 * j)
             a0, b0 = dot(a0, x, weight), dot(b0, y, weight)
-            x, y = halves(values + 64 * j + 64, lower)
+            x, y = halves(values + size * (j + 1), lower)
             weight = broadcast_word(w + 4 * j + 4)
             a1, b1 = dot(a1, x, weight), dot(b1, y, weight)
         store_floats(out, to_floats(add_words(a0, a1)))
@@ -292,7 +300,8 @@ value_products_4 = _value_rows(_halves_4, dot4)
 """Products of rows of weights with the values of a page.
 
 Args (addresses and bytes): weights INT8 [rows, T] and the step from row to row, number of rows; values, offset of their
-lower plane (8 bits only), vectors along the tokens (T / 4, or T / 16 where codes have 2 bits), bytes of a block of 32
+lower plane (of two), vectors along the tokens (T / 4, or T / 16 where codes have 2 bits), bytes of a block of 32
 channels, blocks; out float32 [rows, 32 * blocks] and the step from row to row.
 """
-value_products_8 = _value_rows(_halves_8, dot4_bytes)
+value_products_8 = _value_rows(_halves_8, dot4_bytes, 128)
+value_products_planes = _value_rows(_halves_planes, dot4_bytes)

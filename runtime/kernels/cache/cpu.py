@@ -1,7 +1,7 @@
-"""Writing keys and values into the CPU's cache: half precision, INT8 or 4 bits, with scales for each token and head.
+"""Writing keys and values into the CPU's cache: half precision, or codes with a scale and a zero for each vector.
 
-The layouts are `runtime.cpu.pages`': of half precision and INT8, keys of 16 tokens stand together channel by channel
-and values token by token; codes of 4 bits stand in the vectors that attention multiplies.
+The layouts are `runtime.cpu.pages`': in half precision, keys of 16 tokens stand together channel by channel and values
+token by token; codes stand in the vectors that attention multiplies.
 """
 
 from __future__ import annotations
@@ -29,29 +29,49 @@ def store_key(x: int, cache: int, record: int, place: int) -> None:
         record: Address of what the page keeps of the key-value head.
         place: The token's place in the page.
     """
-    dim, codes = _word(cache, page.DIM), record + _word(cache, page.KEY_CODES)
-    if _word(cache, page.FORMAT) == 4:
-        _store_key_4(x, cache, record, place)
-    elif _word(cache, page.FORMAT) == 16:
+    dim, codes, form = _word(cache, page.DIM), record + _word(cache, page.KEY_CODES), _word(cache, page.FORMAT)
+    if form == page.HALF:
         store_half_key(x, dim, codes, place)
-    else:
-        step = _int8_scale(x, dim, record + _word(cache, page.KEY_SCALES) + 2 * place)
-        for d in range(dim):
-            set_byte(codes + 16 * (place // 16 * dim + d) + place % 16, _int8_code(get_float(x + 4 * d), step))
+        return
+    at = 2 * place
+    scales, zeros = record + _word(cache, page.KEY_SCALES) + at, record + _word(cache, page.KEY_ZEROS) + at
+    _scale_and_zero(x, dim, form, scales, zeros)
+    scale, zero = get_half(scales), get_half(zeros)
+    vectors = _word(cache, page.KEY_VECTORS)
+    if form == 8:
+        codes += 128 * vectors * (place // 16) + 4 * (place % 16)
+        for d in range(8 * vectors):
+            set_byte(codes + 64 * (d // 4) + d % 4, numba.int8(_code(x, d, dim, form, scale, zero)))
+        return
+    codes += 64 * vectors * (place // 16) + 4 * (place % 16)
+    for i in range(vectors):
+        for c in range(8 * i, 8 * i + 4):
+            byte = _code(x, c, dim, form, scale, zero) + 16 * _code(x, c + 4, dim, form, scale, zero)
+            set_byte(codes + 64 * i + c % 4, numba.int8(byte))
 
 
 @numba.njit(nogil=True)
 def store_value(x: int, cache: int, record: int, place: int) -> None:
     """Write one value; arguments as `store_key`."""
-    dim, codes = _word(cache, page.DIM), record + _word(cache, page.VALUE_CODES)
-    if _word(cache, page.FORMAT) == 4:
-        _store_value_4(x, cache, record, place)
-    elif _word(cache, page.FORMAT) == 16:
+    dim, codes, form = _word(cache, page.DIM), record + _word(cache, page.VALUE_CODES), _word(cache, page.FORMAT)
+    if form == page.HALF:
         store_half_value(x, dim, codes, place)
-    else:
-        step = _int8_scale(x, dim, record + _word(cache, page.VALUE_SCALES) + 2 * place)
-        for d in range(dim):
-            set_byte(codes + place * _word(cache, page.PADDED) + d, _int8_code(get_float(x + 4 * d), step))
+        return
+    at = 2 * place
+    scales, zeros = record + _word(cache, page.VALUE_SCALES) + at, record + _word(cache, page.VALUE_ZEROS) + at
+    _scale_and_zero(x, dim, form, scales, zeros)
+    scale, zero = get_half(scales), get_half(zeros)
+    quad = 128 if form == 8 else 64
+    codes += quad * (place // 4) + place % 4
+    for start in range(0, _word(cache, page.PADDED), 32):
+        to = codes + start // 32 * _word(cache, page.VALUE_BLOCK)
+        for c in range(start, start + 16):
+            low, high = _code(x, c, dim, form, scale, zero), _code(x, c + 16, dim, form, scale, zero)
+            if form == 8:
+                set_byte(to + 4 * (c - start), numba.int8(low))
+                set_byte(to + 64 + 4 * (c - start), numba.int8(high))
+            else:
+                set_byte(to + 4 * (c - start), numba.int8(low + 16 * high))
 
 
 @numba.njit(nogil=True)
@@ -70,36 +90,8 @@ def store_half_value(x: int, dim: int, values: int, place: int) -> None:
 
 
 @numba.njit(nogil=True)
-def _store_key_4(x: int, cache: int, record: int, place: int) -> None:
-    at, dim = 2 * place, _word(cache, page.DIM)
-    scales, zeros = record + _word(cache, page.KEY_SCALES) + at, record + _word(cache, page.KEY_ZEROS) + at
-    _scale_and_zero(x, dim, scales, zeros)
-    scale, zero = get_half(scales), get_half(zeros)
-    vectors = _word(cache, page.KEY_VECTORS)
-    codes = record + _word(cache, page.KEY_CODES) + 64 * vectors * (place // 16) + 4 * (place % 16)
-    for i in range(vectors):
-        for c in range(8 * i, 8 * i + 4):
-            byte = _code_4(x, c, dim, scale, zero) + 16 * _code_4(x, c + 4, dim, scale, zero)
-            set_byte(codes + 64 * i + c % 4, numba.int8(byte))
-
-
-@numba.njit(nogil=True)
-def _store_value_4(x: int, cache: int, record: int, place: int) -> None:
-    at, dim = 2 * place, _word(cache, page.DIM)
-    scales, zeros = record + _word(cache, page.VALUE_SCALES) + at, record + _word(cache, page.VALUE_ZEROS) + at
-    _scale_and_zero(x, dim, scales, zeros)
-    scale, zero = get_half(scales), get_half(zeros)
-    codes = record + _word(cache, page.VALUE_CODES) + 64 * (place // 4) + place % 4
-    block = _word(cache, page.VALUE_BLOCK)
-    for start in range(0, _word(cache, page.PADDED), 32):
-        for c in range(16):
-            low, high = _code_4(x, start + c, dim, scale, zero), _code_4(x, start + 16 + c, dim, scale, zero)
-            set_byte(codes + start // 32 * block + 4 * c, numba.int8(low + 16 * high))
-
-
-@numba.njit(nogil=True)
-def _scale_and_zero(x: int, dim: int, scale: int, zero: int) -> None:
-    """Store zero = the least number and scale = (largest - least) / 15 in half precision.
+def _scale_and_zero(x: int, dim: int, bits: int, scale: int, zero: int) -> None:
+    """Store zero = the least number and scale = (largest - least) / (2^bits - 1) in half precision.
 
     Rounding keeps the order, so the extremes of the rounded numbers are the rounded extremes.
     """
@@ -109,30 +101,13 @@ def _scale_and_zero(x: int, dim: int, scale: int, zero: int) -> None:
     set_half(zero, least)
     set_half(scale, largest)
     largest = get_half(scale)
-    set_half(scale, numba.float32((largest - get_half(zero)) / numba.float32(15.0)))
+    set_half(scale, numba.float32((largest - get_half(zero)) / numba.float32((1 << bits) - 1)))
 
 
 @numba.njit(nogil=True)
-def _code_4(x: int, d: int, dim: int, scale: float, zero: float) -> int:
-    """The 4-bit code of a number, rounded to half precision first; 0 behind the last."""
+def _code(x: int, d: int, dim: int, bits: int, scale: float, zero: float) -> int:
+    """The code of a number, rounded to half precision first; 0 behind the last."""
     if d >= dim or not scale > numba.float32(0.0):
         return 0
     code = np.rint((rounded_to_half(get_float(x + 4 * d)) - zero) / scale)
-    return numba.int64(max(numba.float32(0.0), min(numba.float32(15.0), code)))
-
-
-@numba.njit(nogil=True)
-def _int8_scale(vector: int, dim: int, scale: int) -> float:
-    """Store max |x| / 127 in half precision; returns the stored scale."""
-    top = numba.float32(0.0)
-    for d in range(dim):
-        top = max(top, abs(get_float(vector + 4 * d)))
-    set_half(scale, numba.float32(top / numba.float32(127.0)))
-    return get_half(scale)
-
-
-@numba.njit(nogil=True)
-def _int8_code(value: float, scale: float) -> int:
-    if scale == numba.float32(0.0):
-        return numba.int8(0)
-    return numba.int8(max(-127.0, min(127.0, np.rint(value / scale))))
+    return numba.int64(max(numba.float32(0.0), min(numba.float32((1 << bits) - 1), code)))

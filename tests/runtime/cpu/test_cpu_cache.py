@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 # What integer queries and weights may add to the error of the output, as a share of the output's own size (root mean
 # square): one plane of INT8 where codes have 4 bits or fewer, two planes where they have 8.
-TOLERANCE = {"fp16": 5e-6, "int8": 5e-6, "hierarchical": 3e-4}
+TOLERANCE = {"fp16": 5e-6, "int8": 6e-4, "hierarchical": 3e-4}
 ONE_PLANE = 5e-2
 
 
