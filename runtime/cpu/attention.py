@@ -6,10 +6,17 @@ import numba
 
 from runtime.cpu import instructions as op
 from runtime.cpu import pages as page
-from runtime.cpu.operands import operands, parameter, rows_of, share_of
+from runtime.cpu.operands import operands, parameter, rows_of, share_of, word
 from runtime.cpu.vector import as_float, get_float, get_int, set_float
 from runtime.kernels.attention.cpu import SPAN, attend_span, clear_sums
-from runtime.kernels.attention.cpu_lowbit import attend_page, copy_queries, settle_queries, word
+from runtime.kernels.attention.cpu_page import (
+    attend_page_2,
+    attend_page_4,
+    attend_page_8,
+    attend_page_planes,
+    begin_queries,
+    settle_queries,
+)
 from runtime.kernels.cache.cpu import store_half_key, store_half_value, store_key, store_value
 from runtime.kernels.norm.cpu import norm_head
 from runtime.kernels.rope.cpu import rotate_head
@@ -139,6 +146,42 @@ def attend(i: int, control: int, thread: int, threads: int, scratch: int) -> Non
 
 
 @numba.njit(nogil=True)
+def _attend_packed(
+    cache: int,
+    record: int,
+    following: int,
+    draft: int,
+    rows: int,
+    heads: int,
+    position: int,
+    window: int,
+    sums: int,
+    sums_row: int,
+    sums_head: int,
+    scratch: int,
+    prepared: bool,
+) -> None:
+    """`attend_page_...` as the cache's format has it."""
+    form = word(cache, page.FORMAT)
+    if form == 4 or (form == page.TWO_PLANES and draft != 0):
+        attend_page_4(
+            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared
+        )
+    elif form == page.TWO_PLANES:
+        attend_page_planes(
+            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared
+        )
+    elif form == 8:
+        attend_page_8(
+            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared
+        )
+    else:
+        attend_page_2(
+            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared
+        )
+
+
+@numba.njit(nogil=True)
 def _attend_pages(
     cache: int,
     draft: int,
@@ -163,14 +206,14 @@ def _attend_pages(
     tokens, dim = word(cache, page.TOKENS), word(cache, page.DIM)
     lowbit = word(cache, page.FORMAT) != page.HALF
     if lowbit and start < stop:
-        copy_queries(q, stride, rows, heads, dim, word(cache, page.PADDED), scratch)
+        begin_queries(cache, q, stride, rows, heads, scratch)
     for number in range(start, stop):
         record = _record(cache, pages, slot, number, kv_heads, kv_head)
         here = position - tokens * number
         if lowbit:
             prepared = number > start
             following = _record(cache, pages, slot, number + 1, kv_heads, kv_head) if number + 1 < stop else 0
-            attend_page(
+            _attend_packed(
                 cache, record, following, draft, rows, heads, here, window, sums, sums_row, sums_head, scratch, prepared
             )
             continue

@@ -17,78 +17,41 @@ from runtime.cpu.emit import (
     I32,
     WORDS,
     Builder,
-    bytes64,
     call,
     constant,
     define,
     emit_dot4,
     emit_fma,
     floats16,
-    load,
     pointer,
     shift_left,
     shift_right,
-    words16,
 )
 
 _FEW_BITS = 15
 _EXP2_TERMS = (1.0, 0.69314718, 0.24022651, 0.05550411, 0.00961813, 0.00133336)
 
 
-@define(bytes64, types.int64)
-def load_bytes(b: Builder, address: Any) -> Any:
-    """Sixty-four bytes at an address that is a multiple of 64."""
-    return load(b, BYTES, address, 64)
-
-
-@define(bytes64, bytes64)
-def low_nibbles(b: Builder, x: Any) -> Any:
-    """The low four bits of each byte."""
-    return b.and_(x, constant(BYTES, 15))
-
-
-@define(bytes64, bytes64)
-def high_nibbles(b: Builder, x: Any) -> Any:
-    """The high four bits of each byte."""
-    return b.and_(shift_right(b, x, 4), constant(BYTES, 15))
-
-
-def _pair(number: int) -> Any:
-    def emit(b: Builder, x: Any) -> Any:
-        return b.and_(shift_right(b, x, 2 * number), constant(BYTES, 3))
-
-    emit.__name__ = f"bits_{2 * number}"
-    emit.__doc__ = f"Bits {2 * number} and {2 * number + 1} of each byte."
-    return define(bytes64, bytes64)(emit)
-
-
-bits_0, bits_2, bits_4, bits_6 = (_pair(number) for number in range(4))
-
-
-@define(bytes64, bytes64, bytes64)
-def join_low(b: Builder, upper: Any, lower: Any) -> Any:
+def emit_join_low(b: Builder, upper: Any, lower: Any) -> Any:
     """Bytes of the low nibbles of both: 16 * upper + lower."""
     high = b.and_(shift_left(b, upper, 4), constant(BYTES, 0xF0))
     return b.or_(high, b.and_(lower, constant(BYTES, 15)))
 
 
-@define(bytes64, bytes64, bytes64)
-def join_high(b: Builder, upper: Any, lower: Any) -> Any:
+def emit_join_high(b: Builder, upper: Any, lower: Any) -> Any:
     """Bytes of the high nibbles of both: 16 * upper + lower."""
     low = b.and_(shift_right(b, lower, 4), constant(BYTES, 15))
     return b.or_(b.and_(upper, constant(BYTES, 0xF0)), low)
 
 
-@define(words16, words16, bytes64, words16)
-def dot4_bytes(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+def emit_dot4_bytes(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
     """Per lane: total + four products of unsigned bytes, up to 255, and signed bytes."""
-    values = b.bitcast(signed, BYTES)
     if isa.VARIANT != "avx2":
-        return emit_dot4(b, total, unsigned, values)
+        return emit_dot4(b, total, unsigned, signed)
     # Products of whole bytes overflow the 16-bit step, so their halves are multiplied one by one.
     high = b.and_(shift_right(b, unsigned, 4), constant(BYTES, _FEW_BITS))
-    upper = emit_dot4(b, constant(WORDS, 0), high, values)
-    total = emit_dot4(b, total, b.and_(unsigned, constant(BYTES, _FEW_BITS)), values)
+    upper = emit_dot4(b, constant(WORDS, 0), high, signed)
+    total = emit_dot4(b, total, b.and_(unsigned, constant(BYTES, _FEW_BITS)), signed)
     return b.add(total, b.shl(upper, constant(WORDS, 4)))
 
 
@@ -136,18 +99,6 @@ def exp2(b: Builder, x: Any) -> Any:
         power = emit_fma(b, power, fraction, constant(FLOATS, term))
     exponent = b.shl(b.fptosi(near, WORDS), constant(WORDS, 23))
     return b.bitcast(b.add(b.bitcast(power, WORDS), exponent), FLOATS)
-
-
-@define(types.int32, types.int64)
-def get_byte(b: Builder, address: Any) -> Any:
-    """The unsigned byte at the address."""
-    return b.zext(load(b, I8, address, 1), I32)
-
-
-@define(types.int32, types.int64)
-def get_short(b: Builder, address: Any) -> Any:
-    """The signed 16-bit integer at the address."""
-    return b.sext(load(b, ir.IntType(16), address, 2), I32)
 
 
 @define(types.float32, types.float32)

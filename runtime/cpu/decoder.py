@@ -20,7 +20,7 @@ from runtime.cpu.products import TILE_SCRATCH
 from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kernels.attention.cpu import SPAN
-from runtime.kernels.attention.cpu_lowbit import page_scratch
+from runtime.kernels.attention.cpu_page import page_scratch
 from runtime.kernels.gemv.cpu import BLOCK
 from runtime.kernels.lookup.cpu import ENTRY_BYTES
 from runtime.kernels.select.budget import LAYER_KINDS, k_chunk_of

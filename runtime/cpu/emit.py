@@ -277,3 +277,9 @@ def emit_select(b: Builder, mask: int, x: Any, y: Any) -> Any:
 def emit_fma(b: Builder, x: Any, y: Any, z: Any) -> Any:
     """X * y + z with one rounding."""
     return call(b, "llvm.fma.v16f32", FLOATS, x, y, z)
+
+
+def emit_prefetch(b: Builder, address: Any) -> None:
+    """Ask for the cache line at the address, which need not be anyone's."""
+    values = (pointer(b, address), ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1))
+    call(b, "llvm.prefetch.p0", ir.VoidType(), *values)

@@ -35,6 +35,12 @@ def parameter(control: int, word: int) -> int:
 
 
 @numba.njit(nogil=True)
+def word(cache: int, index: int) -> int:
+    """A word of a cache's description (`runtime.cpu.pages`)."""
+    return get_word(cache + 8 * index)
+
+
+@numba.njit(nogil=True)
 def rows_of(control: int, which: int) -> int:
     """Rows of the step, or with `which` 1 those whose logits are wanted."""
     return get_word(control + 8 * (op.R_ROWS if which == 1 else op.M_ROWS))

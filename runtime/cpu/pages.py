@@ -103,7 +103,7 @@ class PageLayout:
             words[VALUE_COUNT] = T // (16 if self.format == 2 else 4)
             words[VALUE_BLOCK] = int(np.prod(self._places["values", "codes"].shape[1:]))
         if kind.rank:
-            words[RANK] = min(kind.rank, self.head_dim)
+            words[RANK] = kind.rank
             words[[KEY_A, KEY_B]] = self._offset("keys", "a"), self._offset("keys", "b")
             words[[VALUE_A, VALUE_B]] = self._offset("values", "a"), self._offset("values", "b")
         if kind.sparsity:
@@ -129,7 +129,8 @@ class PageLayout:
                     turned = np.swapaxes(values[..., i], -1, -2)
                     self._view(records, part, target)[..., : turned.shape[-1]] = turned
             elif name in ("a", "b"):
-                self._view(records, part, name)[..., : values.shape[-2]] = np.swapaxes(values, -1, -2)
+                length, rank = values.shape[-2:]
+                self._view(records, part, name)[..., :rank, :length] = np.swapaxes(values, -1, -2)
             else:
                 self._view(records, part, name)[...] = values
 
@@ -152,7 +153,8 @@ class PageLayout:
                 both = [self._view(records, part, source)[..., : shape[0]] for source in ("scales", "zeros")]
                 fields[name] = np.stack([np.swapaxes(one, -1, -2) for one in both], axis=-1)
             elif name in ("a", "b"):
-                fields[name] = np.swapaxes(self._view(records, part, name)[..., : shape[0]], -1, -2).copy()
+                length, rank = shape
+                fields[name] = np.swapaxes(self._view(records, part, name)[..., :rank, :length], -1, -2).copy()
             else:
                 fields[name] = self._view(records, part, name).copy()
         return fields
@@ -194,9 +196,8 @@ class PageLayout:
         self._add(part, "scales", "float16", groups, vectors)
         self._add(part, "zeros", "float16", groups, vectors)
         if kind.rank:
-            rank = min(kind.rank, self.head_dim)
-            self._add(part, "a", "float16", rank, T)
-            self._add(part, "b", "float16", rank, P)
+            self._add(part, "a", "float16", kind.rank, T)
+            self._add(part, "b", "float16", kind.rank, P)
         if kind.sparsity:
             count = 2 * kind.outliers(length)
             vectors = T if code.axis == "token" else self.head_dim

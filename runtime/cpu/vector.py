@@ -35,6 +35,7 @@ from runtime.cpu.emit import (
     define,
     emit_dot4,
     emit_fma,
+    emit_prefetch,
     floats16,
     load,
     pointer,
@@ -277,9 +278,7 @@ def lowest_bit(b: Builder, x: Any) -> Any:
 @define(types.void, types.int64)
 def prefetch(b: Builder, address: Any) -> None:
     """Ask for the cache line at the address."""
-    name = "llvm.prefetch.p0"
-    values = (pointer(b, address), ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1))
-    call(b, name, ir.VoidType(), *values)
+    emit_prefetch(b, address)
 
 
 def _scalar_load(numba_type: types.Type, llvm_type: Any, align: int, name: str, doc: str) -> Any:

@@ -28,7 +28,7 @@ from runtime.cpu.isa import VARIANT
 from runtime.cpu.layout import aligned_zeros
 from runtime.cpu.pool import Pool, default_threads
 from runtime.decoder import DecoderOptions
-from runtime.kernels.attention.cpu_lowbit import page_scratch
+from runtime.kernels.attention.cpu_page import page_scratch
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.kv.reference.page import quantize
 

@@ -2,7 +2,7 @@
 
 Keys of 16 tokens stand together channel by channel ([T / 16, D, 16]), so 16 scores are one vector and nothing is summed
 across lanes; values stand token by token ([T, D padded to 16]). Quantized pages are
-`runtime.kernels.attention.cpu_lowbit`'s business. One work item is a run of query rows of a sequence, one key-value
+`runtime.kernels.attention.cpu_page`'s business. One work item is a run of query rows of a sequence, one key-value
 head and one split of the context; its softmax is kept unnormalized with its maximum, and `merge_splits` joins the
 splits (flash-decoding).
 """

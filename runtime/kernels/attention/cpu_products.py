@@ -13,295 +13,231 @@ Layouts (64-byte vectors; a 32-bit lane holds four bytes c = 0 .. 3):
     two planes       of 4 bits, 16 * upper + lower
 
 Whatever is multiplied stands as rows of INT8: as many rows as there are query heads, or twice as many where each is two
-planes (`runtime.kernels.attention.cpu_lowbit`). Products are written as floats; they are whole and exact.
+planes (`runtime.kernels.attention.cpu_page`). Products are written as floats; they are whole and exact.
+
+All layouts are multiplied in one way: 32 results of a row at a time (two tiles of tokens, or 32 channels), by steps
+that read some vectors, take them apart into *fields* and multiply each with four bytes of every row. What differs is
+the *reader* of a step's fields. Code is emitted for blocks of up to eight rows, so that codes are taken apart once.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
 
-from runtime.cpu.codes import (
-    bits_0,
-    bits_2,
-    bits_4,
-    bits_6,
-    dot4_bytes,
-    high_nibbles,
-    join_high,
-    join_low,
-    load_bytes,
-    low_nibbles,
+from runtime.cpu import isa
+from runtime.cpu.codes import emit_dot4_bytes, emit_join_high, emit_join_low
+from runtime.cpu.emit import (
+    BYTES,
+    FLOATS,
+    I32,
+    I64,
+    WORDS,
+    Builder,
+    constant,
+    define,
+    emit_dot4,
+    emit_prefetch,
+    load,
+    offset,
+    pointer,
+    shift_right,
+    splat,
 )
-from runtime.cpu.vector import add_words, broadcast_word, dot4, store_floats, to_floats, zero_words
+
+_ALONE = 2
+"""Up to so many rows, every field has a sum of its own, for otherwise one addition would wait for the one before."""
+_EIGHT = isa.VARIANT == "avx512"
+"""Whether there are registers for the sums of eight rows."""
 
 
-@numba.njit(nogil=True, inline="always")
-def _halves_4(address: int, _lower: int) -> Any:
-    x = load_bytes(address)
-    return low_nibbles(x), high_nibbles(x)
+class _Field(NamedTuple):
+    """Codes of one step that are multiplied with the same four bytes of a row."""
+
+    output: int
+    """0 for the first 16 results, 1 for the others."""
+    place: int
+    """Where the row's four bytes stand in those of the step."""
+    codes: Any
+    """LLVM value, 64 bytes."""
 
 
-@numba.njit(nogil=True, inline="always")
-def _halves_8(address: int, _lower: int) -> Any:
-    return load_bytes(address), load_bytes(address + 64)
+Reader = Callable[[Builder, Any, Any, Any], tuple[list[_Field], list[Any]]]
+"""Emits a step's loads, from its address, the offset of the lower plane, and the distance of the second output's
+vectors. Returns the fields and the addresses that were read."""
 
 
-@numba.njit(nogil=True, inline="always")
-def _halves_planes(address: int, lower: int) -> Any:
-    x, y = load_bytes(address), load_bytes(address + lower)
-    return join_low(x, y), join_high(x, y)
+def _nibbles(b: Builder, address: Any) -> tuple[Any, Any]:
+    x = load(b, BYTES, address, 64)
+    return b.and_(x, constant(BYTES, 15)), b.and_(shift_right(b, x, 4), constant(BYTES, 15))
 
 
-def _key_rows(halves: Any, dot: Any, size: int = 64) -> Any:
-    """Products of four rows, or of one, with keys, eight channels of which take `size` bytes."""
-
-    @numba.njit(nogil=True)
-    def four(q: int, q_step: int, keys: int, lower: int, vectors: int, tiles: int, out: int, out_step: int) -> None:
-        q1, q2, q3 = q + q_step, q + 2 * q_step, q + 3 * q_step
-        for tile in range(0, tiles, 2):
-            at0 = keys + size * vectors * tile
-            at1 = at0 + size * vectors
-            a0, a1, a2, a3 = zero_words(), zero_words(), zero_words(), zero_words()
-            b0, b1, b2, b3 = zero_words(), zero_words(), zero_words(), zero_words()
-            for i in range(vectors):
-                x, y = halves(at0 + size * i, lower)
-                u, v = halves(at1 + size * i, lower)
-                w = broadcast_word(q + 8 * i)
-                a0, b0 = dot(a0, x, w), dot(b0, u, w)
-                w = broadcast_word(q1 + 8 * i)
-                a1, b1 = dot(a1, x, w), dot(b1, u, w)
-                w = broadcast_word(q2 + 8 * i)
-                a2, b2 = dot(a2, x, w), dot(b2, u, w)
-                w = broadcast_word(q3 + 8 * i)
-                a3, b3 = dot(a3, x, w), dot(b3, u, w)
-                w = broadcast_word(q + 8 * i + 4)
-                a0, b0 = dot(a0, y, w), dot(b0, v, w)
-                w = broadcast_word(q1 + 8 * i + 4)
-                a1, b1 = dot(a1, y, w), dot(b1, v, w)
-                w = broadcast_word(q2 + 8 * i + 4)
-                a2, b2 = dot(a2, y, w), dot(b2, v, w)
-                w = broadcast_word(q3 + 8 * i + 4)
-                a3, b3 = dot(a3, y, w), dot(b3, v, w)
-            to = out + 64 * tile
-            store_floats(to, to_floats(a0))
-            store_floats(to + 64, to_floats(b0))
-            store_floats(to + out_step, to_floats(a1))
-            store_floats(to + out_step + 64, to_floats(b1))
-            store_floats(to + 2 * out_step, to_floats(a2))
-            store_floats(to + 2 * out_step + 64, to_floats(b2))
-            store_floats(to + 3 * out_step, to_floats(a3))
-            store_floats(to + 3 * out_step + 64, to_floats(b3))
-
-    @numba.njit(nogil=True)
-    def one(q: int, keys: int, lower: int, vectors: int, tiles: int, out: int) -> None:
-        for tile in range(0, tiles, 2):
-            at0 = keys + size * vectors * tile
-            at1 = at0 + size * vectors
-            a0, a1, b0, b1 = zero_words(), zero_words(), zero_words(), zero_words()
-            for i in range(vectors):
-                x, y = halves(at0 + size * i, lower)
-                u, v = halves(at1 + size * i, lower)
-                w = broadcast_word(q + 8 * i)
-                a0, b0 = dot(a0, x, w), dot(b0, u, w)
-                w = broadcast_word(q + 8 * i + 4)
-                a1, b1 = dot(a1, y, w), dot(b1, v, w)
-            store_floats(out + 64 * tile, to_floats(add_words(a0, a1)))
-            store_floats(out + 64 * tile + 64, to_floats(add_words(b0, b1)))
-
-    return _all_key_rows(four, one)
+def _planes(b: Builder, address: Any, lower: Any) -> tuple[Any, Any]:
+    x, y = load(b, BYTES, address, 64), load(b, BYTES, b.add(address, lower), 64)
+    return emit_join_low(b, x, y), emit_join_high(b, x, y)
 
 
-def _all_key_rows(four: Any, one: Any) -> Any:
-    """Products of any number of rows."""
+def _two_vectors(b: Builder, address: Any) -> tuple[Any, Any]:
+    return load(b, BYTES, address, 64), load(b, BYTES, offset(b, address, 64), 64)
 
-    @numba.njit(nogil=True)
-    def products(
-        q: int, q_step: int, rows: int, keys: int, lower: int, vectors: int, tiles: int, out: int, out_step: int
+
+def _key_fields(first: tuple[Any, Any], second: tuple[Any, Any]) -> list[_Field]:
+    """Of two tiles: four channels, then the next four."""
+    return [_Field(tile, 4 * i, pair[i]) for i in range(2) for tile, pair in enumerate((first, second))]
+
+
+def _value_fields(first: tuple[Any, Any], second: tuple[Any, Any]) -> list[_Field]:
+    """Of four tokens, and the next four: 16 channels, then the other 16."""
+    return [_Field(i, 4 * quad, pair[i]) for quad, pair in enumerate((first, second)) for i in range(2)]
+
+
+def _keys_4(b: Builder, address: Any, _lower: Any, stride: Any) -> tuple[list[_Field], list[Any]]:
+    second = b.add(address, stride)
+    return _key_fields(_nibbles(b, address), _nibbles(b, second)), [address, second]
+
+
+def _keys_8(b: Builder, address: Any, _lower: Any, stride: Any) -> tuple[list[_Field], list[Any]]:
+    second = b.add(address, stride)
+    lines = [address, offset(b, address, 64), second, offset(b, second, 64)]
+    return _key_fields(_two_vectors(b, address), _two_vectors(b, second)), lines
+
+
+def _keys_planes(b: Builder, address: Any, lower: Any, stride: Any) -> tuple[list[_Field], list[Any]]:
+    second = b.add(address, stride)
+    lines = [address, b.add(address, lower), second, b.add(second, lower)]
+    return _key_fields(_planes(b, address, lower), _planes(b, second, lower)), lines
+
+
+def _values_4(b: Builder, address: Any, _lower: Any, _stride: Any) -> tuple[list[_Field], list[Any]]:
+    second = offset(b, address, 64)
+    return _value_fields(_nibbles(b, address), _nibbles(b, second)), [address, second]
+
+
+def _values_8(b: Builder, address: Any, _lower: Any, _stride: Any) -> tuple[list[_Field], list[Any]]:
+    lines = [offset(b, address, 64 * i) for i in range(4)]
+    return _value_fields(_two_vectors(b, address), _two_vectors(b, lines[2])), lines
+
+
+def _values_planes(b: Builder, address: Any, lower: Any, _stride: Any) -> tuple[list[_Field], list[Any]]:
+    second = offset(b, address, 64)
+    lines = [address, b.add(address, lower), second, b.add(second, lower)]
+    return _value_fields(_planes(b, address, lower), _planes(b, second, lower)), lines
+
+
+def _pairs_2(b: Builder, address: Any, _lower: Any, stride: Any) -> tuple[list[_Field], list[Any]]:
+    """Of keys and values alike: four fields of the first output's vector and four of the second's."""
+    lines = [address, b.add(address, stride)]
+    vectors = [load(b, BYTES, line, 64) for line in lines]
+    return [
+        _Field(output, 4 * i, b.and_(shift_right(b, x, 2 * i), constant(BYTES, 3)))
+        for i in range(4)
+        for output, x in enumerate(vectors)
+    ], lines
+
+
+def _block(rows: int, reader: Reader, size: int, places: range, dot: Any) -> Any:
+    """Intrinsic that writes 32 products for each of `rows` rows: the rows' part of what `_products` gives."""
+    chains = places if rows <= _ALONE else places[:1]
+
+    def emit(
+        b: Builder,
+        q: Any,
+        q_step: Any,
+        at: Any,
+        lower: Any,
+        stride: Any,
+        count: Any,
+        out: Any,
+        out_step: Any,
+        ahead: Any,
     ) -> None:
-        n = 0
-        while n + 4 <= rows:
-            four(q + n * q_step, q_step, keys, lower, vectors, tiles, out + n * out_step, out_step)
-            n += 4
-        while n < rows:
-            one(q + n * q_step, keys, lower, vectors, tiles, out + n * out_step)
-            n += 1
+        starts, sums = [q], {}
+        for _ in range(1, rows):
+            starts.append(b.add(starts[-1], q_step))
+        for key in itertools.product(range(rows), range(2), chains):
+            sums[key] = cgutils.alloca_once(b, WORDS)
+            b.store(constant(WORDS, 0), sums[key])
+        with cgutils.for_range(b, count) as loop:
+            fields, lines = reader(b, b.add(at, b.mul(loop.index, ir.Constant(I64, size))), lower, stride)
+            for line in lines:
+                emit_prefetch(b, b.add(line, ahead))
+            moved = b.mul(loop.index, ir.Constant(I64, 4 * len(places)))
+            for place, row in itertools.product(places, range(rows)):
+                four = b.bitcast(splat(b, load(b, I32, offset(b, b.add(starts[row], moved), place), 4), WORDS), BYTES)
+                for field in (field for field in fields if field.place == place):
+                    total = sums[row, field.output, place if rows <= _ALONE else chains[0]]
+                    b.store(dot(b, b.load(total, typ=WORDS), field.codes, four), total)
+        for row, output in itertools.product(range(rows), range(2)):
+            parts = [b.load(sums[row, output, chain], typ=WORDS) for chain in chains]
+            to = b.add(offset(b, out, 64 * output), b.mul(out_step, ir.Constant(I64, row)))
+            b.store(b.sitofp(functools.reduce(b.add, parts), FLOATS), pointer(b, to), align=4)
 
-    return products
-
-
-@numba.njit(nogil=True, inline="always")
-def _quarters(address: int) -> Any:
-    x = load_bytes(address)
-    return bits_0(x), bits_2(x), bits_4(x), bits_6(x)
-
-
-@numba.njit(nogil=True)
-def _four_key_rows_2(
-    q: int, q_step: int, keys: int, _lower: int, vectors: int, tiles: int, out: int, out_step: int
-) -> None:
-    q1, q2, q3 = q + q_step, q + 2 * q_step, q + 3 * q_step
-    for tile in range(tiles):
-        a0, a1, a2, a3 = zero_words(), zero_words(), zero_words(), zero_words()
-        b0, b1, b2, b3 = zero_words(), zero_words(), zero_words(), zero_words()
-        for i in range(vectors):
-            x, y, u, v = _quarters(keys + 64 * (vectors * tile + i))
-            at = 16 * i
-            a0 = dot4(dot4(a0, x, broadcast_word(q + at)), y, broadcast_word(q + at + 4))
-            a1 = dot4(dot4(a1, x, broadcast_word(q1 + at)), y, broadcast_word(q1 + at + 4))
-            a2 = dot4(dot4(a2, x, broadcast_word(q2 + at)), y, broadcast_word(q2 + at + 4))
-            a3 = dot4(dot4(a3, x, broadcast_word(q3 + at)), y, broadcast_word(q3 + at + 4))
-            b0 = dot4(dot4(b0, u, broadcast_word(q + at + 8)), v, broadcast_word(q + at + 12))
-            b1 = dot4(dot4(b1, u, broadcast_word(q1 + at + 8)), v, broadcast_word(q1 + at + 12))
-            b2 = dot4(dot4(b2, u, broadcast_word(q2 + at + 8)), v, broadcast_word(q2 + at + 12))
-            b3 = dot4(dot4(b3, u, broadcast_word(q3 + at + 8)), v, broadcast_word(q3 + at + 12))
-        to = out + 64 * tile
-        store_floats(to, to_floats(add_words(a0, b0)))
-        store_floats(to + out_step, to_floats(add_words(a1, b1)))
-        store_floats(to + 2 * out_step, to_floats(add_words(a2, b2)))
-        store_floats(to + 3 * out_step, to_floats(add_words(a3, b3)))
+    emit.__name__, emit.__doc__ = f"{reader.__name__}_{rows}", f"Products of {rows} rows."
+    return define(types.void, *[types.int64] * 9)(emit)
 
 
-@numba.njit(nogil=True)
-def _one_key_row_2(q: int, keys: int, _lower: int, vectors: int, tiles: int, out: int) -> None:
-    for tile in range(tiles):
-        a, b, c, d = zero_words(), zero_words(), zero_words(), zero_words()
-        for i in range(vectors):
-            x, y, u, v = _quarters(keys + 64 * (vectors * tile + i))
-            a = dot4(a, x, broadcast_word(q + 16 * i))
-            b = dot4(b, y, broadcast_word(q + 16 * i + 4))
-            c = dot4(c, u, broadcast_word(q + 16 * i + 8))
-            d = dot4(d, v, broadcast_word(q + 16 * i + 12))
-        store_floats(out + 64 * tile, to_floats(add_words(add_words(a, b), add_words(c, d))))
+def _products(reader: Reader, size: int, places: range, dot: Any) -> Any:
+    """Products of any number of rows.
 
-
-key_products_2 = _all_key_rows(_four_key_rows_2, _one_key_row_2)
-key_products_4 = _key_rows(_halves_4, dot4)
-"""Products of rows with the keys of a page.
-
-Args (addresses and bytes): rows INT8 and the step from row to row, number of rows; keys, offset of their lower plane
-(where there are two), vectors of a tile, tiles of 16 tokens (even); out float32 [rows, T] and the step from row to row.
-"""
-key_products_8 = _key_rows(_halves_8, dot4_bytes, 128)
-key_products_planes = _key_rows(_halves_planes, dot4_bytes)
-
-
-def _value_rows(halves: Any, dot: Any, size: int = 64) -> Any:
-    """Products of rows of weights with values, 32 channels of four tokens of which take `size` bytes."""
-
-    @numba.njit(nogil=True)
-    def four(w: int, w_step: int, values: int, lower: int, quads: int, out: int, out_step: int) -> None:
-        w1, w2, w3 = w + w_step, w + 2 * w_step, w + 3 * w_step
-        a0, a1, a2, a3 = zero_words(), zero_words(), zero_words(), zero_words()
-        b0, b1, b2, b3 = zero_words(), zero_words(), zero_words(), zero_words()
-        for j in range(quads):
-            x, y = halves(values + size * j, lower)
-            weight = broadcast_word(w + 4 * j)
-            a0, b0 = dot(a0, x, weight), dot(b0, y, weight)
-            weight = broadcast_word(w1 + 4 * j)
-            a1, b1 = dot(a1, x, weight), dot(b1, y, weight)
-            weight = broadcast_word(w2 + 4 * j)
-            a2, b2 = dot(a2, x, weight), dot(b2, y, weight)
-            weight = broadcast_word(w3 + 4 * j)
-            a3, b3 = dot(a3, x, weight), dot(b3, y, weight)
-        store_floats(out, to_floats(a0))
-        store_floats(out + 64, to_floats(b0))
-        store_floats(out + out_step, to_floats(a1))
-        store_floats(out + out_step + 64, to_floats(b1))
-        store_floats(out + 2 * out_step, to_floats(a2))
-        store_floats(out + 2 * out_step + 64, to_floats(b2))
-        store_floats(out + 3 * out_step, to_floats(a3))
-        store_floats(out + 3 * out_step + 64, to_floats(b3))
-
-    @numba.njit(nogil=True)
-    def one(w: int, values: int, lower: int, quads: int, out: int) -> None:
-        a0, a1, b0, b1 = zero_words(), zero_words(), zero_words(), zero_words()
-        for j in range(0, quads, 2):
-            x, y = halves(values + size * j, lower)
-            weight = broadcast_word(w + 4 * j)
-            a0, b0 = dot(a0, x, weight), dot(b0, y, weight)
-            x, y = halves(values + size * (j + 1), lower)
-            weight = broadcast_word(w + 4 * j + 4)
-            a1, b1 = dot(a1, x, weight), dot(b1, y, weight)
-        store_floats(out, to_floats(add_words(a0, a1)))
-        store_floats(out + 64, to_floats(add_words(b0, b1)))
-
-    return _all_value_rows(four, one)
-
-
-def _all_value_rows(four: Any, one: Any) -> Any:
-    """Products of any number of rows with some blocks of 32 channels."""
+    Args:
+        reader: What emits a step's loads.
+        size: Bytes from step to step.
+        places: Where a step's fields find their four bytes in a row.
+        dot: Emits the dot product of four bytes in each lane.
+    """
+    eight, four, two, one = (_block(rows, reader, size, places, dot) for rows in (8, 4, 2, 1))
 
     @numba.njit(nogil=True)
     def products(
-        w: int,
-        w_step: int,
+        q: int,
+        q_step: int,
         rows: int,
-        values: int,
+        at: int,
         lower: int,
+        stride: int,
         count: int,
-        block: int,
-        blocks: int,
-        out: int,
+        number: int,
         step: int,
+        out: int,
+        out_step: int,
+        ahead: int,
     ) -> None:
-        for i in range(blocks):
-            at, to, n = values + i * block, out + 128 * i, 0
+        for i in range(number):
+            codes, to, n, next_codes = at + i * step, out + 128 * i, 0, ahead
+            while _EIGHT and n + 8 <= rows:
+                eight(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
+                n, next_codes = n + 8, 0
             while n + 4 <= rows:
-                four(w + n * w_step, w_step, at, lower, count, to + n * step, step)
-                n += 4
-            while n < rows:
-                one(w + n * w_step, at, lower, count, to + n * step)
-                n += 1
+                four(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
+                n, next_codes = n + 4, 0
+            if n + 2 <= rows:
+                two(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
+                n, next_codes = n + 2, 0
+            if n < rows:
+                one(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
 
     return products
 
 
-@numba.njit(nogil=True)
-def _four_value_rows_2(w: int, w_step: int, values: int, _lower: int, count: int, out: int, out_step: int) -> None:
-    w1, w2, w3 = w + w_step, w + 2 * w_step, w + 3 * w_step
-    for half in range(2):
-        a0, a1, a2, a3 = zero_words(), zero_words(), zero_words(), zero_words()
-        b0, b1, b2, b3 = zero_words(), zero_words(), zero_words(), zero_words()
-        for n in range(count):
-            x, y, u, v = _quarters(values + 128 * n + 64 * half)
-            at = 16 * n
-            a0 = dot4(dot4(a0, x, broadcast_word(w + at)), y, broadcast_word(w + at + 4))
-            a1 = dot4(dot4(a1, x, broadcast_word(w1 + at)), y, broadcast_word(w1 + at + 4))
-            a2 = dot4(dot4(a2, x, broadcast_word(w2 + at)), y, broadcast_word(w2 + at + 4))
-            a3 = dot4(dot4(a3, x, broadcast_word(w3 + at)), y, broadcast_word(w3 + at + 4))
-            b0 = dot4(dot4(b0, u, broadcast_word(w + at + 8)), v, broadcast_word(w + at + 12))
-            b1 = dot4(dot4(b1, u, broadcast_word(w1 + at + 8)), v, broadcast_word(w1 + at + 12))
-            b2 = dot4(dot4(b2, u, broadcast_word(w2 + at + 8)), v, broadcast_word(w2 + at + 12))
-            b3 = dot4(dot4(b3, u, broadcast_word(w3 + at + 8)), v, broadcast_word(w3 + at + 12))
-        to = out + 64 * half
-        store_floats(to, to_floats(add_words(a0, b0)))
-        store_floats(to + out_step, to_floats(add_words(a1, b1)))
-        store_floats(to + 2 * out_step, to_floats(add_words(a2, b2)))
-        store_floats(to + 3 * out_step, to_floats(add_words(a3, b3)))
+_TWO, _FOUR = range(0, 8, 4), range(0, 16, 4)
+products_2 = _products(_pairs_2, 64, _FOUR, emit_dot4), _products(_pairs_2, 128, _FOUR, emit_dot4)
+"""Products with keys, and with values, of 2 bits; likewise those of other codes.
 
-
-@numba.njit(nogil=True)
-def _one_value_row_2(w: int, values: int, _lower: int, count: int, out: int) -> None:
-    for half in range(2):
-        a, b, c, d = zero_words(), zero_words(), zero_words(), zero_words()
-        for n in range(count):
-            x, y, u, v = _quarters(values + 128 * n + 64 * half)
-            a = dot4(a, x, broadcast_word(w + 16 * n))
-            b = dot4(b, y, broadcast_word(w + 16 * n + 4))
-            c = dot4(c, u, broadcast_word(w + 16 * n + 8))
-            d = dot4(d, v, broadcast_word(w + 16 * n + 12))
-        store_floats(out + 64 * half, to_floats(add_words(add_words(a, b), add_words(c, d))))
-
-
-value_products_2 = _all_value_rows(_four_value_rows_2, _one_value_row_2)
-value_products_4 = _value_rows(_halves_4, dot4)
-"""Products of rows of weights with the values of a page.
-
-Args (addresses and bytes): weights INT8 [rows, T] and the step from row to row, number of rows; values, offset of their
-lower plane (of two), vectors along the tokens (T / 4, or T / 16 where codes have 2 bits), bytes of a block of 32
-channels, blocks; out float32 [rows, 32 * blocks] and the step from row to row.
+Args (addresses and bytes): rows INT8 and the step from row to row; number of rows; codes; offset of their lower plane
+(where there are two); distance of the second output's vectors (keys: the next tile; values of 2 bits: the next 16
+channels); steps; number of outputs of 32 and the distance of their codes; out float32, and the step from row to row;
+distance to codes that will be read next, and are fetched on the way (0 = none).
 """
-value_products_8 = _value_rows(_halves_8, dot4_bytes, 128)
-value_products_planes = _value_rows(_halves_planes, dot4_bytes)
+products_4 = _products(_keys_4, 64, _TWO, emit_dot4), _products(_values_4, 128, _TWO, emit_dot4)
+products_8 = _products(_keys_8, 128, _TWO, emit_dot4_bytes), _products(_values_8, 256, _TWO, emit_dot4_bytes)
+products_planes = (
+    _products(_keys_planes, 64, _TWO, emit_dot4_bytes),
+    _products(_values_planes, 128, _TWO, emit_dot4_bytes),
+)

@@ -11,12 +11,8 @@ import numpy as np
 
 from runtime.cpu import pages as page
 from runtime.cpu.codes import rounded_to_half
-from runtime.cpu.vector import get_float, get_half, get_word, set_byte, set_half
-
-
-@numba.njit(nogil=True)
-def _word(cache: int, index: int) -> int:
-    return get_word(cache + 8 * index)
+from runtime.cpu.operands import word
+from runtime.cpu.vector import get_float, get_half, set_byte, set_half
 
 
 @numba.njit(nogil=True)
@@ -29,15 +25,15 @@ def store_key(x: int, cache: int, record: int, place: int) -> None:
         record: Address of what the page keeps of the key-value head.
         place: The token's place in the page.
     """
-    dim, codes, form = _word(cache, page.DIM), record + _word(cache, page.KEY_CODES), _word(cache, page.FORMAT)
+    dim, codes, form = word(cache, page.DIM), record + word(cache, page.KEY_CODES), word(cache, page.FORMAT)
     if form == page.HALF:
         store_half_key(x, dim, codes, place)
         return
     at = 2 * place
-    scales, zeros = record + _word(cache, page.KEY_SCALES) + at, record + _word(cache, page.KEY_ZEROS) + at
+    scales, zeros = record + word(cache, page.KEY_SCALES) + at, record + word(cache, page.KEY_ZEROS) + at
     _scale_and_zero(x, dim, form, scales, zeros)
     scale, zero = get_half(scales), get_half(zeros)
-    vectors = _word(cache, page.KEY_VECTORS)
+    vectors = word(cache, page.KEY_VECTORS)
     if form == 8:
         codes += 128 * vectors * (place // 16) + 4 * (place % 16)
         for d in range(8 * vectors):
@@ -53,18 +49,18 @@ def store_key(x: int, cache: int, record: int, place: int) -> None:
 @numba.njit(nogil=True)
 def store_value(x: int, cache: int, record: int, place: int) -> None:
     """Write one value; arguments as `store_key`."""
-    dim, codes, form = _word(cache, page.DIM), record + _word(cache, page.VALUE_CODES), _word(cache, page.FORMAT)
+    dim, codes, form = word(cache, page.DIM), record + word(cache, page.VALUE_CODES), word(cache, page.FORMAT)
     if form == page.HALF:
         store_half_value(x, dim, codes, place)
         return
     at = 2 * place
-    scales, zeros = record + _word(cache, page.VALUE_SCALES) + at, record + _word(cache, page.VALUE_ZEROS) + at
+    scales, zeros = record + word(cache, page.VALUE_SCALES) + at, record + word(cache, page.VALUE_ZEROS) + at
     _scale_and_zero(x, dim, form, scales, zeros)
     scale, zero = get_half(scales), get_half(zeros)
     quad = 128 if form == 8 else 64
     codes += quad * (place // 4) + place % 4
-    for start in range(0, _word(cache, page.PADDED), 32):
-        to = codes + start // 32 * _word(cache, page.VALUE_BLOCK)
+    for start in range(0, word(cache, page.PADDED), 32):
+        to = codes + start // 32 * word(cache, page.VALUE_BLOCK)
         for c in range(start, start + 16):
             low, high = _code(x, c, dim, form, scale, zero), _code(x, c + 16, dim, form, scale, zero)
             if form == 8:
