@@ -104,9 +104,10 @@ def _project_rows(queries: int) -> Any:
     """Intrinsic: products of some vectors with the four rows of a factor [r, length]: each float32 [16], four alike."""
 
     def emit(b: Builder, x: Any, x_step: Any, matrix: Any, length: Any, out: Any) -> None:
-        sums = {key: cgutils.alloca_once(b, FLOATS) for key in itertools.product(range(queries), range(LOW_RANK))}
-        for total in sums.values():
-            b.store(constant(FLOATS, 0.0), total)
+        sums: dict[tuple[int, int], Any] = {}
+        for key in itertools.product(range(queries), range(LOW_RANK)):
+            sums[key] = cgutils.alloca_once(b, FLOATS)  # type: ignore[no-untyped-call]
+            b.store(constant(FLOATS, 0.0), sums[key])
         starts = [b.add(x, b.mul(x_step, ir.Constant(I64, n))) for n in range(queries)]
         with cgutils.for_range(b, b.lshr(length, ir.Constant(I64, 4))) as loop:
             at = b.mul(loop.index, ir.Constant(I64, 64))
@@ -249,7 +250,7 @@ def _by_token(cache: int, record: int, q: int, kept: int, sums: int) -> None:
     """Sum up what outliers of the keys add to the scores of a block: float32 [T, 8]."""
     tokens, dim, count = word(cache, page.TOKENS), word(cache, page.DIM), word(cache, page.KEY_OUTLIERS)
     indices = record + word(cache, page.KEY_INDICES)
-    widen(record + word(cache, page.KEY_KEPT), dim * count, dim * count, numba.float32(1.0), kept)
+    widen(record + word(cache, page.KEY_KEPT), dim * count, dim * count, 1.0, kept)
     for at in range(sums, sums + _VECTOR * tokens, 64):
         store_floats(at, zero_floats())
     _spread(q, kept, indices, dim, count // 2, sums, sums)
@@ -271,8 +272,8 @@ def correct_scores(cache: int, record: int, q: int, queries: int, scores: int, s
     tokens, padded, sparse = word(cache, page.TOKENS), word(cache, page.PADDED), word(cache, page.KEY_OUTLIERS) != 0
     turned, _, by_token, by_query, a = _parts(cache, queries, room)
     b = a + 4 * LOW_RANK * tokens
-    widen(record + word(cache, page.KEY_A), LOW_RANK * tokens, LOW_RANK * tokens, numba.float32(1.0), a)
-    widen(record + word(cache, page.KEY_B), LOW_RANK * padded, LOW_RANK * padded, numba.float32(1.0), b)
+    widen(record + word(cache, page.KEY_A), LOW_RANK * tokens, LOW_RANK * tokens, 1.0, a)
+    widen(record + word(cache, page.KEY_B), LOW_RANK * padded, LOW_RANK * padded, 1.0, b)
     factors = b + 4 * LOW_RANK * padded
     _correct(q, 4 * padded, queries, b, padded, a, tokens, tokens, scores, scores_step, factors)
     for n in range(queries if sparse else 0):
@@ -318,8 +319,8 @@ def correct_sums(
     channels = (word(cache, page.DIM) + 15) // 16 * 16
     _, by_channel, by_token, buffer, a = _parts(cache, queries, room)
     b = a + 4 * LOW_RANK * tokens
-    widen(record + word(cache, page.VALUE_A), LOW_RANK * tokens, LOW_RANK * tokens, numba.float32(1.0), a)
-    widen(record + word(cache, page.VALUE_B), LOW_RANK * padded, LOW_RANK * padded, numba.float32(1.0), b)
+    widen(record + word(cache, page.VALUE_A), LOW_RANK * tokens, LOW_RANK * tokens, 1.0, a)
+    widen(record + word(cache, page.VALUE_B), LOW_RANK * padded, LOW_RANK * padded, 1.0, b)
     factors = b + 4 * LOW_RANK * padded
     for row in range(queries // heads):
         x, to = weights + weights_step * row * heads, sums + row * sums_row
@@ -338,7 +339,7 @@ def _by_channel(cache: int, record: int, weights: int, kept: int, lesser: int, g
     """Add what outliers of the values give to the sums of a block: float32 [D, 8] each."""
     tokens, count = word(cache, page.TOKENS), word(cache, page.VALUE_OUTLIERS)
     indices = record + word(cache, page.VALUE_INDICES)
-    widen(record + word(cache, page.VALUE_KEPT), tokens * count, tokens * count, numba.float32(1.0), kept)
+    widen(record + word(cache, page.VALUE_KEPT), tokens * count, tokens * count, 1.0, kept)
     _spread(weights, kept, indices, tokens, count // 2, lesser, greater)
 
 

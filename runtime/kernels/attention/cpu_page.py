@@ -151,8 +151,8 @@ def _scores_of(form: Form) -> Any:
         tokenwise, group = word(cache, page.KEY_TOKENWISE) != 0, word(cache, page.KEY_GROUP)
         keys, tile = record + word(cache, page.KEY_CODES), size * word(cache, page.KEY_VECTORS)
         if tokenwise:
-            widen(stored_scales, tokens, valid, numba.float32(1.0), scales)
-            widen(stored_zeros, tokens, valid, numba.float32(1.0), zeros)
+            widen(stored_scales, tokens, valid, 1.0, scales)
+            widen(stored_zeros, tokens, valid, 1.0, zeros)
         for n in range(queries):
             set_float(noted + NOTED * n + LARGEST, numba.float32(LOWEST))
         for g in range(tokens // group):

@@ -6,6 +6,8 @@ sixteen lanes each, which are only added up at the end.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 
 from runtime.cpu.codes import larger, largest_lane, store_bytes
@@ -38,7 +40,7 @@ _SMALLEST = 1.1754944e-38
 
 
 @numba.njit(nogil=True)
-def step_of(top: float, planes: int) -> tuple[float, float]:
+def step_of(top: float, planes: int) -> Any:
     """Scale, and its inverse, of codes in `planes` planes whose largest magnitude is `top`."""
     step = numba.float32(top / numba.float32(127.0 if planes == 1 else 16256.0))
     inverse = numba.float32(0.0)

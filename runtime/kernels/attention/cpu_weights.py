@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numba
 
@@ -26,7 +27,7 @@ _LOG2E = math.log2(math.e)
 
 
 @numba.njit(nogil=True)
-def raise_maximum(noted: int, sums: int, padded: int) -> float:
+def raise_maximum(noted: int, sums: int, padded: int) -> Any:
     """Bring a query's running maximum up to date, and what has been summed up under the one before. Returns it."""
     state = sums + 4 * padded
     before, top = get_float(state), get_float(noted + LARGEST)
