@@ -11,6 +11,7 @@ from runtime.decoder import Decoder, DecoderOptions
 from runtime.engine import Engine
 from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.gpu import look
+from runtime.kv.kinds import KINDS, KVKind
 from runtime.tokenizer import Tokenizer
 from runtime.weights import Weights
 from tuner.detect import MemoryInfo
@@ -35,19 +36,29 @@ class Model(Weights, Protocol):
         ...
 
 
-def preparation(backend: str = "auto") -> str | None:
+_FEW_KERNELS = 2
+"""Kernels that a cache has for itself: more that are missing are everybody's."""
+
+
+def preparation(backend: str = "auto", kv: KVKind = "fp16") -> str | None:
     """What the first load with this backend does that later ones do not, in one sentence; None if there is nothing.
 
     Args:
         backend: As in `open_decoder`.
+        kv: The kind of cache.
     """
     if backend in ("reference", "triton"):
         return None
     try:
-        from runtime.cpu.isa import is_compiled
+        from runtime.cpu.link import needed
     except (ImportError, OSError, BackendError):
         return None
-    return None if is_compiled() else "compiling the kernels for this processor, once; this takes up to a minute"
+    missing = sum(not unit.is_compiled for unit in needed(KINDS[kv]))
+    if not missing:
+        return None
+    if missing > _FEW_KERNELS:
+        return "compiling the kernels for this processor, once; this takes up to half a minute"
+    return f"compiling the kernels that {kv} caches need besides, once; this takes some seconds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

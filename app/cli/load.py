@@ -91,7 +91,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         k_chunk=k_chunk or 0,
         select=choices.select,
     )
-    if first := preparation(placed.backend):
+    if first := preparation(placed.backend, kv):
         output.note(first)
     return LoadPlan(options=options, backend=placed.backend, budget=budget, asked=choices.budget is not None)
 

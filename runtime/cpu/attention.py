@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
+from numba.extending import register_jitable
 
 from runtime.cpu import instructions as op
 from runtime.cpu import pages as page
-from runtime.cpu.operands import operands, parameter, rows_of, share_of, word
+from runtime.cpu.operands import inner_of, operands, parameter, rows_of, share_of, word
+from runtime.cpu.units import Unit, call_13, compiled_unit
 from runtime.cpu.vector import as_float, get_float, get_int, set_float
 from runtime.kernels.attention.cpu import SPAN, attend_span, clear_sums
 from runtime.kernels.attention.cpu_page import (
@@ -43,13 +47,44 @@ def _window(cache: int, windows: int, slot: int, kv_heads: int, head: int, width
     return windows + 2 * width * word(cache, page.WINDOW) * (slot * kv_heads + head)
 
 
+@register_jitable
+def _write_window(i: int, x: int, key: bool, slot: int, head: int, position: int) -> None:
+    kv_heads, dim = _heads_operands(i)[3], _heads_operands(i)[4]
+    cache, _, window_keys, window_values = _heads_operands(i)[12:]
+    width, place = (dim + 15) // 16 * 16, position - _paged(cache, slot)
+    if key:
+        store_half_key(x, dim, _window(cache, window_keys, slot, kv_heads, head, dim), place)
+    else:
+        store_half_value(x, dim, _window(cache, window_values, slot, kv_heads, head, width), place)
+
+
+@register_jitable
+def _write_halves(i: int, x: int, key: bool, slot: int, head: int, position: int) -> None:
+    dim, cache = _heads_operands(i)[4], _heads_operands(i)[12]
+    tokens = word(cache, page.TOKENS)
+    record = _record(cache, _heads_operands(i)[13], slot, position // tokens, _heads_operands(i)[3], head)
+    if key:
+        store_half_key(x, dim, record + word(cache, page.KEY_CODES), position % tokens)
+    else:
+        store_half_value(x, dim, record + word(cache, page.VALUE_CODES), position % tokens)
+
+
+@register_jitable
+def _write_codes(i: int, x: int, key: bool, slot: int, head: int, position: int) -> None:
+    cache = _heads_operands(i)[12]
+    tokens = word(cache, page.TOKENS)
+    record = _record(cache, _heads_operands(i)[13], slot, position // tokens, _heads_operands(i)[3], head)
+    if key:
+        store_key(x, cache, record, position % tokens)
+    else:
+        store_value(x, cache, record, position % tokens)
+
+
 @numba.njit(nogil=True)
-def finish_heads(i: int, control: int, thread: int, threads: int) -> None:
+def _finish_heads(write: Any, i: int, control: int, thread: int, threads: int) -> None:
     """Norm and rotate queries and keys, scale queries, store keys and values: one thread's share."""
     qkv, stride, heads, kv_heads, dim, half, cos, sin, q_norm, k_norm, eps, scale = _heads_operands(i)[:12]
-    cache, pages, window_keys, window_values = _heads_operands(i)[12:]
     slots, positions = parameter(control, op.SLOTS), parameter(control, op.POSITIONS)
-    width, tokens = (dim + 15) // 16 * 16, word(cache, page.TOKENS)
     all_heads = heads + 2 * kv_heads
     first, last = share_of(rows_of(control, 0) * all_heads, thread, threads)
     for work in range(first, last):
@@ -66,21 +101,28 @@ def finish_heads(i: int, control: int, thread: int, threads: int) -> None:
                 set_float(x + 4 * d, get_float(x + 4 * d) * as_float(scale))
             continue
         slot, kv_head = numba.int64(get_int(slots + 4 * row)), (head - heads) % kv_heads
-        if word(cache, page.WINDOW) != 0:
-            place = position - _paged(cache, slot)
-            if head < heads + kv_heads:
-                store_half_key(x, dim, _window(cache, window_keys, slot, kv_heads, kv_head, dim), place)
-            else:
-                store_half_value(x, dim, _window(cache, window_values, slot, kv_heads, kv_head, width), place)
-            continue
-        record = _record(cache, pages, slot, position // tokens, kv_heads, kv_head)
-        if head < heads + kv_heads:
-            store_key(x, cache, record, position % tokens)
-        else:
-            store_value(x, cache, record, position % tokens)
+        write(i, x, head < heads + kv_heads, slot, kv_head, position)
 
 
-@numba.njit(nogil=True)
+@compiled_unit
+def heads_to_window(i: int, control: int, thread: int, threads: int, _scratch: int) -> None:
+    """Run the HEADS instruction at address i: keys and values go to a window."""
+    _finish_heads(_write_window, i, control, thread, threads)
+
+
+@compiled_unit
+def heads_to_halves(i: int, control: int, thread: int, threads: int, _scratch: int) -> None:
+    """Run the HEADS instruction at address i: keys and values go to pages of half precision."""
+    _finish_heads(_write_halves, i, control, thread, threads)
+
+
+@compiled_unit
+def heads_to_codes(i: int, control: int, thread: int, threads: int, _scratch: int) -> None:
+    """Run the HEADS instruction at address i: keys and values go to packed pages at once."""
+    _finish_heads(_write_codes, i, control, thread, threads)
+
+
+@compiled_unit
 def attend(i: int, control: int, thread: int, threads: int, scratch: int) -> None:
     """Attention of a step's rows: one thread's share of runs, key-value heads and splits."""
     qkv, stride, heads, kv_heads, dim, window, cache, pages, window_keys, window_values, out = _attend_operands(i)
@@ -104,6 +146,7 @@ def attend(i: int, control: int, thread: int, threads: int, scratch: int) -> Non
         begin = seen // tokens if seen < paged else whole + (seen - paged) // SPAN
         start, stop = begin + (units - begin) * split // splits, begin + (units - begin) * (split + 1) // splits
         _attend_pages(
+            inner_of(i),
             cache,
             parameter(control, op.DRAFT),
             pages,
@@ -146,43 +189,8 @@ def attend(i: int, control: int, thread: int, threads: int, scratch: int) -> Non
 
 
 @numba.njit(nogil=True)
-def _attend_packed(
-    cache: int,
-    record: int,
-    following: int,
-    draft: int,
-    rows: int,
-    heads: int,
-    position: int,
-    window: int,
-    sums: int,
-    sums_row: int,
-    sums_head: int,
-    scratch: int,
-    prepared: bool,
-) -> None:
-    """`attend_page_...` as the cache's format has it."""
-    form = word(cache, page.FORMAT)
-    if form == 4 or (form == page.TWO_PLANES and draft != 0):
-        attend_page_4(
-            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared
-        )
-    elif form == page.TWO_PLANES:
-        attend_page_planes(
-            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared
-        )
-    elif form == 8:
-        attend_page_8(
-            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared
-        )
-    else:
-        attend_page_2(
-            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared
-        )
-
-
-@numba.njit(nogil=True)
 def _attend_pages(
+    page_kernel: int,
     cache: int,
     draft: int,
     pages: int,
@@ -202,7 +210,10 @@ def _attend_pages(
     sums_head: int,
     scratch: int,
 ) -> None:
-    """Add what a run's query heads of one key-value head get from pages start .. stop - 1 of its slot."""
+    """Add what a run's query heads of one key-value head get from pages start .. stop - 1 of its slot.
+
+    Packed pages are the business of the unit at `page_kernel`, one of those at the end of this module.
+    """
     tokens, dim = word(cache, page.TOKENS), word(cache, page.DIM)
     lowbit = word(cache, page.FORMAT) != page.HALF
     if lowbit and start < stop:
@@ -213,8 +224,10 @@ def _attend_pages(
         if lowbit:
             prepared = number > start
             following = _record(cache, pages, slot, number + 1, kv_heads, kv_head) if number + 1 < stop else 0
-            _attend_packed(
-                cache, record, following, draft, rows, heads, here, window, sums, sums_row, sums_head, scratch, prepared
+            call_13(
+                page_kernel,
+                *(cache, record, following, draft, rows, heads, here, window),
+                *(sums, sums_row, sums_head, scratch, numba.int64(prepared)),
             )
             continue
         keys, values = record + word(cache, page.KEY_CODES), record + word(cache, page.VALUE_CODES)
@@ -235,3 +248,111 @@ def _attend_pages(
         )
     if lowbit and start < stop:
         settle_queries(cache, rows, heads, sums, sums_row, sums_head, scratch)
+
+
+@compiled_unit
+def page_2(
+    cache: int,
+    record: int,
+    following: int,
+    _draft: int,
+    rows: int,
+    heads: int,
+    position: int,
+    window: int,
+    sums: int,
+    sums_row: int,
+    sums_head: int,
+    scratch: int,
+    prepared: int,
+) -> None:
+    """Attend to a page with codes of 2 bits."""
+    attend_page_2(
+        cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared != 0
+    )
+
+
+@compiled_unit
+def page_4(
+    cache: int,
+    record: int,
+    following: int,
+    _draft: int,
+    rows: int,
+    heads: int,
+    position: int,
+    window: int,
+    sums: int,
+    sums_row: int,
+    sums_head: int,
+    scratch: int,
+    prepared: int,
+) -> None:
+    """Attend to a page with codes of 4 bits."""
+    attend_page_4(
+        cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared != 0
+    )
+
+
+@compiled_unit
+def page_8(
+    cache: int,
+    record: int,
+    following: int,
+    _draft: int,
+    rows: int,
+    heads: int,
+    position: int,
+    window: int,
+    sums: int,
+    sums_row: int,
+    sums_head: int,
+    scratch: int,
+    prepared: int,
+) -> None:
+    """Attend to a page with codes of 8 bits."""
+    attend_page_8(
+        cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared != 0
+    )
+
+
+@compiled_unit
+def page_planes(
+    cache: int,
+    record: int,
+    following: int,
+    draft: int,
+    rows: int,
+    heads: int,
+    position: int,
+    window: int,
+    sums: int,
+    sums_row: int,
+    sums_head: int,
+    scratch: int,
+    prepared: int,
+) -> None:
+    """Attend to a page with two planes of 4 bits, of which a draft reads the upper alone."""
+    if draft != 0:
+        attend_page_4(
+            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared != 0
+        )
+    else:
+        attend_page_planes(
+            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared != 0
+        )
+
+
+_PAGE_UNITS = {2: page_2, 4: page_4, 8: page_8, page.TWO_PLANES: page_planes}
+
+
+def page_unit(form: int) -> Unit | None:
+    """The unit that attends to a page, by the cache's FORMAT; None where `attend` does it itself."""
+    return _PAGE_UNITS.get(form)
+
+
+def heads_unit(form: int, window: int) -> Unit:
+    """The unit of HEADS instructions, by the cache's FORMAT and WINDOW."""
+    if window:
+        return heads_to_window
+    return heads_to_halves if form == page.HALF else heads_to_codes

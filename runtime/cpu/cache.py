@@ -13,13 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from models.spec import ModelSpec
+from runtime.cpu import instructions as op
+from runtime.cpu import sync
 from runtime.cpu.emit import LANES
 from runtime.cpu.layout import aligned_zeros, padded
-from runtime.cpu.pages import PageLayout
+from runtime.cpu.link import link
+from runtime.cpu.pages import WORDS, PageLayout
+from runtime.cpu.paging import paging_scratch
+from runtime.cpu.pool import Pool
 from runtime.decoder import DecoderOptions
 from runtime.kernels.attention.cpu import SPAN
 from runtime.kv.control import Int32Array, PagedCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, window_token_bytes
+from runtime.kv.low_rank import start
 from runtime.kv.transfer import Arrays
 
 _DITHER_BITS = 8
@@ -47,6 +53,10 @@ class CpuStore:
         """uint8 [layers, pages, H_kv, bytes]."""
         self._keys = aligned_zeros((*heads, window // LANES, spec.head_dim, LANES), np.float16)
         self._values = aligned_zeros((*heads, window, padded(spec.head_dim, LANES)), np.float16)
+        self._words = aligned_zeros((WORDS,), np.int64)
+        self._words[:] = self.layout.description(window=window)
+        if kind.windowed:
+            self._prepare_paging(spec)
 
     @property
     def page_bytes(self) -> int:
@@ -76,33 +86,47 @@ class CpuStore:
         """What some pages store, by the names of `runtime.kv.kinds.page_fields`: each [layers, pages, H_kv, ...]."""
         return self.layout.read(self.records[:, pages], part)
 
+    def _prepare_paging(self, spec: ModelSpec) -> None:
+        """Make what flushing and restoring a page need: numbers to begin with, scratch, programs and a pool."""
+        wide, rank = self.layout.padded, min(self._kind.rank, spec.head_dim)
+        self._start = aligned_zeros((max(1, rank), wide), np.float32)
+        if rank:
+            self._start[:, : spec.head_dim] = start(spec.head_dim, rank).T
+        self._scratch = aligned_zeros((1, padded(paging_scratch(self._kind, wide), 64)), np.uint8)
+        self._pool = Pool(aligned_zeros((sync.CONTROL_WORDS,), np.int64), 1)
+        self._programs = {operation: aligned_zeros((1, op.WIDTH), np.int64) for operation in (op.FLUSH, op.RESTORE)}
+        shared = (int(self._words.ctypes.data), spec.num_layers, spec.num_kv_heads)
+        for operation, program in self._programs.items():
+            program[0, 0] = operation
+            program[0, 1:4] = shared
+
+    def _run(self, operation: int, slot: int, page: int, *numbers: int) -> None:
+        """Run FLUSH or RESTORE for a slot and a page, in all layers."""
+        program, scratch = self._programs[operation], self._scratch
+        records, keys, values = ((int(a.ctypes.data), a.strides[0]) for a in (self.records, self._keys, self._values))
+        places = (*records, page, *keys, *values, slot, *numbers, int(scratch.ctypes.data), scratch.strides[0])
+        program[0, 4 : 4 + len(places)] = places
+        self._pool.step(program)
+
+    def prepare(self) -> None:
+        """Compile what cuts off and restores pages, where that is missing, before a conversation waits for it."""
+        if self._kind.windowed:
+            for program in self._programs.values():
+                link(program)
+
+    def use(self, pool: Pool) -> None:
+        """Cut off and restore pages with a pool's threads instead of the caller's."""
+        if self._kind.windowed:
+            self._scratch = aligned_zeros((pool.threads, self._scratch.shape[1]), np.uint8)
+            self._pool = pool
+
     def flush(self, slot: int, page: int, rest: int) -> None:
         """See `PageStore.flush`."""
-        import torch
-
-        from runtime.kv.reference.page import quantize
-
-        tokens = self._kind.page
-        for part in PARTS:
-            x = torch.from_numpy(self.window(part, slot, tokens).astype(np.float32))
-            fields = {name: array.numpy() for name, array in quantize(self._kind, part, x).items()}
-            self.layout.write(self.records[:, page], part, fields)
-        first, tiles = tokens // LANES, -(-rest // LANES)
-        self._keys[:, slot, :, :tiles] = self._keys[:, slot, :, first : first + tiles].copy()
-        self._values[:, slot, :, :rest] = self._values[:, slot, :, tokens : tokens + rest].copy()
+        self._run(op.FLUSH, slot, page, rest, int(self._start.ctypes.data))
 
     def restore(self, page: int, slot: int, count: int) -> None:
         """See `PageStore.restore`."""
-        import torch
-
-        from runtime.kv.reference.page import dequantize
-
-        for part in PARTS:
-            stored = {
-                name: torch.from_numpy(array) for name, array in self.layout.read(self.records[:, page], part).items()
-            }
-            x = dequantize(self._kind, part, stored, self.layout.head_dim).numpy().astype(np.float16)
-            self._write_window(part, slot, x[:, :, :count])
+        self._run(op.RESTORE, slot, page, count)
 
     def copy_window(self, source: int, target: int, count: int) -> None:
         """See `PageStore.copy_window`."""

@@ -73,6 +73,9 @@ class CpuDecoder:
         self._control[op.SCRATCH] = self._scratch.ctypes.data
         self._control[op.SCRATCH_STRIDE] = self._scratch.strides[0]
         self._pool = Pool(self._control, threads)
+        self._pool.prepare()
+        self.cache.store.use(self._pool)
+        self.cache.store.prepare()
         self._selections = 0
         self.kv_bytes = self.cache.capacity_bytes
         self.weight_bytes = self._plan.weight_bytes

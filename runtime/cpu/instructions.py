@@ -12,11 +12,14 @@ from typing import Final
 
 WIDTH: Final = 32
 """Words of an instruction."""
+INNER, UNIT = 30, 31
+"""Words that `runtime.cpu.link` fills: addresses of the unit that runs the instruction, and of one that this calls."""
 
-EMBED, GATHER, NORM, GATE, MERGE, SELECT, LINEAR, HEADS, ATTEND = range(9)
+EMBED, GATHER, NORM, GATE, MERGE, SELECT, LINEAR, HEADS, ATTEND, FLUSH, RESTORE = range(11)
 
 _INPUT = "x x_stride width out out_stride codes scales shifts group_blocks rows"
 _CACHE = "cache pages window_keys window_values"
+_PAGE = "cache layers heads pages pages_step page keys keys_step values values_step slot"
 
 OPERANDS: Final[dict[int, tuple[str, ...]]] = {
     operation: tuple(names.split())
@@ -33,6 +36,8 @@ OPERANDS: Final[dict[int, tuple[str, ...]]] = {
         " codebooks",
         HEADS: f"qkv stride heads kv_heads dim half cos sin q_norm k_norm eps scale {_CACHE}",
         ATTEND: f"qkv stride heads kv_heads dim window {_CACHE} out",
+        FLUSH: f"{_PAGE} rest start scratch scratch_step",
+        RESTORE: f"{_PAGE} count scratch scratch_step",
     }.items()
 }
 

@@ -5,8 +5,8 @@ and the processor at import; only the CPU backend imports it, and only when it i
 
 Variants: `avx512` (512-bit VNNI dot product), `avxvnni` (256-bit VNNI), `avx2` (multiply-add pairs of bytes) and
 `generic` (plain LLVM vectors, which every target lowers in its own way). `LOWBIT_CHAT_CPU_VARIANT` forces one.
-Compiling takes about a minute of processor time, once for each version of the kernels; the machine code is kept in the
-cache folder (`LOWBIT_CHAT_KERNEL_CACHE` names another place for it).
+Machine code is kept in the cache folder (`LOWBIT_CHAT_KERNEL_CACHE` names another place for it), that of kernels as
+`runtime.cpu.units` says.
 """
 
 from __future__ import annotations
@@ -76,11 +76,7 @@ def choose_variant(forced: str | None) -> str:
 
 
 def _cache_folder(variant: str) -> Path:
-    """Folder for compiled kernels, keyed by their sources: numba itself notices a change of one file only."""
-    root = Path(__file__).parent.parent
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {variant}".encode())
-    for source in sorted([*root.glob("cpu/*.py"), *root.glob("kernels/*/cpu*.py")]):
-        digest.update(source.read_bytes())
+    """Folder for the machine code of a variant."""
     chosen, home = os.environ.get("LOWBIT_CHAT_KERNEL_CACHE"), os.environ.get("LOWBIT_CHAT_HOME")
     if chosen:
         base = Path(chosen)
@@ -88,7 +84,7 @@ def _cache_folder(variant: str) -> Path:
         base = Path(home).expanduser() / "cache" / "kernels"
     else:
         base = Path(platformdirs.user_cache_dir("lowbit-chat", appauthor=False)) / "kernels"
-    return base / f"{variant}-{digest.hexdigest()[:16]}"
+    return base / variant
 
 
 def _usable(folder: Path) -> Path:
@@ -112,11 +108,16 @@ VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
 """The variant every kernel of this process is compiled for."""
 
 KERNEL_CACHE: Final = _usable(_cache_folder(VARIANT))
-"""Folder of the machine code of this variant and these sources."""
-
-numba.config.CACHE_DIR = str(KERNEL_CACHE)  # type: ignore[attr-defined]  # made at run time
+"""Folder of the machine code of this variant."""
 
 
-def is_compiled() -> bool:
-    """Whether the kernels' machine code is there, so that importing them does not compile it first."""
-    return any(KERNEL_CACHE.glob("*/executor.execute*.nbc"))
+def _array_functions() -> Path:
+    """Folder of the compiled functions of arrays, keyed by their sources: numba notices a change of one file only."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for source in (root / "cpu" / "layout.py", root / "kernels" / "lookup" / "cpu.py"):
+        digest.update(source.read_bytes())
+    return KERNEL_CACHE / f"layout-{digest.hexdigest()[:16]}"
+
+
+numba.config.CACHE_DIR = str(_array_functions())  # type: ignore[attr-defined]  # made at run time

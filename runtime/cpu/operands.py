@@ -50,3 +50,9 @@ def rows_of(control: int, which: int) -> int:
 def share_of(count: int, thread: int, threads: int) -> tuple[int, int]:
     """The thread's range of `count` equal items."""
     return count * thread // threads, count * (thread + 1) // threads
+
+
+@numba.njit(nogil=True)
+def inner_of(i: int) -> int:
+    """Address of the unit that the instruction's own unit calls."""
+    return get_word(i + 8 * op.INNER)

@@ -43,6 +43,11 @@ def _padded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+def form_of(kind: CacheKind) -> int:
+    """A kind's word FORMAT."""
+    return TWO_PLANES if kind.hierarchical else kind.keys.bits
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """One array of a record."""
@@ -63,7 +68,7 @@ class PageLayout:
 
     def __init__(self, kind: CacheKind, head_dim: int) -> None:
         self.kind, self.head_dim = kind, head_dim
-        self.format = TWO_PLANES if kind.hierarchical else kind.keys.bits
+        self.format = form_of(kind)
         """Word FORMAT."""
         self.lowbit = self.format != HALF
         """Whether attention goes by integer products."""

@@ -22,6 +22,7 @@ from runtime.cpu import instructions as op
 from runtime.cpu.cache import CpuCache
 from runtime.cpu.emit import LANES
 from runtime.cpu.layout import TiledLinear, aligned_zeros, padded, tile_linear
+from runtime.cpu.link import link
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
 from runtime.kernels.gemv.cpu import BLOCK
@@ -109,6 +110,7 @@ class PlanOperations:
 
         Raises:
             RequestError: compensation is asked for, and the model keeps no residuals.
+            BackendError: a kernel cannot be compiled here.
         """
         self._k_chunk = k_chunk
         self._program, self._kinds, self._selections = [], [], [0, 0]
@@ -116,6 +118,7 @@ class PlanOperations:
         words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
         for i, instruction in enumerate(self._program):
             words[i, : len(instruction)] = instruction
+        link(words)
         selections = (self._selections[0], self._selections[1])
         return Program(words, tuple(self._kinds), self._buffers["logits"], selections)
 

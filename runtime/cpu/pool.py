@@ -17,6 +17,7 @@ import psutil
 from runtime.cpu import instructions as op
 from runtime.cpu import sync
 from runtime.cpu.executor import execute
+from runtime.cpu.link import link
 
 
 def default_threads() -> int:
@@ -39,6 +40,10 @@ class Pool:
         self._depth = 0
         self._workers: list[threading.Thread] = []
 
+    def prepare(self) -> None:
+        """Compile what runs the instructions, where that is missing, before anybody waits for a token."""
+        execute.prepare()
+
     @contextmanager
     def session(self) -> Iterator[None]:
         """Keep the threads in compiled code; sessions may be nested, by one caller at a time."""
@@ -56,8 +61,11 @@ class Pool:
         """Run a program once.
 
         Args:
-            program: int64 [instructions, WIDTH]; the arrays whose addresses it holds have to be alive.
+            program: int64 [instructions, WIDTH]; the arrays whose addresses it holds have to be alive. One that is not
+                linked yet (`runtime.cpu.link`) is linked first.
         """
+        if not program[-1, op.UNIT]:
+            link(program)
         self._control[op.PROGRAM], self._control[op.INSTRUCTIONS] = int(program.ctypes.data), len(program)
         with self.session():
             execute(self._address, 0, self.threads)

@@ -148,7 +148,7 @@ class StoreLoader:
             compensated=any(by_type.values()) or (wanted.k_chunk is None and bool(wanted.budget)),
             slots=CONVERSATIONS,
         )
-        if first := preparation(placed.backend):
+        if first := preparation(placed.backend, request.kv or "fp16"):
             report("compile", first)
         else:
             report("load", f"loading {request.model}: {describe(placed.plan)}")

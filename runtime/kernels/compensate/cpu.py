@@ -17,6 +17,7 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba import types
+from numba.extending import register_jitable
 
 from runtime.cpu.emit import (
     FLOATS,
@@ -107,8 +108,8 @@ def _channel(chosen: int, i: int, count: int) -> int:
     return numba.int64(get_int(chosen + 4 * min(i, count - 1)))
 
 
-@numba.njit(nogil=True)
-def _gather_4(
+@register_jitable
+def gather_4(
     residual: int, row_bytes: int, x: int, chosen: int, count: int, start: int, stop: int, sums: int, _bits: int
 ) -> None:
     """As the others, but sums[n] = sum over chosen channels c of 16 x[c] (1 + code[c, n] / 16)."""
@@ -148,7 +149,7 @@ def _gather_4(
 
 
 def _gather(load_codes: Any) -> Any:
-    @numba.njit(nogil=True)
+    @register_jitable
     def gather(
         residual: int, row_bytes: int, x: int, chosen: int, count: int, start: int, stop: int, sums: int, bits: int
     ) -> None:
@@ -192,14 +193,16 @@ def _gather(load_codes: Any) -> Any:
     return gather
 
 
-_gather_2, _gather_8, _gather_16 = _gather(_codes_2), _gather(load_unsigned), _gather(load_halves)
+gather_2, gather_8, _gather_16 = _gather(_codes_2), _gather(load_unsigned), _gather(load_halves)
+"""Sums of 2-bit, of 8-bit codes and of halves, times the activations of their channels."""
 
 
 @numba.njit(nogil=True)
 def compensate(
+    gather: Any,
+    bits: int,
     residual: int,
     scales: int,
-    bits: int,
     row_bytes: int,
     x: int,
     chosen: int,
@@ -212,9 +215,10 @@ def compensate(
     """out[n] += sum over chosen channels c of x[c] * R̂[c, n] for start <= n < stop.
 
     Args:
-        residual: Address of the packed residuals [K, N], canonical packing, or float16 [K, N'] at 16 bits.
-        scales: Address of float16 [N padded to 16]; unused at 16 bits.
-        bits: 2, 4, 8 or 16.
+        gather: `gather_2`, `gather_4` or `gather_8`.
+        bits: 2, 4 or 8.
+        residual: Address of the packed residuals [K, N], canonical packing.
+        scales: Address of float16 [N padded to 16].
         row_bytes: Bytes from one input channel's row to the next.
         x: Address of the input row, float32 [K].
         chosen: Address of int32 [count], the salient channels, ascending.
@@ -224,17 +228,7 @@ def compensate(
         out: Address of the output row, float32.
         sums: Address of scratch, float32 [stop - start], and 128 more.
     """
-    if bits == 2:
-        _gather_2(residual, row_bytes, x, chosen, count, start, stop, sums, bits)
-    elif bits == 4:
-        _gather_4(residual, row_bytes, x, chosen, count, start, stop, sums, bits)
-    elif bits == 8:
-        _gather_8(residual, row_bytes, x, chosen, count, start, stop, sums, bits)
-    else:
-        _gather_16(residual, row_bytes, x, chosen, count, start, stop, sums, bits)
-        for n in range(start, stop, 16):
-            store_floats(out + 4 * n, add(load_floats(out + 4 * n), load_floats(sums + 4 * (n - start))))
-        return
+    gather(residual, row_bytes, x, chosen, count, start, stop, sums, bits)
     # Codes are stored with an offset of 2^(bits-1), the same for every channel: its share is subtracted once, and that
     # of the 1 beside a 4-bit code / 16.
     total = numba.float32(0.0)
@@ -244,3 +238,13 @@ def compensate(
     for n in range(start, stop, 16):
         value = mul(add(load_floats(sums + 4 * (n - start)), shift), load_halves(scales + 2 * n))
         store_floats(out + 4 * n, add(load_floats(out + 4 * n), value))
+
+
+@numba.njit(nogil=True)
+def compensate_halves(
+    residual: int, row_bytes: int, x: int, chosen: int, count: int, start: int, stop: int, out: int, sums: int
+) -> None:
+    """As `compensate`, with residuals float16 [K, N'] and no scales."""
+    _gather_16(residual, row_bytes, x, chosen, count, start, stop, sums, 16)
+    for n in range(start, stop, 16):
+        store_floats(out + 4 * n, add(load_floats(out + 4 * n), load_floats(sums + 4 * (n - start))))

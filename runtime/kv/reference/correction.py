@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-ITERATIONS = 12
-"""Rounds of the power iteration. What rounding leaves has a flat spectrum: with 64 channels, 4 rounds come within 2 %
-of the SVD's error and 8 within 1 %; with 8 channels, within 9 % and 6 %, 4 % and 1 % on average."""
+from runtime.kv.low_rank import ITERATIONS, start
 
 
 def low_rank(residual: torch.Tensor, rank: int, iterations: int = ITERATIONS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,8 +23,7 @@ def low_rank(residual: torch.Tensor, rank: int, iterations: int = ITERATIONS) ->
     Source: GEAR Algorithm 2.
     """
     T, D = residual.shape[-2:]
-    generator = torch.Generator().manual_seed(0)
-    b = torch.randn(D, rank, generator=generator).to(residual.device).expand(*residual.shape[:-2], D, rank)
+    b = torch.from_numpy(start(D, rank)).to(residual.device).expand(*residual.shape[:-2], D, rank)
     a = residual.new_zeros(*residual.shape[:-2], T, rank)
     for _ in range(iterations):
         a = torch.linalg.qr(residual @ b)[0]

@@ -173,6 +173,9 @@ class Attention:
                         if unused:
                             actual = actual.copy()
                             actual[-1, :, -unused:] = expected[-1, :, -unused:]
+                    if name in ("a", "b", "outliers"):  # sums that are added up in another order
+                        np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-3, err_msg=name)
+                        continue
                     np.testing.assert_array_equal(actual, expected, err_msg=name)
 
 
