@@ -71,6 +71,11 @@ class Step:
     """[R] rows whose logits are wanted, ascending."""
     compensate: bool = True
     """Whether error compensation applies (decode: yes; prefill: QDEC leaves it out)."""
+    draft: bool = False
+    """Whether attention reads what a draft reads of the pages: the upper plane alone where the cache's kind has two
+    (`CacheKind.has_draft`), everything where it has not. What is written is the same."""
+    flush: bool = True
+    """Whether pages may be cut off windows before this step; see `KVCache.begin`."""
 
 
 def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:

@@ -104,12 +104,12 @@ class CpuDecoder:
         check_step(step, self.spec, self.options)
         for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             array[: values.size] = values
-        self.cache.begin(step.slots, step.positions)
+        self.cache.begin(step.slots, step.positions, flush=step.flush)
         runs = self._write_runs(step)
         control = self._control
         control[op.M_ROWS], control[op.R_ROWS], control[op.RUNS] = M, R, runs
         control[op.SPLITS] = self._splits(runs, max(map(self.cache.units, set(step.slots.tolist()))))
-        control[op.COMPENSATE] = int(step.compensate)
+        control[op.COMPENSATE], control[op.DRAFT] = int(step.compensate), int(step.draft)
         control[sync.FAILED] = 0
         self._pool.step(self._program.words)
         logits = self._program.logits[:R, : self.spec.vocab_size]

@@ -127,10 +127,10 @@ class _Pass(Operations[torch.Tensor]):
     """The operations of one step."""
 
     def __init__(self, decoder: ReferenceDecoder, step: Step) -> None:
-        decoder.cache.begin(step.slots, step.positions)
+        decoder.cache.begin(step.slots, step.positions, flush=step.flush)
         self._decoder = decoder
         self._spec = decoder.spec
-        self._compensate = step.compensate
+        self._compensate, self._draft = step.compensate, step.draft
         self._tokens = torch.from_numpy(np.asarray(step.tokens, np.int64))
         self._slots = torch.from_numpy(np.asarray(step.slots, np.int64))
         self._positions = torch.from_numpy(np.asarray(step.positions, np.int64))
@@ -160,7 +160,8 @@ class _Pass(Operations[torch.Tensor]):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         cache, window = self._decoder.cache, self._spec.windows[layer]
         cache.append(layer, self._slots, self._positions, self._heads(k), self._heads(v))
-        return cache.attend(layer, self._heads(q), self._slots, self._positions, window).flatten(1)
+        q = self._heads(q)
+        return cache.attend(layer, q, self._slots, self._positions, window, draft=self._draft).flatten(1)
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return silu_gate(gate, up)

@@ -16,7 +16,7 @@ from runtime.kv.reference.store import TorchStore
 class GpuStore(TorchStore):
     """The numbers of all pages and windows on the device, the same bytes as the reference cache's; see `TorchStore`."""
 
-    saved_layout = "triton-1"
+    saved_layout = "triton-2"
 
     def layer(self, layer: int, tables: torch.Tensor, paged: torch.Tensor) -> LayerPages:
         """One layer as kernels read it; see `LayerPages`."""

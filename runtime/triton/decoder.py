@@ -20,8 +20,9 @@ from runtime.triton.forward import Buffers, Pass
 from runtime.triton.model import GpuModel, Linear
 from runtime.weights import Weights
 
-_GRAPHS = 4
-"""Captured steps that are kept, so that a timer can go back and forth between two settings."""
+_GRAPHS = 8
+"""Captured steps that are kept, so that a timer can go back and forth between two settings, and a draft between its own
+and the model's."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -111,7 +112,7 @@ class TritonDecoder:
     def forward(self, step: Step) -> Float32Array:
         """See `runtime.decoder.Decoder.forward`."""
         check_step(step, self.spec, self.options)
-        self.cache.begin(step.slots, step.positions)
+        self.cache.begin(step.slots, step.positions, flush=step.flush)
         decoding = step.tokens.size == 1 and step.logit_rows.size == 1
         if self._on_gpu and decoding and not self.options.measure_recall:
             logits = self._decode(step)
@@ -142,7 +143,7 @@ class TritonDecoder:
 
     def _decode(self, step: Step) -> Float32Array:
         """One token: launched the first time, so that every kernel is compiled, then captured, then replayed."""
-        key = (int(step.compensate), *self._setting())
+        key = (int(step.compensate), int(step.draft), *self._setting())
         if key not in self._graphs:
             logits = self._launch(step)
             while len(self._graphs) >= _GRAPHS:
@@ -150,7 +151,7 @@ class TritonDecoder:
             selections = [
                 linear.selection for linear in self._model.linears.values()
             ]  # the graph holds their addresses
-            self._graphs[key] = (self._capture(compensate=step.compensate), selections)
+            self._graphs[key] = (self._capture(compensate=step.compensate, draft=step.draft), selections)
             return logits
         for i, values in enumerate((step.tokens, step.slots, step.positions)):
             self._inputs[i, 0] = int(values[0])
@@ -158,14 +159,14 @@ class TritonDecoder:
         torch.cuda.current_stream(self._device).synchronize()
         return self._logits.numpy()
 
-    def _capture(self, *, compensate: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, *, compensate: bool, draft: bool) -> torch.cuda.CUDAGraph:
         """Capture a decoded token, from the inputs in page-locked memory to the logits in page-locked memory."""
         buffers, graph = self._buffers, torch.cuda.CUDAGraph()
         buffers.logit_rows[:1] = 0
         with torch.cuda.graph(graph):
             for i, values in enumerate((buffers.tokens, buffers.slots, buffers.positions)):
                 values[:1].copy_(self._inputs[i], non_blocking=True)
-            run = Pass(self._model, buffers, M=1, R=1, compensated=compensate, side=self._side)
+            run = Pass(self._model, buffers, M=1, R=1, compensated=compensate, draft=draft, side=self._side)
             logits = run.finish(forward(run, self.spec))
             self._logits.copy_(logits, non_blocking=True)
             self._flag.copy_(buffers.flag, non_blocking=True)
@@ -179,7 +180,16 @@ class TritonDecoder:
         for to, values in zip(inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             to[: values.size].copy_(torch.from_numpy(np.ascontiguousarray(values)))
         watch = self._measure if self.options.measure_recall else None
-        run = Pass(self._model, buffers, M=M, R=R, compensated=step.compensate, side=self._side, watch=watch)
+        run = Pass(
+            self._model,
+            buffers,
+            M=M,
+            R=R,
+            compensated=step.compensate,
+            draft=step.draft,
+            side=self._side,
+            watch=watch,
+        )
         logits = run.finish(forward(run, self.spec))
         self._flag.copy_(buffers.flag)
         return logits.to("cpu").numpy()

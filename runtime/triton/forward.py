@@ -110,6 +110,7 @@ class Pass(Operations[Value]):
         M: Rows.
         R: Rows whose logits are wanted.
         compensated: Whether error compensation applies.
+        draft: Whether attention reads what a draft reads.
         side: The second stream; None runs everything on the current one.
         watch: Sees every selecting layer's input, and the positions of its rows.
     """
@@ -122,11 +123,13 @@ class Pass(Operations[Value]):
         M: int,
         R: int,
         compensated: bool,
+        draft: bool,
         side: torch.cuda.Stream | None,
         watch: Watch | None = None,
     ) -> None:
         self._model, self._spec, self._buffers = model, model.spec, buffers
-        self._M, self._R, self._compensated, self._side, self._watch = M, R, compensated, side, watch
+        self._M, self._R, self._compensated, self._draft = M, R, compensated, draft
+        self._side, self._watch = side, watch
 
     def embed(self) -> Value:
         """See `models.architecture.Operations`."""
@@ -182,7 +185,8 @@ class Pass(Operations[Value]):
         q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
         rope = (model.cos, model.sin)
         heads(v.tensor, v.dec, q_norm, k_norm, spec.norm_eps, *rope, positions, slots, pages, queries)
-        attend(queries, pages, positions, slots, window, out, buffers.main, context=model.options.context)
+        context, draft = model.options.context, self._draft
+        attend(queries, pages, positions, slots, window, out, buffers.main, context=context, draft=draft)
         return Value(out)
 
     def gate(self, gate_value: Value, up: Value) -> Value:

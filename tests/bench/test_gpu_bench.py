@@ -37,7 +37,7 @@ def everything(tmp_path_factory) -> dict:
         ("gemv", {"what", "kind", "N", "K", "p20_us", "p50_us", "p80_us", "gb_s", "percent_of_copy"}),
         ("knee", {"kind", "bits", "n_tb", "k_chunk", "p50_us", "normalized", "fetched_gb_s"}),
         ("prefill", {"what", "kind", "M", "p50_us", "tflop_s"}),
-        ("attention", {"what", "context", "p50_us", "gb_s", "times_as_fast_as_torch"}),
+        ("attention", {"what", "context", "p50_us", "gb_s", "percent_of_copy", "times_as_fast_as_torch"}),
         ("decode", {"bits", "budget_percent", "tokens_per_second", "measured_slowdown_percent"}),
         ("tests", {"command", "exit_status", "passed"}),
     ],

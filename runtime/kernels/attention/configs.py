@@ -21,8 +21,10 @@ DOT_ROWS = 16
 TILE_ROWS = 128
 """Rows of the matrix products in a step of many rows. At least as many rows as channels: the compiler then gives every
 warp rows of its own, and each holds only these of q."""
-PACKED_STAGES = 4
-"""Stages of the pipeline where few rows meet codes: a block of codes is a quarter of a block of halves."""
+BLOCKS_AHEAD = {16: 2, 8: 2, 4: 3, 2: 3}
+"""Blocks of the cache that a program of one decoded token keeps on their way to it, by the bits of a number: 24 to 64
+KiB. Fewer leave the memory of a large GPU idle while a block is worked on; more don't fit beside others in a small one.
+"""
 LONG_STEP = 128
 """Steps of more rows take half of TILE_ROWS up to 64 channels: there the whole tile, not split, spills registers."""
 WIDE_TILE_ROWS = 32
@@ -56,7 +58,7 @@ def power_of_two(number: int) -> int:
 
 @lru_cache(maxsize=1024)
 def launch_config(
-    M: int, group: int, kv_heads: int, dim: int, seen: int, *, packed: bool = False, corrected: bool = False
+    M: int, group: int, kv_heads: int, dim: int, seen: int, *, bits: int = 16, corrected: bool = False
 ) -> LaunchConfig:
     """How to launch attention of a shape.
 
@@ -66,7 +68,7 @@ def launch_config(
         kv_heads: H_kv.
         dim: D.
         seen: Most positions that a row can see: the capacity of the cache, or the window where that is smaller.
-        packed: Whether keys and values are codes: less is read, so more is fetched ahead.
+        bits: Bits of a number in a page that are read.
         corrected: Whether GEAR's corrections are added to them, for which registers must be left.
 
     Returns:
@@ -92,6 +94,14 @@ def launch_config(
         block_t=block_t,
         block_d=block_d,
         splits=splits,
-        num_warps=8 if block_m >= 128 else 4,
-        num_stages=PACKED_STAGES if few and packed and (M == 1 or not corrected) else 2,
+        num_warps=8 if block_m >= 128 or (few and bits == 8 and block_m == 2 * DOT_ROWS) else 4,
+        num_stages=_stages(M, block_m, bits, corrected=corrected),
     )
+
+
+def _stages(M: int, block_m: int, bits: int, *, corrected: bool) -> int:
+    """Stages of the pipeline. A block is found by its page's number, so each on its way takes two stages."""
+    verified = 1 < M <= SPLIT_ROWS and bits < 16 and not corrected
+    if (M == 1 and block_m == DOT_ROWS) or (verified and block_m <= 2 * DOT_ROWS):
+        return 2 * BLOCKS_AHEAD[bits] + 1
+    return 4 if verified else 2

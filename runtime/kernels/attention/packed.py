@@ -42,7 +42,7 @@ def codes_of(
     else:
         codes = tl.load(codes_ptr + offs, mask=mask, other=0)
         if BITS == 8:
-            x = _exact(codes ^ 128, 128.0)
+            x = _exact(codes, 0.0)
         elif PLANES == 2:
             lower = tl.load(codes_ptr + LOWER + offs, mask=mask, other=0)
             even = ((codes & 15) << 4) | ((lower & 15) ^ 8)
@@ -58,27 +58,31 @@ def codes_of(
 
 
 @triton.jit
-def value_scales(
-    scales_ptr, tokens, written, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
-):  # fmt: skip
-    """Scale and zero of tokens [BLOCK_T] of a page, [tokens, GROUPS, 2] there: float16 [BLOCK_T, 1 or BLOCK_D] each."""
-    scale, zero = _pair(scales_ptr + 2 * GROUPS * tokens, written, MASKED)
-    for group in tl.static_range(1, GROUPS):
-        later = (tl.arange(0, BLOCK_D) >= group * GROUP)[None, :]
-        next_scale, next_zero = _pair(scales_ptr + 2 * GROUPS * tokens + 2 * group, written, MASKED)
-        scale = tl.where(later, next_scale, scale)
-        zero = tl.where(later, next_zero, zero)
+def scales_of(scales_ptr, numbers, there, MASKED: tl.constexpr):
+    """Scale and zero of groups `numbers` [N]: float16 [N] each; 0 where not `there` [N] and MASKED.
+
+    They stand side by side in four bytes and are read as one number: less than that cannot be fetched ahead.
+    """
+    at = scales_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + numbers
+    pair = tl.load(at, mask=there, other=0) if MASKED else tl.load(at)
+    scale = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    zero = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return scale, zero
 
 
 @triton.jit
-def _pair(at, written, MASKED: tl.constexpr):
-    """Two neighbouring halves at pointers [BLOCK_T]: [BLOCK_T, 1] each."""
-    if MASKED:
-        scale, zero = tl.load(at, mask=written, other=0.0), tl.load(at + 1, mask=written, other=0.0)
-    else:
-        scale, zero = tl.load(at), tl.load(at + 1)
-    return scale[:, None], zero[:, None]
+def value_scales(
+    scales_ptr, tokens, written, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Scale and zero of tokens [BLOCK_T] of a page, [tokens, GROUPS, 2] there: float16 [BLOCK_T, 1 or BLOCK_D] each."""
+    scale, zero = scales_of(scales_ptr, GROUPS * tokens, written, MASKED)
+    scale, zero = scale[:, None], zero[:, None]
+    for group in tl.static_range(1, GROUPS):
+        later = (tl.arange(0, BLOCK_D) >= group * GROUP)[None, :]
+        next_scale, next_zero = scales_of(scales_ptr, GROUPS * tokens + group, written, MASKED)
+        scale = tl.where(later, next_scale[:, None], scale)
+        zero = tl.where(later, next_zero[:, None], zero)
+    return scale, zero
 
 
 @triton.jit

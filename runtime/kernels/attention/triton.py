@@ -229,7 +229,7 @@ def attend(
     D, H_kv, kind = pages.head_dim, pages.kv_heads, pages.kind
     M, H = q.shape[0], q.shape[1] // D
     seen = context if window is None else min(window, context)
-    config = _config(kind, M, H, H_kv, D, seen)
+    config = _config(kind, M, H, H_kv, D, seen, draft=draft)
     splits = config.splits
     partial = workspace.scratch(M * H * splits * (D + 2), torch.float32) if splits > 1 else None
     views = [view for part in PARTS for view in pages.views(part)]
@@ -243,9 +243,10 @@ def attend(
         _merge_kernel[(M, H)](partial, x, M, **_merge_sizes(H, D, config), num_warps=4)
 
 
-def _config(kind: CacheKind, M: int, H: int, H_kv: int, D: int, seen: int) -> LaunchConfig:
+def _config(kind: CacheKind, M: int, H: int, H_kv: int, D: int, seen: int, *, draft: bool = False) -> LaunchConfig:
     """How to launch attention over a kind of cache."""
-    return launch_config(M, H // H_kv, H_kv, D, seen, packed=kind.keys.bits < 16, corrected=kind.rank > 0)
+    bits = 4 if draft and kind.has_draft else kind.keys.bits
+    return launch_config(M, H // H_kv, H_kv, D, seen, bits=bits, corrected=kind.rank > 0)
 
 
 def _sizes(H: int, H_kv: int, D: int, config: LaunchConfig) -> dict[str, int]:
@@ -281,7 +282,7 @@ def ahead() -> tuple[Ahead, ...]:
         *(_ahead("decode", KINDS[name], M=1, **llama) for name in _DECODED),
         _ahead("decode", KINDS["fp16"], M=1, H=32, H_kv=32, D=96),
         _ahead("draft", KINDS["hierarchical"], M=1, draft=True, **llama),
-        _ahead("verify", KINDS["hierarchical"], M=5, **llama),
+        *(_ahead("verify", KINDS[name], M=5, **llama) for name in _VERIFIED),
         *(_ahead("prefill", KINDS[name], M=128, **llama) for name in _PREFILLED),
         _ahead("prefill", KINDS["fp16"], M=128, H=32, H_kv=8, D=64),
         _ahead_merge(M=1, **llama),
@@ -290,7 +291,8 @@ def ahead() -> tuple[Ahead, ...]:
 
 
 _DECODED: tuple[KVKind, ...] = ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")
-_PREFILLED: tuple[KVKind, ...] = ("fp16", "int4", "hierarchical", "gear2")
+_VERIFIED: tuple[KVKind, ...] = ("int8", "int4", "hierarchical", "gear4")
+_PREFILLED: tuple[KVKind, ...] = ("fp16", "int8", "int4", "hierarchical", "gear2")
 
 
 def _ahead(
@@ -299,7 +301,7 @@ def _ahead(
     """One specialization of the attention kernel."""
     from runtime.triton.ahead import Ahead
 
-    config = _config(kind, M, H, H_kv, D, context)
+    config = _config(kind, M, H, H_kv, D, context, draft=draft)
     sizes = {
         **_sizes(H, H_kv, D, config),
         "SLIDING": 0,

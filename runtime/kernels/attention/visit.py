@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from runtime.kernels.attention.packed import add_outliers, codes_of, factors, value_scales
+from runtime.kernels.attention.packed import add_outliers, codes_of, factors, scales_of, value_scales
 
 
 @triton.jit
@@ -88,11 +88,10 @@ def visit_pages(
             k_codes_ptr + k_at, k_halves, first, written, D, BLOCK_T, BLOCK_D, CAUSAL, BITS, PLANES, K_LOWER
         )  # fmt: skip
         if CHANNEL:
-            at = k_halves + K_SCALES + 2 * (offs_d * K_GROUPS + first // K_GROUP)
-            step = tl.load(at, mask=offs_d < D, other=0.0)
+            step, zero = scales_of(k_halves + K_SCALES, offs_d * K_GROUPS + first // K_GROUP, offs_d < D, True)
             if PLANES == 2:
                 step = step * 0.0625
-            k = k * step[None, :] + tl.load(at + 1, mask=offs_d < D, other=0.0)[None, :]
+            k = k * step[None, :] + zero[None, :]
             if K_COUNT > 0:
                 k = add_outliers(
                     k, k_halves, k_shorts_ptr + k_at // 2, offs_d, first + offs_t, 1, D, K_INDICES, K_OUTLIERS, K_COUNT,
@@ -102,25 +101,14 @@ def visit_pages(
             a, b = factors(k_halves + K_A, k_halves + K_B, first, D, BLOCK_T, BLOCK_D, RANK)
             scores = tl.dot(tl.dot(q, b).to(tl.float16), tl.trans(a), scores)
         if not CHANNEL and BITS < 16:
-            each: tl.constexpr = 1 if BITS == 8 else 2
-            at = k_halves + K_SCALES + each * (first + offs_t)
-            if CAUSAL:
-                scores *= tl.load(at, mask=written, other=0.0).to(tl.float32)[None, :]
-                if BITS < 8:
-                    scores += q_sum[:, None] * tl.load(at + 1, mask=written, other=0.0).to(tl.float32)[None, :]
-            else:
-                scores *= tl.load(at).to(tl.float32)[None, :]
-                if BITS < 8:
-                    scores += q_sum[:, None] * tl.load(at + 1).to(tl.float32)[None, :]
+            step, zero = scales_of(k_halves + K_SCALES, first + offs_t, written, CAUSAL)
+            scores = scores * step.to(tl.float32)[None, :] + q_sum[:, None] * zero.to(tl.float32)[None, :]
         scores = _hide(scores * scale, positions, position_m, window, CAUSAL, SLIDING, SEVERAL)
         p, peak, total, acc = _weigh(scores, peak, total, acc)
         v = codes_of(
             v_codes_ptr + v_at, v_halves, first, written, D, BLOCK_T, BLOCK_D, CAUSAL, BITS, PLANES, V_LOWER
         )  # fmt: skip
-        if BITS == 8:
-            step = tl.load(v_halves + V_SCALES + first + offs_t, mask=written, other=0.0)
-            v = v * step[:, None]
-        elif BITS < 8:
+        if BITS < 16:
             step, zero = value_scales(
                 v_halves + V_SCALES, first + offs_t, written, BLOCK_D, CAUSAL, V_GROUP, V_GROUPS
             )  # fmt: skip

@@ -54,25 +54,20 @@ def store_token(
     mask_d = offs_d < D
     if BITS == 16:
         tl.store(halves_ptr + place * D + offs_d, x.to(tl.float16), mask=mask_d)
-    elif BITS == 8:
-        spoilt = tl.sum(x * 0.0, axis=0)
-        scale = (tl.div_rn(tl.max(tl.abs(x), axis=0), 127.0) + spoilt).to(tl.float16)
-        step = scale.to(tl.float32)
-        exact = tl.div_rn(x, tl.where(step > 0, step, 1.0))
-        codes = tl.minimum(tl.maximum(_nearest(tl.where(step > 0, exact, 0.0)), -127.0), 127.0)
-        tl.store(codes_ptr + place * D + offs_d, codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=mask_d)
-        tl.store(halves_ptr + SCALES + place, scale)
     else:
+        LARGEST: tl.constexpr = (1 << BITS) - 1.0
+        EACH: tl.constexpr = 8 // BITS
+        ROW: tl.constexpr = (D + EACH - 1) // EACH
         x = x.to(tl.float16).to(tl.float32)
         spoilt = tl.sum(x * 0.0, axis=0)
         least = tl.min(tl.where(mask_d, x, float("inf")), axis=0)
         largest = tl.max(tl.where(mask_d, x, float("-inf")), axis=0)
-        scale = (tl.div_rn(largest - least, 15.0) + spoilt).to(tl.float16)
+        scale = (tl.div_rn(largest - least, LARGEST) + spoilt).to(tl.float16)
         zero = least.to(tl.float16)
-        codes = tl.where(mask_d, _encode(x, scale.to(tl.float32), zero.to(tl.float32), 15.0), 0.0).to(tl.int32)
-        packed = _packed(tl.reshape(codes, [1, BLOCK_D]), 1, BLOCK_D, 4)
-        offs_j = tl.arange(0, BLOCK_D // 2)[None, :]
-        tl.store(codes_ptr + place * ((D + 1) // 2) + offs_j, packed, mask=offs_j < (D + 1) // 2)
+        codes = tl.where(mask_d, _encode(x, scale.to(tl.float32), zero.to(tl.float32), LARGEST), 0.0)
+        packed = _packed(tl.reshape(codes.to(tl.int32), [1, BLOCK_D]), 1, BLOCK_D, BITS)
+        offs_j = tl.arange(0, BLOCK_D // EACH)[None, :]
+        tl.store(codes_ptr + place * ROW + offs_j, packed, mask=offs_j < ROW)
         tl.store(halves_ptr + SCALES + 2 * place, scale)
         tl.store(halves_ptr + SCALES + 2 * place + 1, zero)
 
@@ -83,8 +78,9 @@ def _packed(codes, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexp
 
     Returns uint8 [ROWS, CHANNELS * BITS / 8].
     """
-    even, odd = tl.split(tl.reshape(codes, [ROWS, CHANNELS // 2, 2]))
-    codes = even | (odd << BITS)
+    if BITS < 8:
+        even, odd = tl.split(tl.reshape(codes, [ROWS, CHANNELS // 2, 2]))
+        codes = even | (odd << BITS)
     if BITS == 2:
         even, odd = tl.split(tl.reshape(codes, [ROWS, CHANNELS // 4, 2]))
         codes = even | (odd << 4)

@@ -144,6 +144,7 @@ def ahead() -> tuple[Ahead, ...]:
         _ahead("fp16", **llama, norm=False),
         _ahead("fp16", **llama, norm=True),
         _ahead("fp16", H=32, H_kv=32, D=96, half=36, norm=False),
+        _ahead("int8", **llama, norm=True),
         _ahead("int4", **llama, norm=True),
         _ahead("hierarchical", **llama, norm=False),
     )

@@ -15,7 +15,7 @@ from runtime.kv.reference.store import TorchStore
 class ReferenceStore(TorchStore):
     """The numbers of all pages and windows in main memory, readable layer by layer; see `TorchStore`."""
 
-    saved_layout = "reference-1"
+    saved_layout = "reference-2"
 
     def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
         super().__init__(kind, spec, pages=pages, slots=slots, window=window, device="cpu")

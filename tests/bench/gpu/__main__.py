@@ -25,7 +25,7 @@ from tests.bench.gpu.report import Part, write
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "tests" / "bench" / "results"
-SECONDS = {"bandwidth": 30, "gemv": 70, "knee": 80, "prefill": 30, "attention": 60, "decode": 200, "tests": 400}
+SECONDS = {"bandwidth": 30, "gemv": 70, "knee": 80, "prefill": 30, "attention": 180, "decode": 200, "tests": 400}
 """The parts in their order, and the time after which each begins no further measurement."""
 GRACE = 35
 """Seconds that a part may take beyond that before it is stopped."""

@@ -28,7 +28,9 @@ class Sizes:
     prefill_rows: tuple[int, ...]
     """Rows of activations in a prefill step (M)."""
     attention_contexts: tuple[int, ...]
-    """Tokens in the cache when attention alone is timed."""
+    """Tokens in the cache when attention alone is timed, what matters most first."""
+    attention_launches: tuple[tuple[int, int], ...]
+    """Splits and pipeline stages of other ways to launch it, timed at the first of these lengths."""
     knee_k_chunks: tuple[int, ...]
     """k_chunk along a knee curve."""
     knee_n_tbs: tuple[int, ...]
@@ -81,7 +83,8 @@ FULL = Sizes(
     rotated_bytes=512 << 20,
     rounds=60,
     prefill_rows=(16, 128, 512),
-    attention_contexts=(8192, 65536, 262144),
+    attention_contexts=(65536, 262144, 8192),
+    attention_launches=((16, 7), (32, 4), (32, 5), (32, 7), (32, 9), (64, 5), (64, 7), (64, 9)),
     knee_k_chunks=(2, 4, 8, 12, 16, 24, 32, 48, 64),
     knee_n_tbs=(2, 4, 8, 16),
     reading_n_tbs=(1, 2, 4, 8, 16, 32, 64, 128),
@@ -103,6 +106,7 @@ SMOKE = Sizes(
     rounds=1,
     prefill_rows=(4,),
     attention_contexts=(256,),
+    attention_launches=((2, 5),),
     knee_k_chunks=(8,),
     knee_n_tbs=(1,),
     reading_n_tbs=(1, 2),

@@ -13,6 +13,35 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any kernel module is imported
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _language_is_patched_once():
+    """The interpreter replaces all of Triton's language anew for every call of a function within a kernel.
+
+    Once for every launch and module of the language is enough, and takes a third off these tests.
+    """
+    from triton.runtime import interpreter
+
+    patch_language, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    language = (interpreter.tl, interpreter.tl.core)
+    patched: set[tuple[bool, ...]] = set()
+
+    def patch_once(fn):
+        seen = tuple(any(value is module for value in fn.__globals__.values()) for module in language)
+        if seen in patched:
+            return None
+        patched.add(seen)
+        return patch_language(fn)
+
+    def run_patched(self, *arguments, **options):
+        patched.clear()
+        return run(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", run_patched)
+        yield
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where kernels run: `cuda`, or `cpu` under the interpreter."""

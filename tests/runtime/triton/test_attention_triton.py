@@ -121,12 +121,17 @@ def test_prefill_in_pieces(device: str, half_pages: Any, first: int) -> None:
 def test_any_number_of_splits(
     device: str, half_pages: Any, rows: list[tuple[int, int]], splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "launch_config", lambda *shape, **_: replace(launch_config(*shape), splits=splits))
+    monkeypatch.setattr(
+        kernels, "launch_config", lambda *shape, **how: replace(launch_config(*shape, **how), splits=splits)
+    )
     _Case(rows, 2, 1, 64, 150).check(device, half_pages)
 
 
-@pytest.mark.parametrize("window", [1, 2, 65, 4096])
-@pytest.mark.parametrize("rows", [[(0, 149)], [(0, 0)], MIXED], ids=["last", "first", "mixed"])
+@pytest.mark.parametrize(
+    ("rows", "window"),
+    [([(0, 149)], 1), ([(0, 149)], 65), ([(0, 0)], 2), (MIXED, 2), (MIXED, 65), (MIXED, 4096)],
+    ids=["last-1", "last-65", "first-2", "mixed-2", "mixed-65", "mixed-4096"],
+)
 def test_windows(device: str, half_pages: Any, rows: list[tuple[int, int]], window: int) -> None:
     _Case(rows, 2, 1, 64, 150, window).check(device, half_pages)
 
@@ -176,6 +181,7 @@ def test_launches_cover_every_row_and_keep_to_the_limits(
     assert config.rows * group <= config.block_m
     assert config.block_m >= 16
     assert config.block_d >= dim
+    assert config.num_stages >= 2
     assert 1 <= config.splits <= min(MAX_SPLITS, max(1, -(-seen // config.block_t)))
     for block in (config.block_m, config.block_t, config.block_d):
         assert block == power_of_two(block)

@@ -103,7 +103,7 @@ def test_the_numbers_do_not_depend_on_the_programs(layer: Any, bits: int) -> Non
     x = activations(1, 96)
     expected = one.run(x, fused=True)
     assert_close(expected, one.expected(x))
-    for n_tb in range(1, 9):
+    for n_tb in (1, 4, 5, 8):
         assert torch.equal(one.run(x, n_tb=n_tb), expected), n_tb
 
 

@@ -147,25 +147,23 @@ def test_the_uniform_reference_agrees_with_the_layout():
     assert torch.equal(dequantize(repack(packed, "cpu")), reference.dequantize(packed))
 
 
-@pytest.mark.parametrize("block_n", [32, 64, 128])
-def test_every_cut_gives_the_same_product(block_n, device):
-    weight = uniform(100, 1536, 4, 128, False, device, 7)
+@pytest.mark.parametrize(("block_n", "split"), [(32, 1), (32, 3), (64, 2), (128, 1), (128, 3)])
+def test_every_cut_gives_the_same_product(block_n, split, device):
+    weight = uniform(70, 1536, 4, 128, False, device, 7)
     x = activations(1, 1536, device, 8)[0]
-    for split in (1, 2, 3):
-        out = torch.full((100,), float("nan"), device=device)
-        gemv(x, weight, out, Workspace(device), LaunchConfig(block_n=block_n, split=split))
-        assert_product(out[None], x[None], weight)
+    out = torch.full((70,), float("nan"), device=device)
+    gemv(x, weight, out, Workspace(device), LaunchConfig(block_n=block_n, split=split))
+    assert_product(out[None], x[None], weight)
 
 
 def test_counters_return_to_zero_and_a_second_run_gives_the_same_bits(device):
-    weight = uniform(100, 1536, 4, 128, False, device, 9)
+    weight = uniform(70, 1536, 4, 128, False, device, 9)
     x, workspace = activations(1, 1536, device, 10)[0], Workspace(device)
-    outs = [torch.full((100,), float("nan"), device=device) for _ in range(3)]
+    outs = [torch.full((70,), float("nan"), device=device) for _ in range(2)]
     for out in outs:
         gemv(x, weight, out, workspace, LaunchConfig(split=3))
         assert not workspace.counters(2).any()
     assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
 
 
 @pytest.mark.gpu
