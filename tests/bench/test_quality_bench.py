@@ -15,13 +15,14 @@ import pytest
 from models.errors import ModelError
 from models.store import Store
 from tests.bench.quality import judge, llama, measure, points, reasons
-from tests.bench.quality.cases import CASES
-from tests.bench.quality.judge import Verdict
 from tests.bench.quality.measure import Laboratory
 from tests.bench.quality.points import Extent, Point
 from tests.bench.quality.report import write
-from tests.bench.quality.results import Results
-from tests.bench.quality.view import View, closed, difference
+from tests.bench.quality.view import View, closed
+from tests.bench.reporting.cases import CASES
+from tests.bench.reporting.losses import difference
+from tests.bench.reporting.results import Results
+from tests.bench.reporting.verdicts import Verdict
 
 ENGLISH, DEMO = CASES[0], CASES[1]
 PIECES, TOKENS = 16, 1600

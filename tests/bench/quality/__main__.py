@@ -11,8 +11,6 @@ are kept in docs/quality/results.json with everything that decides them; a run t
 from __future__ import annotations
 
 import argparse
-import datetime as dt
-import importlib.metadata
 import math
 import sys
 import time
@@ -25,12 +23,14 @@ from models.recipe import METHODS
 from models.store import Store
 from runtime.tokenizer import Tokenizer
 from tests.bench.quality import llama, outliers, speed
-from tests.bench.quality.cases import CASES, ROOT, STRIDE, WINDOW
-from tests.bench.quality.measure import Laboratory, making_code, pieces
+from tests.bench.quality.measure import Laboratory, making_code
 from tests.bench.quality.points import BITS, QUICK, Extent, points
 from tests.bench.quality.report import write
-from tests.bench.quality.results import Results
 from tests.bench.quality.view import View
+from tests.bench.reporting.cases import CASES, ROOT, STRIDE, WINDOW
+from tests.bench.reporting.losses import pieces
+from tests.bench.reporting.results import Results
+from tests.bench.reporting.run import about_run, teller
 
 DOCS = ROOT / "docs"
 BUILD = ROOT / "build" / "quality"
@@ -95,13 +95,13 @@ def _measure(given: argparse.Namespace, results: Results) -> None:
     texts = dict(results.about.get("texts", {}))
     begin = time.monotonic()
     for case in cases:
-        laboratory = Laboratory(case, Store(BUILD / "store"), results, _teller(begin), extent.tokens)
+        laboratory = Laboratory(case, Store(BUILD / "store"), results, teller(begin), extent.tokens)
         texts[case.name] = {"tokens": len(laboratory.tokens)}
         results.about = _about(texts, skipped, peer)
         _model(laboratory, extent, given.peer_python if peer else None, skipped)
         results.save()
     if not given.no_speed:
-        _speed(results, extent.methods, _teller(begin), skipped)
+        _speed(results, extent.methods, teller(begin), skipped)
     if not (given.models or given.methods or given.bits or given.no_speed):
         results.drop_unused()
     results.about = _about(texts, skipped, peer)
@@ -173,41 +173,14 @@ def _speed(results: Results, methods: Sequence[str], tell: Any, skipped: dict[st
                 results.save()
 
 
-def _teller(begin: float) -> Any:
-    def tell(line: str) -> None:
-        print(f"{time.monotonic() - begin:6.0f} s  {line}", flush=True)
-
-    return tell
-
-
 def _about(texts: dict[str, Any], skipped: dict[str, str], peer: str | None) -> dict[str, Any]:
     """What concerns all numbers."""
-    from runtime.cpu.isa import VARIANT
-    from runtime.cpu.pool import default_threads
-    from tuner.detect import detect_cpu
-
     return {
-        "command": " ".join(["python -m tests.bench.quality", *_shown(sys.argv[1:])]),
-        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
-        "cpu": detect_cpu().name,
-        "threads": default_threads(),
-        "variant": VARIANT,
-        "versions": {name: importlib.metadata.version(name) for name in ("numpy", "torch", "numba")},
+        **about_run("python -m tests.bench.quality"),
         "llama_cpp_python": peer,
         "texts": texts,
         "skipped": skipped,
     }
-
-
-def _shown(arguments: Sequence[str]) -> list[str]:
-    """The command line without folders of this machine."""
-    shown, hidden = [], False
-    for word in arguments:
-        name, equals, _ = word.partition("=")
-        private = name in ("--peer-python", "--results", "--out")
-        shown.append("PATH" if hidden else f"{name}=PATH" if private and equals else word)
-        hidden = private and not equals
-    return shown
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from models.recipe import METHODS
-from tests.bench.quality.cases import Case
 from tests.bench.quality.points import REFERENCE_K, RESIDUALS
-from tests.bench.quality.results import Entry
-from tests.bench.quality.view import SURE, Difference, View, closed, difference, percent
+from tests.bench.quality.view import View, closed
+from tests.bench.reporting.cases import Case
+from tests.bench.reporting.losses import SURE, Difference, difference, percent
+from tests.bench.reporting.results import Entry
+from tests.bench.reporting.verdicts import NOTHING, Claim, Finding, Verdict
 
 EXACT_TOLERANCE = 0.5
 """Percent of perplexity that approximate selection may cost."""
@@ -26,47 +26,6 @@ SAME_TOLERANCE = 0.1
 """Percent of perplexity by which llama.cpp's float32 and ours may differ: the proof that the conversion is right."""
 LEAST_CLOSED = 0.45
 """Of the loss between 3 bits and full precision, at k_chunk 64."""
-
-
-class Verdict(Enum):
-    """How a claim fared."""
-
-    YES = "✓"
-    NO = "✗"
-    UNSURE = "≈"
-    """The difference is within the noise."""
-    NONE = "–"
-    """Nothing to judge was measured, or the claim does not apply."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A claim's verdict on one model."""
-
-    verdict: Verdict
-    numbers: str
-    """What it rests on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Something that the method promises."""
-
-    text: str
-    """What, with its tolerance."""
-    findings: Mapping[str, Finding]
-    """By model; under the key `program` where it is not about a model."""
-
-    @property
-    def verdict(self) -> Verdict:
-        """Over all models: no if any says no, else yes if any says yes."""
-        there = {finding.verdict for finding in self.findings.values()}
-        return next(
-            (verdict for verdict in (Verdict.NO, Verdict.YES, Verdict.UNSURE) if verdict in there), Verdict.NONE
-        )
-
-
-NOTHING = Finding(Verdict.NONE, "not measured")
 
 
 def claims(view: View) -> list[Claim]:

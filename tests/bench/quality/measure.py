@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import numpy as np
 
 from models.checkpoint import Checkpoint
 from models.quantize import quantize
 from models.store import Store
 from runtime.decoder import DecoderOptions
-from runtime.evaluate import EvalResult, full_precision_perplexity, perplexity
+from runtime.evaluate import full_precision_perplexity, perplexity
 from runtime.kernels.select.budget import total_budget
 from runtime.open import open_decoder
-from tests.bench.quality.cases import ROOT, STRIDE, WINDOW, Case
 from tests.bench.quality.points import Point
-from tests.bench.quality.results import Entry, Results, digest, digest_files
+from tests.bench.reporting.cases import ROOT, STRIDE, WINDOW, Case
+from tests.bench.reporting.losses import numbers
+from tests.bench.reporting.results import Entry, Results, digest, digest_files
+from tests.bench.reporting.run import Tell
 
-PIECES = 24
-"""Stretches of the text whose losses are kept, for the noise of differences."""
 _MAKING = (
     "calibration.py",
     "oracle.py",
@@ -34,8 +32,6 @@ _MAKING = (
 _RUNNING = ("evaluate.py", "cpu/*.py", "kernels/*/cpu.py", "kernels/select/budget.py")
 _SAVE_S = 10
 """Seconds of work that a kill may cost."""
-
-Tell = Callable[[str], None]
 
 
 def making_code() -> str:
@@ -80,7 +76,7 @@ class Laboratory:
         if found is None:
             result = full_precision_perplexity(self.checkpoint, self.tokens, WINDOW, STRIDE)
             self.tell(f"{self.case.name} in full precision: {result.perplexity:.3f}")
-            found = self._results.add("full", identity, self._codes[1], {"model": self.case.name, **_numbers(result)})
+            found = self._results.add("full", identity, self._codes[1], {"model": self.case.name, **numbers(result)})
         return found
 
     def point(self, point: Point) -> Entry:
@@ -108,8 +104,8 @@ class Laboratory:
             f"{point.model} {point.method} {point.bits:g} bits, residual {point.residual_bits}, {point.select} "
             f"k_chunk {point.k_chunk}: {result.perplexity:.3f} in {result.seconds:.1f} s"
         )
-        numbers = {**point.to_json(), "fetched_bytes": self._fetched(point), **_numbers(result)}
-        return self._results.add("points", identity, self._codes[1], numbers)
+        found_numbers = {**point.to_json(), "fetched_bytes": self._fetched(point), **numbers(result)}
+        return self._results.add("points", identity, self._codes[1], found_numbers)
 
     def stored(self, point: Point) -> Entry:
         """Make a point's model, or look up what is known of it.
@@ -171,20 +167,3 @@ class Laboratory:
             rows, width = spec.linear_shape(name.rsplit(".", 1)[-1])
             total += total_budget(width, point.k_chunk) * rows * point.residual_bits // 8
         return total
-
-
-def pieces(nats: Sequence[float]) -> list[float]:
-    """Losses of consecutive windows summed to `PIECES` stretches, or fewer where the text has fewer windows."""
-    return [round(float(part.sum()), 3) for part in np.array_split(np.asarray(nats), min(PIECES, len(nats)))]
-
-
-def _numbers(result: EvalResult) -> dict[str, Any]:
-    """What is kept of an evaluation."""
-    return {
-        "perplexity": round(result.perplexity, 5),
-        "nats": round(result.nll_sum / result.tokens, 6),
-        "tokens": result.tokens,
-        "recall": None if result.recall is None else round(result.recall, 4),
-        "pieces": pieces(result.window_nll),
-        "seconds": round(result.seconds, 2),
-    }

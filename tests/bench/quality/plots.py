@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench.quality.cases import Case
 from tests.bench.quality.points import REFERENCE_K
-from tests.bench.quality.results import Entry
-from tests.bench.quality.style import COLORS, QUIET, SELECTORS, figure, label_ends, level, steps
 from tests.bench.quality.view import View
+from tests.bench.reporting.cases import Case
+from tests.bench.reporting.results import Entry
+from tests.bench.reporting.style import COLORS, QUIET, SELECTORS, figure, label_ends, level, steps
 
 _DASHED, _DOTTED = (4.0, 3.0), (1.0, 2.0)
 _PICTURED = 160

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bench.quality import judge, reasons
-from tests.bench.quality.cases import STRIDE, WINDOW, Case
-from tests.bench.quality.judge import Claim, Verdict
 from tests.bench.quality.outliers import SHARES
 from tests.bench.quality.plots import draw
 from tests.bench.quality.points import REFERENCE_K, RESIDUALS
-from tests.bench.quality.results import Entry
-from tests.bench.quality.view import View, difference
+from tests.bench.quality.view import View
+from tests.bench.reporting.cases import STRIDE, WINDOW, Case
+from tests.bench.reporting.losses import difference
+from tests.bench.reporting.markdown import legend, number, table
+from tests.bench.reporting.results import Entry
+from tests.bench.reporting.verdicts import Claim, Verdict
 
 _ALT = {
     "curves": "Perplexity against k_chunk at 3, 3.5 and 4 bits",
@@ -58,11 +60,11 @@ def _opening(view: View) -> str:
             f"{case.evaluated}, {about['texts'][case.name]['tokens']:,} tokens",
             case.calibrated,
             case.group_size,
-            _number(view.full[case.name]["perplexity"]),
+            number(view.full[case.name]["perplexity"]),
         )
         for case in view.models
     ]
-    table = _table(("model", "what", "measured on", "calibrated on", "group size", "full precision"), rows)
+    models = table(("model", "what", "measured on", "calibrated on", "group size", "full precision"), rows)
     return f"""# Quality
 
 What quantizing costs and what dynamic error compensation gives back, on real weights and real text. Written by
@@ -72,7 +74,7 @@ What quantizing costs and what dynamic error compensation gives back, on real we
 on {about["date"]} ({about["cpu"]}, {about["threads"]} threads, {about["variant"]}; {versions}). Everything on this
 page, verdicts and pictures included, is computed from [{view.results.path.name}](quality/{view.results.path.name}).
 
-{table}
+{models}
 
 Every number went the program's own way: checkpoint, `quantize`, store, CPU decoder, perplexity in windows of {WINDOW}
 tokens every {STRIDE}, each position compensated by its own activations. The head has 4 bits, residuals 4 bits and the
@@ -113,9 +115,9 @@ def _promises(view: View, found: Sequence[Claim]) -> str:
     summary += f"; {len(wrong)} do not." if wrong else "."
     return f"""## What was promised, and whether it holds
 
-{_legend()} {summary}
+{legend()} {summary}
 
-{_table(head, rows)}
+{table(head, rows)}
 
 {"Where a promise does not hold, and what we take for the reason:" if wrong else ""}
 
@@ -124,16 +126,6 @@ def _promises(view: View, found: Sequence[Claim]) -> str:
 
 {chr(10).join(part + chr(10) for part in behind)}
 </details>"""
-
-
-def _legend() -> str:
-    meanings = {
-        Verdict.YES: "holds",
-        Verdict.NO: "does not",
-        Verdict.UNSURE: "the difference is within the noise",
-        Verdict.NONE: "not measured or not applicable",
-    }
-    return ", ".join(f"{verdict.value} {meaning}" for verdict, meaning in meanings.items()) + "."
 
 
 def _where(name: str) -> str:
@@ -154,7 +146,7 @@ def _curves(view: View, pictures: dict[str, str]) -> str:
                 loss = difference(entries[0], view.full[case.name])
                 rows.append((f"{bits:g}", method, *(_perplexity(entry) for entry in entries), str(loss)))
         head = ("bits", "method", *(f"k_chunk {number}" for number in numbers), "loss at 0, nats")
-        parts.append(f"### {case.name}\n\n{_picture(pictures, f'curves-{case.name}')}\n\n{_table(head, rows)}")
+        parts.append(f"### {case.name}\n\n{_picture(pictures, f'curves-{case.name}')}\n\n{table(head, rows)}")
     return "\n\n".join(parts)
 
 
@@ -173,7 +165,7 @@ def _residuals(view: View) -> str:
                 rows.append((method, k_chunk, f"{cells[4]['fetched_bytes'] / 1024:.0f}", *shown))
         if rows:
             head = ("method", "k_chunk at 4 bits", "KiB a token", *(f"{bits}-bit" for bits in RESIDUALS))
-            parts.append(f"### {case.name}\n\n{_table(head, rows)}")
+            parts.append(f"### {case.name}\n\n{table(head, rows)}")
     if not parts:
         return ""
     lead = f"""## Bits of the residuals at equal bytes
@@ -220,7 +212,7 @@ channels reach what dynamic ones have at {REFERENCE_K}.
 
 {_picture(pictures, "selectors")}
 
-{_table(head, rows)}"""
+{table(head, rows)}"""
 
 
 def _same(view: View, case: Case, method: str) -> tuple[str]:
@@ -255,7 +247,7 @@ the calibration text, which is what static selection goes by. Steady rows in (a)
 
 {_picture(pictures, "outliers")}
 
-{_table(("model", "largest", *kinds), rows)}"""
+{table(("model", "largest", *kinds), rows)}"""
 
 
 def _bytes(view: View, pictures: dict[str, str]) -> str:
@@ -293,7 +285,7 @@ ones it falls back to other types, which "made of" shows, and the model is left 
             )
         rows += _ours(view, case)
         rows.sort(key=lambda row: float(row[1]))
-        parts.append(f"### {case.name}\n\n{_table(('', 'MB', 'bits a weight', 'perplexity', 'made of'), rows)}")
+        parts.append(f"### {case.name}\n\n{table(('', 'MB', 'bits a weight', 'perplexity', 'made of'), rows)}")
     return "\n\n".join(parts)
 
 
@@ -340,7 +332,7 @@ def _quantizing(view: View) -> str:
 largest memory of a process of its own, torch itself included. "Twice the same": two runs on the bundled checkpoint gave
 the same bytes.
 
-{_table(head, rows)}"""
+{table(head, rows)}"""
 
 
 def _left_out(view: View) -> str:
@@ -355,25 +347,4 @@ def _picture(pictures: dict[str, str], name: str) -> str:
 
 
 def _perplexity(entry: Entry | None) -> str:
-    return "" if entry is None else _number(entry["perplexity"])
-
-
-def _number(perplexity: float) -> str:
-    """Four or five figures, whatever the size."""
-    return f"{perplexity:.2f}" if perplexity >= 20 else f"{perplexity:.3f}" if perplexity >= 3 else f"{perplexity:.4f}"
-
-
-def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; columns of numbers stand to the right."""
-    body = [[str(cell) for cell in row] for row in rows]
-    right = [bool(body) and all(_numeric(row[i]) for row in body) for i in range(len(head))]
-    lines = [
-        "| " + " | ".join(map(str, head)) + " |",
-        "|" + "|".join("---:" if aligned else "---" for aligned in right) + "|",
-        *("| " + " | ".join(row) + " |" for row in body),
-    ]
-    return "\n".join(lines)
-
-
-def _numeric(cell: str) -> bool:
-    return not cell or cell.strip("*")[0].isdigit() or cell[0] in "+-−"
+    return "" if entry is None else number(entry["perplexity"])

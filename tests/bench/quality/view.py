@@ -1,43 +1,16 @@
-"""Measured numbers by what they are of, and how sure a difference of two of them is."""
+"""Measured numbers by what they are of."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
-from tests.bench.quality.cases import CASES, Case
 from tests.bench.quality.points import Point
-from tests.bench.quality.results import Entry, Results
-
-SURE = 2.0
-"""Standard errors from which a difference counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How much worse one model is than another on the same tokens."""
-
-    nats: float
-    """Mean difference of the loss, in nats a token; positive: the first is worse."""
-    error: float
-    """Its standard error, from the differences of the text's pieces."""
-
-    @property
-    def worse(self) -> bool:
-        """Whether the first is worse beyond noise."""
-        return self.nats > SURE * self.error
-
-    @property
-    def better(self) -> bool:
-        """Whether the first is better beyond noise."""
-        return self.nats < -SURE * self.error
-
-    def __str__(self) -> str:
-        return f"{self.nats:+.4f} ± {self.error:.4f}"
+from tests.bench.reporting.cases import CASES, Case
+from tests.bench.reporting.losses import piece_losses
+from tests.bench.reporting.results import Entry, Results
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +72,10 @@ class View:
         return [(k_chunk, entry) for k_chunk, entry in found if entry is not None]
 
 
-def difference(one: Entry, other: Entry) -> Difference:
-    """Of two entries with the losses of the same pieces of text."""
-    apart = _pieces(one) - _pieces(other)
-    tokens = int(one["tokens"])
-    error = math.sqrt(apart.size * float(apart.var(ddof=1))) / tokens if apart.size > 1 else math.inf
-    return Difference(float(apart.sum()) / tokens, error)
-
-
 def closed(none: Entry, some: Entry, full: Entry) -> Part:
     """The share of the loss between `none` and `full` that `some` has back, with a jackknife's standard error."""
-    gained, gap = _pieces(none) - _pieces(some), _pieces(none) - _pieces(full)
+    gained, gap = piece_losses(none) - piece_losses(some), piece_losses(none) - piece_losses(full)
     left_out = (gained.sum() - gained) / (gap.sum() - gap)
     count = gained.size
     error = math.sqrt((count - 1) / count * float(np.square(left_out - left_out.mean()).sum()))
     return Part(float(gained.sum() / gap.sum()), error)
-
-
-def percent(one: Entry, other: Entry) -> float:
-    """How much larger one perplexity is than another, in percent."""
-    return 100 * (float(one["perplexity"]) / float(other["perplexity"]) - 1)
-
-
-def _pieces(entry: Entry) -> npt.NDArray[np.float64]:
-    values: Sequence[float] = entry["pieces"]
-    return np.asarray(values, np.float64)

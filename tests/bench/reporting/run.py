@@ -1,0 +1,53 @@
+"""What every report says of the run behind it: command, day, machine, versions; and a line for each thing done."""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Tell = Callable[[str], None]
+"""Receives a line for each thing done."""
+
+
+def teller(begin: float) -> Tell:
+    """A printer of lines with the seconds since `begin`, a time of `time.monotonic`."""
+
+    def tell(line: str) -> None:
+        print(f"{time.monotonic() - begin:6.0f} s  {line}", flush=True)
+
+    return tell
+
+
+def about_run(program: str) -> dict[str, Any]:
+    """Command line, day, processor, threads, instruction set and versions, as a JSON object.
+
+    Args:
+        program: How the program is started, without its arguments.
+    """
+    from runtime.cpu.isa import VARIANT
+    from runtime.cpu.pool import default_threads
+    from tuner.detect import detect_cpu
+
+    return {
+        "command": " ".join([program, *shown(sys.argv[1:])]),
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "cpu": detect_cpu().name,
+        "threads": default_threads(),
+        "variant": VARIANT,
+        "versions": {name: importlib.metadata.version(name) for name in ("numpy", "torch", "numba")},
+    }
+
+
+def shown(arguments: Sequence[str]) -> list[str]:
+    """The command line without folders of this machine."""
+    shown, hidden = [], False
+    for word in arguments:
+        name, equals, _ = word.partition("=")
+        private = name in ("--peer-python", "--results", "--out")
+        shown.append("PATH" if hidden else f"{name}=PATH" if private and equals else word)
+        hidden = private and not equals
+    return shown
