@@ -21,6 +21,8 @@ from runtime.errors import Cancelled, ContextOverflowError, RequestError
 from runtime.kv.kinds import KINDS, CacheKind, bytes_per_token, window_token_bytes
 
 _WARM_STEPS = 3
+_FILLED_BY_PREFILL = 512
+"""Tokens that are prefilled where a context is filled; copies of their pages fill the rest. A multiple of all pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,22 @@ class Speed:
     def percent_of_limit(self, gb_s: float) -> float:
         """Decode speed against a read bandwidth in 10^9 bytes per second."""
         return 100 * self.decode_tokens_per_s * self.bytes_per_token / (gb_s * 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedAt:
+    """What was measured of one decoder with so many tokens in its cache."""
+
+    tokens: int
+    """Tokens in the cache before the first decoded one."""
+    decode_tokens: int
+    """Tokens decoded after them, each in a step of its own."""
+    decode_tokens_per_s: float
+    """One over the median step."""
+    bytes_per_token: int
+    """Bytes that one decoded token must read: all weights, and the cache."""
+    kv_bytes: int
+    """Bytes that the tokens take in the cache, those in half precision included."""
 
 
 def default_lengths(max_context: int) -> tuple[int, int]:
@@ -80,11 +98,7 @@ def measure(
     if prompt_tokens < 1 or decode_tokens < 1:
         raise RequestError("at least one prompt token and one decoded token are needed to measure a speed")
     total = prompt_tokens + decode_tokens
-    if total > decoder.options.context:
-        raise ContextOverflowError(
-            f"{prompt_tokens} prompt and {decode_tokens} decoded tokens exceed the context of "
-            f"{decoder.options.context} tokens: ask for fewer, or a longer context"
-        )
+    _check_context(decoder, f"{prompt_tokens} prompt", prompt_tokens, decode_tokens)
     prompt = np.random.default_rng(seed).integers(0, decoder.spec.vocab_size, prompt_tokens).astype(np.int32)
     runner = _Runner(decoder, progress, cancelled, total)
     with decoder.session():
@@ -109,6 +123,80 @@ def measure(
     )
 
 
+def measure_at(
+    decoder: Decoder,
+    *,
+    tokens: int,
+    decode_tokens: int,
+    seed: int = 0,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> SpeedAt:
+    """Measure decoding with so many tokens in the cache, without the prompt that would put them there.
+
+    Args:
+        decoder: A loaded model; its slot 0 is overwritten.
+        tokens: Tokens in the cache, at least 1; see `fill`.
+        decode_tokens: Tokens to decode, at least 1.
+        seed: Of the random tokens.
+        progress: Receives a report for every step.
+        cancelled: Asked before every step.
+
+    Raises:
+        RequestError: a length is not positive, or the cache cannot be filled.
+        ContextOverflowError: the two together exceed the decoder's context.
+        Cancelled: `cancelled` said so.
+    """
+    if tokens < 1 or decode_tokens < 1:
+        raise RequestError("at least one token in the cache and one decoded token are needed to measure a speed")
+    _check_context(decoder, f"{tokens} tokens in the cache", tokens, decode_tokens)
+    runner, kind = _Runner(decoder, progress, cancelled, decode_tokens), KINDS[decoder.options.kv]
+    with decoder.session():
+        first = fill(decoder, tokens, seed, cancelled)
+        held = bytes_per_token(kind, decoder.spec) * tokens if decoder.cache is None else decoder.cache.slot_bytes(0)
+        runner.decode(first, tokens, min(_WARM_STEPS, decode_tokens))
+        runner.done = 0
+        steps = runner.decode(first, tokens, decode_tokens)
+    return SpeedAt(
+        tokens=tokens,
+        decode_tokens=decode_tokens,
+        decode_tokens_per_s=1 / statistics.median(steps),
+        bytes_per_token=decoder.weight_bytes + _kv_read(kind, decoder.spec, tokens + decode_tokens // 2),
+        kv_bytes=round(held),
+    )
+
+
+def fill(decoder: Decoder, tokens: int, seed: int = 0, cancelled: Callable[[], bool] = never_cancelled) -> int:
+    """Put so many tokens into slot 0: a short prompt of random ones, and copies of its pages, which are no text.
+
+    Reading such a cache takes as long as reading a real one of the same length: every page is a page of its own.
+
+    Args:
+        decoder: A loaded model.
+        tokens: Tokens, at least 1.
+        seed: Of the random tokens.
+        cancelled: Asked before every step.
+
+    Returns:
+        The likeliest next token.
+
+    Raises:
+        RequestError: so many tokens need copies, and the backend's cache cannot make them.
+        Cancelled: `cancelled` said so.
+    """
+    count = min(tokens, 2 * _FILLED_BY_PREFILL)
+    prompt = np.random.default_rng(seed).integers(0, decoder.spec.vocab_size, count).astype(np.int32)
+    runner = _Runner(decoder, ignore_progress, cancelled, tokens)
+    if tokens <= prompt.size:
+        return runner.prefill(prompt)
+    cache, rest = decoder.cache, tokens % _FILLED_BY_PREFILL
+    if cache is None:
+        raise RequestError(f"the {decoder.backend} backend's cache cannot be filled without a prompt")
+    first = runner.prefill(prompt[:_FILLED_BY_PREFILL])
+    cache.lengthen(0, tokens - rest)
+    return runner.prefill(prompt[:rest], tokens - rest) if rest else first
+
+
 def peak_memory_bytes() -> int:
     """The most memory that this process had resident so far, mapped weights included."""
     status = Path("/proc/self/status")
@@ -125,6 +213,15 @@ def peak_memory_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _check_context(decoder: Decoder, before: str, tokens: int, decode_tokens: int) -> None:
+    """Raise ContextOverflowError where so many tokens and those decoded after them do not fit."""
+    if tokens + decode_tokens > decoder.options.context:
+        raise ContextOverflowError(
+            f"{before} and {decode_tokens} decoded tokens exceed the context of "
+            f"{decoder.options.context} tokens: ask for fewer, or a longer context"
+        )
 
 
 def _kv_read(kind: CacheKind, spec: ModelSpec, position: int) -> int:
@@ -152,14 +249,14 @@ class _Runner:
         self._total = total
         self.done = 0
 
-    def prefill(self, tokens: Int32Array) -> int:
-        """Run a prompt from position 0. Returns the likeliest next token."""
+    def prefill(self, tokens: Int32Array, begin: int = 0) -> int:
+        """Run a prompt from a position on. Returns the likeliest next token."""
         chunk = self._decoder.options.max_rows
         token = 0
         for start in range(0, len(tokens), chunk):
             rows = tokens[start : start + chunk]
             last = start + len(rows) == len(tokens)
-            token = self._step(rows, start, [len(rows) - 1] if last else [], compensate=False)
+            token = self._step(rows, begin + start, [len(rows) - 1] if last else [], compensate=False)
             self._report(len(rows))
         return token
 

@@ -16,6 +16,7 @@ from app.cli.services import DEMO, Services, services_of
 if TYPE_CHECKING:
     from models.progress import Cancelled
     from runtime.decoder import Decoder
+    from runtime.measure import SpeedAt
 
 _ROUND = 256
 """Tokens to which the context is rounded up."""
@@ -38,6 +39,16 @@ def bench(
     decode_tokens: Annotated[
         int | None, typer.Option("--decode-tokens", min=1, help="Tokens to decode; 128.", show_default=False)
     ] = None,
+    at: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--at",
+            metavar="TOKENS",
+            min=1,
+            help="Also decode with so many tokens in the cache, put there without a prompt; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     kv: options.KVOption = None,
     budget: options.Budget = None,
     backend: options.BackendOption = None,
@@ -45,15 +56,16 @@ def bench(
 ) -> None:
     """Measure time to the first token, prefill and decode speed, and how near they are to the memory's limit."""
     from app.settings import load
-    from runtime.measure import default_lengths, measure, peak_memory_bytes
+    from runtime.measure import default_lengths, measure, measure_at, peak_memory_bytes
 
     output, services = Output(as_json=as_json), services_of(ctx)
     stored = open_model(model or load().model or DEMO, services, output)
     usual_prompt, usual_decode = default_lengths(stored.spec.max_context)
     prompt, decode = prompt_tokens or usual_prompt, decode_tokens or usual_decode
     # Backends round the cache up to whole blocks; a context that is round already shows what a token really takes.
-    context = -(-(prompt + decode) // _ROUND) * _ROUND
-    if prompt + decode <= stored.spec.max_context:
+    longest = max([prompt, *(at or ())]) + decode
+    context = -(-longest // _ROUND) * _ROUND
+    if longest <= stored.spec.max_context:
         context = min(context, stored.spec.max_context)
     fixed = 0 if budget is None else None
     choices = LoadChoices(kv=kv, context=context, k_chunk=fixed, budget=budget, backend=backend)
@@ -69,6 +81,12 @@ def bench(
                 progress=progress,
                 cancelled=interrupt.cancelled,
             )
+            speeds_at = [
+                measure_at(
+                    decoder, tokens=tokens, decode_tokens=decode, progress=progress, cancelled=interrupt.cancelled
+                )
+                for tokens in at or ()
+            ]
             compensation = None if budget is None else _compensation(decoder, services, interrupt.cancelled)
         peak = peak_memory_bytes()
     finally:
@@ -88,6 +106,7 @@ def bench(
                 "peak_memory_bytes": peak,
                 "kv_bytes_per_token": speed.kv_bytes_per_token,
                 "device": device,
+                **({"at": [_at(speed_at) for speed_at in speeds_at]} if at else {}),
                 **(compensation or {}),
             }
         )
@@ -101,9 +120,24 @@ def bench(
         f"{limit:.1f} GB/s that this machine reads"
     )
     output.text(f"peak memory   {size(peak)}, {size(speed.kv_bytes_per_token)} of cache a token")
+    for speed_at in speeds_at:
+        output.text(
+            f"at {speed_at.tokens:<11,}{speed_at.decode_tokens_per_s:.1f} tokens/s, {size(speed_at.bytes_per_token)} "
+            f"read a token, {size(speed_at.kv_bytes)} of cache (filled with copies of pages, not by a prompt)"
+        )
     if compensation is not None:
         chosen = ", ".join(f"{kind} {count}" for kind, count in compensation["k_chunk"].items())
         output.text(f"compensation  {compensation['slowdown_percent']:.1f} % slower than without; k_chunk: {chosen}")
+
+
+def _at(speed: SpeedAt) -> dict[str, Any]:
+    """A speed at a length as the JSON object shows it."""
+    return {
+        "tokens": speed.tokens,
+        "decode_tokens_per_s": speed.decode_tokens_per_s,
+        "bytes_per_token": speed.bytes_per_token,
+        "kv_bytes": speed.kv_bytes,
+    }
 
 
 def _compensation(decoder: Decoder, services: Services, cancelled: Cancelled) -> dict[str, Any]:

@@ -130,6 +130,21 @@ class KVCache(Protocol):
         """
         ...
 
+    def lengthen(self, slot: int, length: int) -> None:
+        """Lengthen a slot by copies of its pages, put behind them and before its window.
+
+        For measuring at a length without a prompt of that length: what the slot then holds is no text.
+
+        Args:
+            slot: The slot; it has a page at least.
+            length: Tokens afterwards, more by a whole number of pages.
+
+        Raises:
+            RequestError: the slot has no whole page, or the length is no such length or more than the context.
+            OutOfMemoryError: not enough pages are free.
+        """
+        ...
+
     def clear(self, slot: int) -> None:
         """Drop all tokens of a slot."""
         ...
@@ -320,6 +335,24 @@ class PagedCache:
             if rest:
                 self._store.restore(self.table.held(source)[whole], target, rest)
         self._lengths[target] = length
+
+    def lengthen(self, slot: int, length: int) -> None:
+        """See `KVCache.lengthen`."""
+        page, paged = self._kind.page, self.paged_length(slot)
+        added, rest = divmod(length - self._lengths[slot], page)
+        if rest or added < 0 or paged == 0 or paged % page or length > self._context:
+            raise RequestError(
+                f"slot {slot} has {self._lengths[slot]} tokens, {paged} of them in pages of {page}, and a context of "
+                f"{self._context}: it cannot be lengthened to {length}"
+            )
+        copied = self.table.held(slot)
+        try:
+            for i in range(added):
+                self._store.copy_page(copied[i % len(copied)], self.table.append(slot))
+        except BaseException:
+            self.table.truncate(slot, len(copied))
+            raise
+        self._lengths[slot] = length
 
     def clear(self, slot: int) -> None:
         """See `KVCache.clear`."""

@@ -1,0 +1,91 @@
+"""What is measured: kinds, models, and how much of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.kv.kinds import KINDS, KVKind
+from tests.bench.reporting.cases import CASES, Case
+
+SECTIONS = ("gear", "size", "drift", "perplexity", "smooth", "attention", "speed")
+"""Parts of the report, in the order in which they are measured."""
+ORDER: tuple[KVKind, ...] = (
+    "fp16",
+    "int8",
+    "hierarchical",
+    "int4",
+    "kcvt4",
+    "gear-l4",
+    "gear4",
+    "kivi2",
+    "gear-l2",
+    "gear2",
+)
+"""All kinds, in the order of tables."""
+LONGEST = 1024
+"""Tokens of a window, where the model's context allows."""
+TAUGHT = {"english3m": 256}
+"""Tokens of the sequences that a model was trained on, where its context is longer: beyond them it falls apart."""
+DRIFT_PROMPT, DRIFT_STEPS = 24, 1000
+"""Tokens of the prompt, and generated ones (GEAR Fig. 1b)."""
+CONTEXTS = (1024, 8192, 32768)
+"""Tokens in the cache while decoding is timed."""
+ATTENTION_CONTEXTS = (8192, 32768)
+"""The same for attention alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much is measured."""
+
+    kinds: Sequence[KVKind] = ORDER
+    """Kinds of the perplexities and speeds."""
+    tokens: int | None = None
+    """Most tokens of each text; None for the case's own number."""
+    drift_steps: int = DRIFT_STEPS
+    """Generated tokens."""
+    contexts: Sequence[int] = CONTEXTS
+    """Tokens in the cache while decoding is timed."""
+    attention_contexts: Sequence[int] = ATTENTION_CONTEXTS
+    """The same for attention alone."""
+    rounds: int = 15
+    """Turns of everything that is timed."""
+
+
+QUICK = Extent(
+    kinds=("fp16", "int8", "int4", "kivi2", "gear2"),
+    tokens=700,
+    drift_steps=300,
+    contexts=(1024,),
+    attention_contexts=(2048,),
+    rounds=2,
+)
+"""Enough to see that everything works; the numbers are noisy."""
+
+
+def window(model: str, context: int) -> tuple[int, int]:
+    """Tokens of a window and from one to the next, for a model of so long a context."""
+    length = TAUGHT.get(model.removesuffix("-planted"), min(LONGEST, context))
+    return length, length // 2
+
+
+def cases(names: Sequence[str] | None) -> list[Case]:
+    """The models that are there, or some of them by name."""
+    return [case for case in CASES if (names is None or case.name in names) and case.there()]
+
+
+def paged_share(kind: KVKind, length: int, first: int) -> float:
+    """How much of what the scored positions of a window read is quantized, on average.
+
+    Args:
+        kind: The kind of cache.
+        length: Tokens of the window.
+        first: The first token that is scored; the position before it predicts it.
+    """
+    one = KINDS[kind]
+    shares = []
+    for position in range(first - 1, length - 1):
+        paged = position + 1 if not one.windowed else min(one.stored_pages(position) * one.page, position)
+        shares.append(paged / (position + 1))
+    return sum(shares) / len(shares)

@@ -1,0 +1,114 @@
+"""A checkpoint in full precision over any kind of cache: the reference decoder with its products in float32.
+
+So what a kind of cache costs can be told from what low-bit weights cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from models.checkpoint import Checkpoint
+from models.rope import tables
+from runtime.decoder import DecoderOptions, Step
+from runtime.kv.kinds import KINDS
+from runtime.kv.reference.cache import ReferenceCache
+from runtime.reference.decoder import ReferenceDecoder
+
+PAGE = 128
+"""Tokens of the longest page; all others divide it."""
+
+
+class _FullLinear:
+    """A linear layer of the checkpoint; nothing to compensate."""
+
+    recall_sum = 0.0
+    selections = 0
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight.float(), None if bias is None else bias.float()
+
+    def __call__(self, x: torch.Tensor, _positions: torch.Tensor, *, compensated: bool) -> torch.Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+
+class FullDecoder(ReferenceDecoder):
+    """The reference decoder on a checkpoint that is not quantized.
+
+    Args:
+        checkpoint: The model.
+        options: `kv`, `context` and `max_rows` count.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, options: DecoderOptions) -> None:
+        spec = checkpoint.spec
+        self.spec, self.options, self.weight_bytes = spec, options, 0
+        linears = {name: _FullLinear(*checkpoint.linear(name)) for name in spec.linear_names()}
+        self.linears = linears  # type: ignore[assignment]  # of these, the decoder only calls them
+        norms = [f"layers.{i}.{name}" for i in range(spec.num_layers) for name in ("input_norm", "post_norm")]
+        if spec.qk_norm:
+            norms += [f"layers.{i}.{name}" for i in range(spec.num_layers) for name in ("q_norm", "k_norm")]
+        self.norms = {name: checkpoint.vector(name).float() for name in [*norms, "norm"]}
+        self.embedding = checkpoint.embedding()
+        cos, sin = tables(spec.rope, options.context)
+        self.cos, self.sin = torch.from_numpy(cos), torch.from_numpy(sin)
+        self.cache = ReferenceCache(
+            KINDS[options.kv],
+            spec,
+            context=options.context,
+            slots=options.slots,
+            max_rows=options.max_rows,
+            pages=options.pages,
+        )
+        self.kv_bytes = self.cache.store.nbytes
+
+
+def feed(decoder: ReferenceDecoder, tokens: Sequence[int], start: int = 0) -> npt.NDArray[np.float32]:
+    """Run tokens in one step. Returns the last one's logits, float32 [V], a copy.
+
+    Args:
+        decoder: The model; slot 0 goes on from `start`.
+        tokens: At most options.max_rows of them.
+        start: Position of the first.
+    """
+    return _run(decoder, tokens, start, np.array([len(tokens) - 1], np.int32))[0]
+
+
+def rows(decoder: ReferenceDecoder, tokens: Sequence[int], start: int) -> npt.NDArray[np.float32]:
+    """The same with the logits of all of them, float32 [tokens, V].
+
+    Every row sees what decoding the tokens one by one would see if no page ends inside the step: steps of `PAGE`
+    tokens from position 0 on do that for every kind.
+    """
+    return _run(decoder, tokens, start, np.arange(len(tokens), dtype=np.int32))
+
+
+def _run(
+    decoder: ReferenceDecoder, tokens: Sequence[int], start: int, wanted: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float32]:
+    positions = np.arange(start, start + len(tokens), dtype=np.int32)
+    step = Step(
+        tokens=np.asarray(tokens, np.int32),
+        slots=np.zeros_like(positions),
+        positions=positions,
+        logit_rows=wanted,
+    )
+    return decoder.forward(step).copy()
+
+
+def keys_and_values(checkpoint: Checkpoint, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+    """What attention reads of a text: `keys` (rotated) and `values`, float32 [layers, T, H_kv, D], half precision.
+
+    Args:
+        checkpoint: The model.
+        tokens: At most its context.
+    """
+    count = len(tokens)
+    decoder = FullDecoder(checkpoint, DecoderOptions(context=count, max_rows=count))
+    feed(decoder, tokens)
+    layers = range(checkpoint.spec.num_layers)
+    return {part: torch.stack([decoder.cache.read(part, i, 0) for i in layers]) for part in ("keys", "values")}

@@ -1,0 +1,90 @@
+"""GEAR's corrections on real keys and values: the error of each step, and of the power iteration beside the SVD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
+from runtime.kv.reference import correction
+from runtime.kv.reference.page import Stored, dequantize, quantize
+from tests.bench.caches.full import PAGE, keys_and_values
+from tests.bench.caches.laboratory import Laboratory
+from tests.bench.reporting.results import digest
+
+STEPS: dict[int, tuple[KVKind, KVKind, KVKind]] = {4: ("kcvt4", "gear-l4", "gear4"), 2: ("kivi2", "gear-l2", "gear2")}
+"""The backbone, with its low-rank correction, and with outliers too, by bits."""
+KINDS_SHOWN: tuple[KVKind, ...] = ("int8", "hierarchical", "int4", *STEPS[4], *STEPS[2])
+"""Kinds whose errors are measured."""
+TOKENS = 2048
+"""Tokens whose keys and values are looked at."""
+
+
+def measure(laboratory: Laboratory) -> None:
+    """Measure what is missing for one model."""
+    tokens = laboratory.tokens[:TOKENS]
+    identity = {"source": laboratory.source, "text": digest(tokens), "kinds": KINDS_SHOWN}
+    laboratory.notebook.known("gear", identity, laboratory.notebook.codes.storing, lambda: _errors(laboratory, tokens))
+
+
+def pages(laboratory: Laboratory, tokens: list[int]) -> dict[Part, torch.Tensor]:
+    """Keys and values of whole pages, in half precision: float32 [layers, pages, H_kv, 128, D]."""
+    length = laboratory.checkpoint.spec.max_context // PAGE * PAGE
+    found: dict[Part, list[torch.Tensor]] = {part: [] for part in PARTS}
+    for start in range(0, len(tokens) - PAGE + 1, length):
+        held = keys_and_values(laboratory.checkpoint, tokens[start : start + length])
+        for part in PARTS:
+            whole = held[part][:, : held[part].shape[1] // PAGE * PAGE]
+            found[part].append(whole.unflatten(1, (-1, PAGE)).transpose(2, 3))
+    return {part: torch.cat(each, 1) for part, each in found.items()}
+
+
+def _errors(laboratory: Laboratory, tokens: list[int]) -> dict[str, Any]:
+    laboratory.notebook.tell(f"{laboratory.case.name}: errors of keys and values")
+    held = pages(laboratory, tokens)
+    D = laboratory.checkpoint.spec.head_dim
+    errors = {name: {part: round(_error(name, part, held[part], D), 6) for part in PARTS} for name in KINDS_SHOWN}
+    iteration = {
+        str(bits): {part: _beside_svd(names[1], part, held[part], D) for part in PARTS} for bits, names in STEPS.items()
+    }
+    count = held["keys"].shape[1] * PAGE
+    return {
+        "model": laboratory.case.name,
+        "head_dim": D,
+        "tokens": count,
+        "errors": errors,
+        "parts": {
+            str(bits): {part: _parts(names[2], part, held[part], D) for part in PARTS} for bits, names in STEPS.items()
+        },
+        "iteration": iteration,
+    }
+
+
+def _error(name: KVKind, part: Part, x: torch.Tensor, D: int) -> float:
+    """Root mean square of what is lost over that of what was there."""
+    kind = KINDS[name]
+    return float((dequantize(kind, part, quantize(kind, part, x), D) - x).norm() / x.norm())
+
+
+def _parts(name: KVKind, part: Part, x: torch.Tensor, D: int) -> list[float]:
+    """Errors of one kind's own pages read as D^, as D^ + L and as D^ + L + S."""
+    kind = KINDS[name]
+    stored = quantize(kind, part, x)
+    read = []
+    for left_out in (("a", "b", "indices", "outliers"), ("indices", "outliers"), ()):
+        some: Stored = {field: array for field, array in stored.items() if field not in left_out}
+        read.append(round(float((dequantize(kind, part, some, D) - x).norm() / x.norm()), 6))
+    return read
+
+
+def _beside_svd(name: KVKind, part: Part, x: torch.Tensor, D: int) -> dict[str, float]:
+    """What the low-rank correction leaves over what the best of its rank would: mean and worst of all heads' pages."""
+    kind = KINDS[name]
+    stored = quantize(kind, part, x)
+    backbone = {field: array for field, array in stored.items() if field not in ("a", "b")}
+    residual = x - dequantize(kind, part, backbone, D)
+    left = (residual - correction.product(stored["a"], stored["b"])).flatten(-2).norm(dim=-1)
+    best = torch.linalg.svdvals(residual)[..., min(kind.rank, D) :].norm(dim=-1)
+    ratio = (left / best)[best > 0]
+    return {"mean": round(float(ratio.mean()), 5), "worst": round(float(ratio.max()), 5)}
