@@ -64,7 +64,7 @@ def results(path: Path) -> Results:
         "versions": {"numpy": "2"},
         "minutes": {"perplexity": 1.5},
     }
-    base = {"model": ENGLISH.name, "smooth": False, "window": 512, "quantized": 0.8}
+    base = {"model": ENGLISH.name, "smooth": False, "window": 256, "quantized": 0.8}
     found.add("perplexity", 0, "", entry(FULL, **{**base, "weights": "full", "backend": "oracle", "kind": "fp32"}))
     for weights, backend in losses.WAYS:
         for kind, cost in COST.items():

@@ -199,6 +199,15 @@ def test_bench_of_a_kind_of_cache(answer: Answer, kv: str) -> None:
     assert found["kv_bytes_per_token"] < plain["kv_bytes_per_token"] / 1.5
 
 
+def test_bench_with_so_many_tokens_in_the_cache(answer: Answer, run: Callable[..., Any]) -> None:
+    lengths = ("--prompt-tokens", 20, "--decode-tokens", 4, "--backend", "reference", "--at", 64, "--at", 128)
+    found = answer("bench", "demo", *lengths)["at"]
+    assert [row["tokens"] for row in found] == [64, 128]
+    assert found[1]["kv_bytes"] == 128 * 2 * 2 * 32 * 2
+    assert all(row["decode_tokens_per_s"] > 0 for row in found)
+    assert "copies of pages" in run("bench", "demo", *lengths).stdout
+
+
 def test_bench_of_what_does_not_fit(error: Callable[..., str]) -> None:
     assert "256" in error("bench", "demo", "--prompt-tokens", 250, "--decode-tokens", 10)
 

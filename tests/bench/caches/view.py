@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.bench.caches.extent import ORDER
+from tests.bench.caches.extent import ORDER, window
 from tests.bench.caches.perplexity import EXACT, FULL, WAYS
 from tests.bench.caches.smooth import PLANTED
 from tests.bench.reporting.cases import CASES, Case
@@ -26,6 +26,7 @@ class View:
         self.losses = {
             (entry["model"], entry["weights"], entry["backend"], entry["kind"], entry["smooth"]): entry
             for entry in results.all("perplexity")
+            if entry["window"] == window(entry["model"], entry["window"])[0]  # not a leftover of other windows
         }
         self.gear = {entry["model"]: entry for entry in results.all("gear")}
         self.size = {(entry["kind"], entry["head_dim"]): entry for entry in results.all("size")}

@@ -247,3 +247,30 @@ def test_impossible_steps_are_refused_before_anything_changes(tiny_spec: Factory
     with pytest.raises(RequestError, match="cut back"):
         sut.cache.fork(0, 1, 8)
     sut.check()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_slot_is_lengthened_by_copies_of_its_pages(name: str, tiny_spec: Factory) -> None:
+    kind = SMALL[name]
+    store = ListStore(kind, SLOTS * kind.max_pages(CONTEXT))
+    cache = PagedCache(kind, tiny_spec(), store, context=CONTEXT, slots=SLOTS, max_rows=ROWS)
+    store.flush = lambda slot, page, rest: store.pages.__setitem__(page, [f"page {page}"])  # type: ignore[method-assign]
+    for start in range(0, 16, 4):
+        cache.begin(np.zeros(4, np.int32), np.arange(start, start + 4, dtype=np.int32))
+    if not kind.windowed:
+        for page in cache.table.held(0):
+            store.pages[page] = [f"page {page}"]
+    window, held = cache.window_length(0), cache.table.held(0)
+    cache.lengthen(0, 40)
+    assert (cache.length(0), cache.window_length(0)) == (40, window)
+    now = cache.table.held(0)
+    assert now[: len(held)] == held
+    assert len(set(now)) == len(now) == (40 - window) // kind.page
+    assert [store.pages[page] for page in now] == [store.pages[held[i % len(held)]] for i in range(len(now))]
+    for length in (41, 36, CONTEXT + 4):
+        with pytest.raises(RequestError, match="lengthened"):
+            cache.lengthen(0, length)
+    with pytest.raises(RequestError, match="lengthened"):
+        cache.lengthen(1, 8)
+    cache.begin(np.zeros(1, np.int32), np.array([40], np.int32))
+    assert cache.length(0) == 41

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from runtime.decoder import DecoderOptions, Step, check_kind
-from runtime.errors import RequestError
+from runtime.errors import ContextOverflowError, RequestError
 from runtime.kv.kinds import KINDS, KVKind
+from runtime.measure import fill, measure_at
 from runtime.reference.decoder import ReferenceDecoder
 
 Factory = Callable[..., Any]
@@ -117,3 +118,17 @@ def test_a_backend_without_a_kind_says_which_it_has() -> None:
     check_kind("int8", "CPU", ("fp16", "int8"))
     with pytest.raises(RequestError, match="the CPU backend has no gear2 cache: choose fp16, int8, or the reference"):
         check_kind("gear2", "CPU", ("fp16", "int8"))
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_a_cache_is_filled_without_a_prompt_of_its_length(kv: KVKind, tiny_model: Factory, tiny_spec: Factory) -> None:
+    decoder = ReferenceDecoder(tiny_model(tiny_spec(max_context=2100)), options(kv=kv, context=2100))
+    fill(decoder, 2000)
+    assert decoder.cache.length(0) == 2000
+    kind = KINDS[kv]
+    assert decoder.cache.paged_length(0) >= 2000 - 2 * kind.page - kind.keep
+    found = measure_at(decoder, tokens=2000, decode_tokens=4)
+    assert (found.tokens, found.decode_tokens) == (2000, 4)
+    assert found.kv_bytes == pytest.approx(found.bytes_per_token - decoder.weight_bytes, rel=0.2)
+    with pytest.raises(ContextOverflowError, match="2097 tokens in the cache"):
+        measure_at(decoder, tokens=2097, decode_tokens=4)
