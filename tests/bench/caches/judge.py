@@ -9,7 +9,7 @@ from itertools import pairwise
 from tests.bench.caches import smooth
 from tests.bench.caches.drift import WAYS as CONTINUATIONS
 from tests.bench.caches.gear import STEPS
-from tests.bench.caches.perplexity import LOW
+from tests.bench.caches.perplexity import FULL, LOW
 from tests.bench.caches.view import View
 from tests.bench.reporting.losses import SURE, Difference, difference, piece_losses
 from tests.bench.reporting.verdicts import NOTHING, Claim, Finding, Verdict
@@ -65,7 +65,7 @@ def percent(apart: Difference) -> str:
 
 def _within(kind: str, other: str, limit: float) -> Callable[[View, str], Finding]:
     def judge(view: View, model: str) -> Finding:
-        entry = view.loss(model, LOW, "reference", kind)
+        entry = view.loss(model, FULL, "reference", kind) or view.loss(model, LOW, "reference", kind)
         if entry is not None and entry["quantized"] == 0:
             return Finding(
                 Verdict.NONE, f"no token of a window of {entry['window']} leaves {kind}'s full-precision part"
