@@ -106,7 +106,7 @@ def _project_rows(queries: int) -> Any:
     def emit(b: Builder, x: Any, x_step: Any, matrix: Any, length: Any, out: Any) -> None:
         sums: dict[tuple[int, int], Any] = {}
         for key in itertools.product(range(queries), range(LOW_RANK)):
-            sums[key] = cgutils.alloca_once(b, FLOATS)  # type: ignore[no-untyped-call]
+            sums[key] = cgutils.alloca_once(b, FLOATS)
             b.store(constant(FLOATS, 0.0), sums[key])
         starts = [b.add(x, b.mul(x_step, ir.Constant(I64, n))) for n in range(queries)]
         with cgutils.for_range(b, b.lshr(length, ir.Constant(I64, 4))) as loop:
