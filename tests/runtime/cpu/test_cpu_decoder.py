@@ -78,8 +78,10 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str,
     """Equal arithmetic but for the order of additions, so where no INT8 code lies near a tie logits agree to 1e-6.
 
     A difference in the last bit can move a code (of an activation, or of the cache) across a tie, by 1/127 of its
-    group's largest value: 1.5 % of the spread on average, 15 % at the worst. A wrong mask, rotation or scale is off by
-    the spread itself. Static selection, for the dynamic selectors flip near-equal channels in the same way.
+    group's largest value: 1.5 % of the spread on average, 15 % at the worst. Attention over INT8 codes is an integer
+    product, 6e-5 off by itself (`test_cpu_attention` holds it to 4e-4), which moves codes in every step: 1 to 2 % for
+    any seed. A wrong mask, rotation or scale is off by the spread itself. Static selection, for the dynamic selectors
+    flip near-equal channels in the same way.
     """
     model_changes, spec_changes = SHAPES[shape]
     model = tiny_model(tiny_spec(**spec_changes), **model_changes)
@@ -96,7 +98,7 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str,
         assert actual.shape == expected.shape
         errors.append(np.abs(actual - expected).ravel() / expected.std())
         position += count
-    assert np.concatenate(errors).mean() <= 0.015
+    assert np.concatenate(errors).mean() <= (0.015 if kv == "fp16" else 0.03)
     assert max(error.max() for error in errors) <= 0.15
 
 
