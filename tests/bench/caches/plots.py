@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.bench.caches.size import accounted
 from tests.bench.caches.view import View
 from tests.bench.reporting.cases import Case
 from tests.bench.reporting.losses import difference
-from tests.bench.reporting.style import QUIET, figure, label_ends
+from tests.bench.reporting.style import QUIET, draw_all, figure, label_ends
 
 COLORS = {
     "fp16": "#1b1b1b",
@@ -47,22 +48,14 @@ def draw(view: View, folder: Path) -> dict[str, Path]:
     Returns:
         The files by name, without those that had nothing to show.
     """
-    wanted: dict[str, Callable[[View, Path], bool]] = {
+    pictures: dict[str, Callable[[View, Path], bool]] = {
         "loss": _loss,
         "gear": _gear,
         "speed": _speed,
         "attention": _attention,
     }
-    for case in view.models:
-        wanted[f"drift-{case.name}"] = _drift_of(case)
-    drawn = {}
-    for name, make in wanted.items():
-        file = folder / f"{name}.svg"
-        if make(view, file):
-            drawn[name] = file
-        else:
-            file.unlink(missing_ok=True)
-    return drawn
+    pictures |= {f"drift-{case.name}": _drift_of(case) for case in view.models}
+    return draw_all({name: partial(make, view) for name, make in pictures.items()}, folder)
 
 
 def _loss(view: View, file: Path) -> bool:

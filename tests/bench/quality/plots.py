@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.bench.quality.points import REFERENCE_K
 from tests.bench.quality.view import View
 from tests.bench.reporting.cases import Case
 from tests.bench.reporting.results import Entry
-from tests.bench.reporting.style import COLORS, QUIET, SELECTORS, figure, label_ends, level, steps
+from tests.bench.reporting.style import COLORS, QUIET, SELECTORS, draw_all, figure, label_ends, level, steps
 
 _DASHED, _DOTTED = (4.0, 3.0), (1.0, 2.0)
 _PICTURED = 160
@@ -30,22 +31,14 @@ def draw(view: View, folder: Path) -> dict[str, Path]:
     Returns:
         The files by name, without those that had nothing to show.
     """
-    wanted: dict[str, Callable[[View, Path], bool]] = {
+    pictures: dict[str, Callable[[View, Path], bool]] = {
         "selectors": _selectors,
         "exact": _exact,
         "outliers": _outliers,
         "bytes": _bytes,
     }
-    for case in view.models:
-        wanted[f"curves-{case.name}"] = _curves_of(case)
-    drawn = {}
-    for name, make in wanted.items():
-        file = folder / f"{name}.svg"
-        if make(view, file):
-            drawn[name] = file
-        else:
-            file.unlink(missing_ok=True)
-    return drawn
+    pictures |= {f"curves-{case.name}": _curves_of(case) for case in view.models}
+    return draw_all({name: partial(make, view) for name, make in pictures.items()}, folder)
 
 
 def _curves_of(case: Case) -> Callable[[View, Path], bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,26 @@ _SETTINGS: Any = {
     "figure.facecolor": "white",
     "legend.frameon": False,
 }
+
+
+def draw_all(wanted: Mapping[str, Callable[[Path], bool]], folder: Path) -> dict[str, Path]:
+    """Draw pictures, and take away those of an earlier run that have nothing to show any more.
+
+    Args:
+        wanted: By name, what draws a picture into a file and says whether there was anything to show.
+        folder: Where the SVG files go.
+
+    Returns:
+        The files by name, without those that had nothing to show.
+    """
+    drawn = {}
+    for name, make in wanted.items():
+        file = folder / f"{name}.svg"
+        if make(file):
+            drawn[name] = file
+        else:
+            file.unlink(missing_ok=True)
+    return drawn
 
 
 @contextmanager
