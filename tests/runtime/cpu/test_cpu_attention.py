@@ -147,9 +147,9 @@ def recorded(request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory
     queries: list[torch.Tensor] = []
     attend = decoder.cache.attend
 
-    def recording(layer: int, q: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def recording(layer: int, q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         queries.append(q.clone())
-        return attend(layer, q, *arguments)
+        return attend(layer, q, *arguments, **options)
 
     decoder.cache.attend = recording  # type: ignore[method-assign]
     rows = np.arange(count, dtype=np.int32)

@@ -109,7 +109,7 @@ def real_windows() -> Windows:
     rows = np.arange(tokens, dtype=np.int32)
     ids = np.array(Tokenizer(model.tokenizer_path).encode(words)[:tokens], np.int32)
     decoder = ReferenceDecoder(model, DecoderOptions(context=tokens, max_rows=tokens, kv="kcvt4"))
-    decoder.cache.begin = lambda *_: None  # type: ignore[method-assign]  # no page is cut off: all stays in the window
+    decoder.cache.begin = lambda *_, **__: None  # type: ignore[method-assign]  # no page is cut off: all stays in the window
     decoder.forward(Step(tokens=ids, slots=np.zeros_like(rows), positions=rows, logit_rows=rows[:1]))
     return {part: decoder.cache.store.read_window(0, tokens)[part] for part in PARTS}
 
