@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import logging
+import secrets
 import shutil
 import sys
 import threading
@@ -23,6 +25,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.bytecode import FunctionIdentity
 from numba.core.dispatcher import Dispatcher
 from numba.core.typing.templates import Signature
 
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 _OWN: Final = ("runtime.", "models.")
 """Packages whose functions a digest covers; of the others, the versions of numba and llvmlite stand for all."""
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), np.generic)
+_FORMAT: Final = "1: names unique among processes"
+"""How machine code is kept; older code is left alone."""
 _lock = threading.RLock()
 
 
@@ -101,6 +106,9 @@ class Unit:
     def _build(self, folder: Path | None) -> Any:
         """Compile, or load what is kept in the folder; None = keep nothing."""
         signature = types.void(*[types.int64] * self._count)
+        # numba numbers the functions of a process and names their code by it, and the linker takes the first of two
+        # functions of one name: machine code of another process must not bear the same.
+        FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))  # noqa: SLF001
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]  # made at run time
@@ -134,7 +142,8 @@ def digest(function: Callable[..., Any]) -> str:
     Returns:
         Hexadecimal digits.
     """
-    found = hashlib.sha256(f"{sys.version_info[:2]} {numba.__version__} {llvmlite.__version__} {isa.VARIANT}".encode())
+    versions = f"{sys.version_info[:2]} {numba.__version__} {llvmlite.__version__} {isa.VARIANT} {_FORMAT}"
+    found = hashlib.sha256(versions.encode())
     for part in _parts(function, set()):
         found.update(part.encode() + b"\n")
     return found.hexdigest()

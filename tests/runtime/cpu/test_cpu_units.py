@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
@@ -68,6 +69,23 @@ def test_a_digest_is_the_same_in_every_process() -> None:
     script = "from runtime.cpu import attention, products; print(attention.page_4.folder, products.compensate_4.folder)"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert found == [str(attention.page_4.folder), str(products.compensate_4.folder)]
+
+
+def test_no_two_processes_give_their_machine_code_the_same_names(tmp_path: Path) -> None:
+    """Units of several processes meet in one, and of two functions with one name the linker would take the first."""
+    script = "from runtime.cpu import inputs; inputs.gather.prepare(); print(inputs.gather._compiled.native_name)"
+    names = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "LOWBIT_CHAT_KERNEL_CACHE": str(tmp_path / name)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for name in ("one", "other")
+    ]
+    assert "gather" in names[0]
+    assert names[0] != names[1]
 
 
 def test_a_cache_needs_its_own_kernels_only() -> None:
