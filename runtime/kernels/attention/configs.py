@@ -58,7 +58,7 @@ def power_of_two(number: int) -> int:
 
 @lru_cache(maxsize=1024)
 def launch_config(
-    M: int, group: int, kv_heads: int, dim: int, seen: int, *, bits: int = 16, corrected: bool = False
+    M: int, group: int, kv_heads: int, dim: int, seen: int, *, bits: int = 16, planes: int = 1, corrected: bool = False
 ) -> LaunchConfig:
     """How to launch attention of a shape.
 
@@ -69,6 +69,7 @@ def launch_config(
         dim: D.
         seen: Most positions that a row can see: the capacity of the cache, or the window where that is smaller.
         bits: Bits of a number in a page that are read.
+        planes: Planes that they are joined from.
         corrected: Whether GEAR's corrections are added to them, for which registers must be left.
 
     Returns:
@@ -95,12 +96,14 @@ def launch_config(
         block_d=block_d,
         splits=splits,
         num_warps=8 if block_m >= 128 or (few and bits == 8 and block_m == 2 * DOT_ROWS) else 4,
-        num_stages=_stages(M, block_m, bits, corrected=corrected),
+        num_stages=_stages(M, block_m, bits, planes, corrected=corrected),
     )
 
 
-def _stages(M: int, block_m: int, bits: int, *, corrected: bool) -> int:
+def _stages(M: int, block_m: int, bits: int, planes: int, *, corrected: bool) -> int:
     """Stages of the pipeline. A block is found by its page's number, so each on its way takes two stages."""
+    if planes == 2 and block_m >= TILE_ROWS:  # with two, joining the planes spills up to 40 bytes on sm_86 to sm_120
+        return 1
     verified = 1 < M <= SPLIT_ROWS and bits < 16 and not corrected
     if (M == 1 and block_m == DOT_ROWS) or (verified and block_m <= 2 * DOT_ROWS):
         return 2 * BLOCKS_AHEAD[bits] + 1

@@ -245,8 +245,9 @@ def attend(
 
 def _config(kind: CacheKind, M: int, H: int, H_kv: int, D: int, seen: int, *, draft: bool = False) -> LaunchConfig:
     """How to launch attention over a kind of cache."""
-    bits = 4 if draft and kind.has_draft else kind.keys.bits
-    return launch_config(M, H // H_kv, H_kv, D, seen, bits=bits, corrected=kind.rank > 0)
+    drafted = draft and kind.has_draft
+    bits, planes = 4 if drafted else kind.keys.bits, 2 if kind.hierarchical and not drafted else 1
+    return launch_config(M, H // H_kv, H_kv, D, seen, bits=bits, planes=planes, corrected=kind.rank > 0)
 
 
 def _sizes(H: int, H_kv: int, D: int, config: LaunchConfig) -> dict[str, int]:
