@@ -8,23 +8,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from assets.demo_model import facts, manner, measures, numbers, person, tales, topics, unknown
+from assets.demo_model import facts, manner, measures, numbers, person, tales, topics, unknown, variety
 from assets.demo_model.exchange import Exchange, Split, normalised, question_key
 
 SHARES = {
-    "talk": 12,
-    "program": 19,
-    "facts": 7,
-    "arithmetic": 28,
-    "numbers": 12,
-    "unknown": 9,
-    "story": 3,
-    "person": 9,
+    "talk": 19,
+    "program": 29,
+    "facts": 5,
+    "arithmetic": 21,
+    "numbers": 9,
+    "unknown": 8,
+    "story": 2,
+    "person": 6,
     "repeat": 1,
 }
 """How often each group is drawn, in percent."""
 
 UNSURE = "I think so, but I can be wrong. Please check what matters."
+VARIED_SHARE = 0.65
+"""Share of the questions of small talk and the program that are put in drawn words, where a topic has patterns."""
+DOUBLE_SHARE = 0.05
+"""Share of the threads about the program that ask two things at once."""
+_LONGEST_DOUBLE = 320
 _LENGTHS = (1, 1, 1, 1, 1, 2, 2, 3, 3, 4, 5)
 
 
@@ -56,8 +61,16 @@ def exchanges(split: Split) -> tuple[Exchange, ...]:
 
 @cache
 def held_out_keys() -> frozenset[str]:
-    """Words of the held-out questions that the words themselves decide."""
-    return frozenset(question_key(exchange.ask) for exchange in exchanges("held_out") if not exchange.key)
+    """Words of the held-out questions that the words themselves decide, and of those in free words."""
+    listed = [exchange.ask for exchange in exchanges("held_out") if not exchange.key]
+    return frozenset(question_key(ask) for ask in (*listed, *topics.free_words()))
+
+
+@cache
+def _topic_asked() -> dict[str, str]:
+    """For the words of every listed question of small talk and the program, its topic."""
+    listed = itertools.chain(exchanges("train"), exchanges("held_out"))
+    return {normalised(exchange.ask): exchange.topic for exchange in listed}
 
 
 def _repeats() -> Iterator[Exchange]:
@@ -107,7 +120,9 @@ class Writer:
                 done.append(known[rng.choice(list(known))].recall)
                 continue
             group = rng.choices(list(SHARES), list(SHARES.values()))[0]
-            done += self._told(rng, known) if group == "person" else self.thread(rng, group)
+            more = self._told(rng, known) if group == "person" else self.thread(rng, group)
+            if not (known and more[0].topic == "personal"):  # what was told must not be declined
+                done += more
         return Conversation(system=system, exchanges=tuple(self._typed(rng, turn) for turn in done))
 
     def thread(self, rng: random.Random, group: str) -> list[Exchange]:
@@ -126,13 +141,39 @@ class Writer:
             return _continued(rng, numbers.draw(rng))
         if group == "numbers":
             return [measures.draw(rng)]
+        if group == "program" and rng.random() < DOUBLE_SHARE:
+            return [self._two_at_once(rng)]
         if group == "unknown" and rng.random() < 0.5:
             turns = [unknown.draw(rng)]
+        elif group in {"talk", "program"}:
+            turns = [self._asked(rng, group)]
         else:
             turns = [rng.choice(self._topics[group][rng.choice(self._names[group])])]
         return turns + _following(rng, turns[0])
 
+    def _asked(self, rng: random.Random, group: str) -> Exchange:
+        """A question about a drawn topic, as listed or in drawn words that no other topic's listed question has."""
+        topic = rng.choice(self._names[group])
+        if topic in variety.topics_of(group) and rng.random() < VARIED_SHARE:
+            ask = variety.draw(rng, group, topic)
+            if _topic_asked().get(normalised(ask), topic) == topic:
+                return Exchange(group=group, topic=topic, ask=ask, answer=topics.answer_of(group, topic))
+        return rng.choice(self._topics[group][topic])
+
+    def _two_at_once(self, rng: random.Random) -> Exchange:
+        """Two questions about the program in one message, answered one after the other."""
+        while True:
+            first, second = self._asked(rng, "program"), self._asked(rng, "program")
+            answer = f"{first.answer} {second.answer}"
+            if first.topic != second.topic and len(answer) <= _LONGEST_DOUBLE:
+                ask = manner.joined(rng, first.ask, second.ask)
+                return Exchange(group="program", topic=f"{first.topic}, {second.topic}", ask=ask, answer=answer)
+
     def _told(self, rng: random.Random, known: dict[str, person.Told]) -> list[Exchange]:
+        if "name" not in known and rng.random() < 0.07:
+            while (asked := person.name_not_told(rng)).split != self.split:
+                pass
+            return [asked]
         while True:
             kind = rng.choice((*person.kinds(), *("name",) * 5))
             told = person.told(rng, kind)

@@ -10,7 +10,8 @@ from assets.demo_model.topics import words
 
 _QUESTION = re.compile(
     r"^(What|How|Which|Who|Can|Could|Do|Does|Is|Are|Why|Where|When|Should|Tell|Explain|Describe|Define|Give|Name|Write"
-    r"|Calculate|Add|Multiply|Divide|Count|I want|I need|I would|Please|Show|Help)\b"
+    r"|Calculate|Add|Multiply|Divide|Count|I want|I need|I would|Please|Show|Help)\b",
+    re.IGNORECASE,
 )
 _SHORT_FORMS = {"you": "u", "are": "r", "please": "pls", "what is": "whats", "what's": "whats", "thanks": "thx"}
 _NEIGHBOURS = {
@@ -76,18 +77,38 @@ def typed(rng: random.Random, turn: Exchange) -> Exchange:
     elif asks and style < 0.28:
         start = rng.choice((*words("polite"), *words("before_question")))
         ask = start + _joined(start, ask)
-    elif asks and style < 0.33 and ask[-1] in "?.":
+    elif asks and style < 0.34 and ask[-1] in "?.":
         ask += rng.choice(words("after_question"))
-    if rng.random() < 0.16:
+    if rng.random() < 0.2:
         ask = casual(ask)
         if rng.random() < 0.3:
             for word, short in _SHORT_FORMS.items():
                 ask = re.sub(rf"\b{word}\b", short, ask)
     elif rng.random() < 0.3:
         ask = re.sub(r"[.?!]$", "", ask) if ask[-1] in ".?!" else ask + rng.choice(".!")
-    if rng.random() < 0.07 and turn.group in {"talk", "program", "facts", "story"}:
+    if turn.group == "program" and rng.random() < 0.08:
+        ask = re.sub(r" (the|a|an|my)(?= )", "", ask)
+    slips = rng.choices((0, 1, 2), (88, 10, 2))[0] if turn.group in {"talk", "program", "facts", "story"} else 0
+    for _ in range(slips):
         ask = slip(rng, ask)
     return Exchange(group=turn.group, topic=turn.topic, ask=ask, answer=answer, key=key)
+
+
+def joined(rng: random.Random, first: str, second: str) -> str:
+    """Two questions as one message."""
+    marked = first if first[-1] in ".?!" else f"{first}?"
+    plain = re.sub(r"[.?!]+$", "", first)
+    lower = second if second.startswith(("I ", "I'")) or second[:2].isupper() else second[0].lower() + second[1:]
+    return rng.choice(
+        (
+            f"{marked} {second}",
+            f"{marked} And {lower}",
+            f"{plain} and {lower}",
+            f"{plain}, and {lower}",
+            f"{marked} Also, {lower}",
+            f"Two questions: {plain}, and {lower}",
+        )
+    )
 
 
 def _joined(start: str, text: str) -> str:

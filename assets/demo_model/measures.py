@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from assets.demo_model.exchange import Exchange
-from assets.demo_model.numbers import LARGEST, add, in_words, multiply, too_hard
+from assets.demo_model.numbers import LARGEST, add, divide, in_words, multiply, table_row, too_hard
 from assets.demo_model.topics import words
 
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -32,6 +32,7 @@ _UNITS = (
     ("cents", "euro", "euros", 100),
     ("bits", "byte", "bytes", 8),
 )
+_ROUND = (10, 100, 1000)
 
 
 def _made(topic: str, ask: str, answer: str, key: str) -> Exchange:
@@ -47,15 +48,13 @@ def _pair(rng: random.Random) -> tuple[int, int]:
 
 
 def working(a: int, b: int) -> str:
-    """What is compared first: the tens of two numbers, and their ones where the tens agree."""
-    tens = (a // 10, b // 10)
+    """What is compared: the tens of two numbers, and their ones where the tens agree."""
+    tens, ones = (a // 10, b // 10), (a % 10, b % 10)
+    told = f"{a} has {'1 ten' if tens[0] == 1 else f'{tens[0]} tens'} and {b} has {tens[1]}"
     if tens[0] != tens[1]:
-        return f"{a} has {_tens(tens[0])} and {b} has {tens[1]}"
-    return f"{a} and {b} both have {_tens(tens[0])}, and the ones are {a % 10} and {b % 10}"
-
-
-def _tens(count: int) -> str:
-    return "1 ten" if count == 1 else f"{count} tens"
+        return f"{told}, and {max(tens)} is more than {min(tens)}"
+    told += f", the ones are {ones[0]} and {ones[1]}"
+    return told if a == b else f"{told}, and {max(ones)} is more than {min(ones)}"
 
 
 def compare(rng: random.Random) -> Exchange:
@@ -111,7 +110,7 @@ def doubles(rng: random.Random) -> Exchange:
     a = rng.randrange(1, 11) if kind == "square" else rng.randrange(0, 51)
     ask = rng.choice(words(kind)).format(a=2 * a if kind == "half" else a)
     if kind == "half":
-        return _made(kind, ask, f"{a} + {a} = {2 * a}, so half of {2 * a} is {a}.", f"half {a}")
+        return _made(kind, ask, divide(2 * a, 2), f"half {a}")
     answer = add(a, a) if kind == "double" else multiply(a, a)
     return _made(kind, ask, answer, f"{kind} {a}")
 
@@ -189,9 +188,12 @@ def units(rng: random.Random) -> Exchange:
         return _made("unit", frame.format(**names), f"{one}.", f"unit {small} {large} {frame}")
     if form < 0.75:
         ask = rng.choice(words("unit_many")).format(**names)
-        return _made("units", ask, f"{one}, so {n} {larges} have {n * count} {small}.", f"units {small} {large} {n}")
+        way = "" if count in _ROUND else f" {multiply(n, count)}"
+        answer = f"{one}.{way} So {n} {larges} have {n * count} {small}."
+        return _made("units", ask, answer, f"units {small} {large} {n}")
     ask = rng.choice(words("unit_back")).format(**names)
-    return _made("units", ask, f"{one}, so {n * count} {small} are {n} {larges}.", f"back {small} {large} {n}")
+    way = "" if count in _ROUND else f" {table_row(count, n)}."
+    return _made("units", ask, f"{one}.{way} So {n * count} {small} are {n} {larges}.", f"back {small} {large} {n}")
 
 
 _SHARES: tuple[tuple[Callable[[random.Random], Exchange], int], ...] = (

@@ -64,21 +64,39 @@ def multiply(a: int, b: int) -> str:
 
 
 def _parts(large: int, small: int) -> str:
+    """Both partial products, and their sum by tens where it crosses a hundred."""
     tens, ones = large - large % 10, large % 10
-    return f"{tens} × {small} = {tens * small} and {ones} × {small} = {ones * small}"
+    first, second = tens * small, ones * small
+    told = f"{tens} × {small} = {first} and {ones} × {small} = {second}"
+    if first % 100 + second < 100:
+        return told
+    middle = first + second - second % 10
+    return f"{told}, {first} + {second - second % 10} = {middle}" + (f" and {second % 10} more" if second % 10 else "")
+
+
+def table_row(b: int, whole: int) -> str:
+    """The multiples of `b` up to a quotient: from five times on where it is that large, else from the first."""
+    return ", ".join(f"{b} × {i} = {b * i}" for i in range(5 if whole >= 5 else 1, whole + 1))
 
 
 def divide(a: int, b: int) -> str:
-    """`a ÷ b`, with what is left over if it does not come out whole."""
+    """`a ÷ b`: up the multiples of `b`, or tens and ones apart; and what is left over."""
     if b == 0:
         return "Nothing can be divided by 0."
     whole, rest = divmod(a, b)
-    if rest:
-        return f"{b} × {whole} = {b * whole}, so {a} ÷ {b} is {whole} with {rest} left over."
-    if whole > 10 and b > 1 and whole % 10:
-        tens = whole - whole % 10
-        return f"{a} ÷ {b}: {b * tens} ÷ {b} = {tens} and {a - b * tens} ÷ {b} = {whole % 10}, together {whole}."
-    return f"{b} × {whole} = {a}, so {a} ÷ {b} = {whole}."
+    start, left = f"{a} ÷ {b}", f" with {rest} left over" if rest else ""
+    if not rest and (a in {0, b} or b == 1):
+        return f"{start} = {whole}."
+    if not whole:
+        return f"{start}: {b} is larger than {a}, so {start} = 0{left}."
+    if whole > 10:
+        ones = whole % 10
+        if not (ones or rest):
+            return f"{start}: {b} × {whole} = {a}, so {start} = {whole}."
+        second = f" and {a - b * (whole - ones)} ÷ {b} = {ones}{left}"
+        return f"{start}: {b * (whole - ones)} ÷ {b} = {whole - ones}{second}, together {whole}{left}."
+    row = table_row(b, whole)
+    return f"{start}: {row}{f', and {a} - {b * whole} = {rest}' if rest else ''}, so {start} = {whole}{left}."
 
 
 _SOLVE: dict[str, Callable[[int, int], str]] = {
@@ -126,9 +144,10 @@ def problems(kind: str) -> Iterator[tuple[int, int]]:
 def draw_pair(rng: random.Random, kind: str) -> tuple[int, int]:
     """Numbers for an operation, small and round ones somewhat oftener than by chance."""
     if kind == "divide":
-        b = rng.choice((rng.randrange(1, 11), rng.randrange(1, 11), rng.randrange(1, 51)))
-        if rng.random() < 0.12:
-            return rng.randrange(LARGEST + 1), b
+        b = rng.choice((rng.randrange(1, 11), rng.randrange(2, 11), rng.randrange(1, 51)))
+        if rng.random() < 0.25:
+            b = b if rng.random() < 0.15 else rng.randrange(2, 13)
+            return rng.randrange(0 if rng.random() < 0.1 else b, LARGEST + 1), b
         return b * rng.randrange(LARGEST // b + 1), b
     if kind == "multiply":
         if rng.random() < 0.4:
@@ -148,7 +167,7 @@ def draw_pair(rng: random.Random, kind: str) -> tuple[int, int]:
 
 def draw(rng: random.Random) -> Exchange:
     """A calculation, now and then told as something that happens."""
-    kind = rng.choices(KINDS, (2, 3, 3, 2))[0]
+    kind = rng.choices(KINDS, (2, 2.5, 3, 3.5))[0]
     a, b = draw_pair(rng, kind)
     frame = rng.choice(words(kind))
     if rng.random() < 0.12 and min(a, b) >= 2:

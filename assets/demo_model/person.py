@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from assets.demo_model.exchange import Exchange
 from assets.demo_model.topics import content, words
 from assets.demo_model.unknown import syllables
+from assets.demo_model.variety import filled, written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ def told(rng: random.Random, kind: str) -> Told:
     part = content("person")[kind]
     thing = value(rng, kind)
     tell_frame, ask_frame = rng.choice(part["tell"]), rng.choice(part["ask"])
+    if kind == "name" and rng.random() < 0.5:
+        tell_frame, ask_frame = _drawn(rng, "name_tell"), _drawn(rng, "name_ask")
     slots = {"x": thing, "X": thing[0].upper() + thing[1:]}
     return Told(
         tell=Exchange(
@@ -57,4 +60,17 @@ def told(rng: random.Random, kind: str) -> Told:
             answer=part["recall"].format(**slots),
             key=f"told {kind} {thing}",
         ),
+    )
+
+
+def _drawn(rng: random.Random, kind: str) -> str:
+    return written(rng, filled(rng, rng.choice(content("variety")["person"][kind])))
+
+
+def name_not_told(rng: random.Random) -> Exchange:
+    """The question for a name that was never told."""
+    part = content("person")["name"]
+    ask = rng.choice(part["ask"]) if rng.random() < 0.5 else _drawn(rng, "name_ask")
+    return Exchange(
+        group="person", topic="name not told", ask=ask, answer=part["untold"], key=f"untold {ask.casefold()}"
     )

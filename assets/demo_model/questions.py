@@ -14,12 +14,15 @@ from assets.demo_model.topics import content, words
 KINDS = (
     "program",
     "program in free words",
+    "program, hurried",
     "facts",
     "talk",
+    "talk in free words",
     "addition",
     "subtraction",
     "multiplication",
     "division",
+    "remainder",
     "numbers",
     "follow-up",
     "unknown",
@@ -29,6 +32,12 @@ KINDS = (
 """Every kind, in the order of the table in `docs/demo-model.md`."""
 ARITHMETIC = {"addition": "add", "subtraction": "subtract", "multiplication": "multiply", "division": "divide"}
 """Kinds of calculations and their operations."""
+FREE_WORDS = {
+    "program in free words": ("free_words", "question"),
+    "program, hurried": ("free_more", "sloppy"),
+    "talk in free words": ("free_more", "small_talk"),
+}
+"""Kinds of questions in words of their own, with the file and table they stand in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +55,17 @@ class Question:
         """Whether an answer counts.
 
         A calculation counts by its result, a story if every sentence is right and what was asked for occurs in it, a
-        declined question if the answer declines, a question in free words if the expected words occur, and anything
-        else if the answer is the expected one but for punctuation.
+        declined question if the answer declines, a question in free words if the expected words occur, a division with
+        a remainder by its last words, and anything else if the answer is the expected one but for punctuation.
         """
         if self.kind in ARITHMETIC:
             return bool(answer) and numbers.result_of(answer) == numbers.result_of(self.expected)
         if self.kind in {"unknown", "invented"}:
             return unknown.is_declined(answer)
-        if self.kind == "program in free words":
+        if self.kind in FREE_WORDS:
             return normalised(self.expected) in normalised(answer)
+        if self.kind == "remainder":
+            return f" {normalised(answer)}".endswith(f" {normalised(self.expected)}")
         if self.kind == "story":
             wished = self.expected.split("|")
             return tales.is_sound(answer) and all(normalised(word) in normalised(answer) for word in wished)
@@ -82,13 +93,16 @@ def questions(count: int, seed: int = 1, kinds: Sequence[str] = KINDS) -> list[Q
 def _drawn(kind: str, rng: random.Random, count: int) -> list[Question]:
     if kind in ARITHMETIC:
         return [_single(kind, exchange) for exchange in _calculations(ARITHMETIC[kind], rng, count)]
-    if kind == "program in free words":
-        asked = [(ask, part["says"]) for part in content("free_words")["question"] for ask in part["ask"]]
+    if kind in FREE_WORDS:
+        file, table = FREE_WORDS[kind]
+        asked = [(ask, part["says"]) for part in content(file)[table] for ask in part["ask"]]
         chosen = rng.sample(asked, min(count, len(asked)))
         return [_question(kind, (), ask, says) for ask, says in chosen]
     if kind in {"program", "facts", "talk", "unknown"}:
         listed = [exchange for exchange in corpus.exchanges("held_out") if exchange.group == kind]
         return [_single(kind, exchange) for exchange in rng.sample(listed, min(count, len(listed)))]
+    if kind == "remainder":
+        return [_remainder(rng) for _ in range(count)]
     draw = {"numbers": _number, "follow-up": _follow_up, "invented": _invented, "story": _story}[kind]
     return [draw(rng) for _ in range(count)]
 
@@ -97,6 +111,16 @@ def _calculations(operation: str, rng: random.Random, count: int) -> Iterator[Ex
     held = [(a, b) for a, b in numbers.problems(operation) if split_of(numbers.key(operation, a, b)) == "held_out"]
     for a, b in rng.sample(held, min(count, len(held))):
         yield numbers.calculation(operation, a, b, rng.choice(words(operation)))
+
+
+def _remainder(rng: random.Random) -> Question:
+    """A division by a number up to 12 that does not come out whole; the quotient is 1 or more."""
+    while True:
+        b = rng.randrange(2, 13)
+        a = rng.randrange(b, numbers.LARGEST + 1)
+        if a % b and split_of(numbers.key("divide", a, b)) == "held_out":
+            ask = rng.choice(words("divide")).format(a=a, b=b)
+            return _question("remainder", (), ask, f"{a // b} with {a % b} left over")
 
 
 def _number(rng: random.Random) -> Question:

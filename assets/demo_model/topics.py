@@ -78,8 +78,21 @@ def program() -> Iterator[Exchange]:
 
 
 @cache
-def _answers() -> dict[str, str]:
-    return {topic["name"]: topic["answer"][0] for name in _PROGRAM_FILES for topic in content(name)["topic"]}
+def _answers(group: str = "program") -> dict[str, str]:
+    files = _PROGRAM_FILES if group == "program" else (group,)
+    return {topic["name"]: topic["answer"][0] for name in files for topic in content(name)["topic"]}
+
+
+def answer_of(group: str, topic: str) -> str:
+    """What is answered about a topic of `talk` or `program`."""
+    return _answers(group)[topic]
+
+
+@cache
+def free_words() -> tuple[str, ...]:
+    """Questions in words of their own that are only for scoring."""
+    parts = (*content("free_words")["question"], *content("free_more")["sloppy"], *content("free_more")["small_talk"])
+    return tuple(ask for part in parts for ask in part["ask"])
 
 
 def following(topic: str) -> tuple[str, ...]:

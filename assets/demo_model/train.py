@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
     from assets.demo_model.network import Network
 
+_STATE = "state.pt"
 EVALUATION_TOKENS = 16384
 """Tokens of held-out conversations over which the held-out loss is taken."""
+
+_SHAPE = ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocabulary", "context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +114,25 @@ def rate_factor(plan: Plan, step: int, done: float = 0.0) -> float:
 
 
 class Trainer:
-    """Trains one plan in one folder."""
+    """Trains one plan in one folder.
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    Args:
+        plan: The plan.
+        folder: Where the state, the log and the checkpoint are kept; an unfinished run in it goes on.
+        start: Folder of a finished run whose weights, optimizers and tokenizer a new run begins with, or None for
+            random weights.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, *, start: Path | None = None) -> None:
         import torch
 
         from assets.demo_model.muon import Muon
 
         self.plan, self.folder = plan, folder
         folder.mkdir(parents=True, exist_ok=True)
+        if start is not None:
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                (folder / name).write_bytes((start / name).read_bytes())
         self.tokenizer = self._tokenizer()
         self.train_data, self.held_out = Writer("train", plan.seed), Writer("held_out", plan.seed)
         torch.manual_seed(plan.seed)
@@ -135,10 +148,12 @@ class Trainer:
         self._recent = [0.0, 0]
         if self._state_file.exists():
             self._restore()
+        elif start is not None:
+            self._begin_from(start / _STATE)
 
     @property
     def _state_file(self) -> Path:
-        return self.folder / "state.pt"
+        return self.folder / _STATE
 
     def _tokenizer(self) -> Tokenizer:
         if not (self.folder / "tokenizer.json").exists():
@@ -250,11 +265,24 @@ class Trainer:
         state = torch.load(self._state_file, weights_only=True)
         if state["plan"] != asdict(self.plan):
             raise SystemExit(f"{self._state_file} was made with another plan; use another --output or the same options")
+        self._take(state)
+        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
+        self._recent = state["recent"]
+
+    def _begin_from(self, file: Path) -> None:
+        """Take over the weights and optimizers of a run whose plan has the same shape; steps count from 0 again."""
+        import torch
+
+        state = torch.load(file, weights_only=True)
+        other = [name for name in _SHAPE if state["plan"][name] != getattr(self.plan, name)]
+        if other:
+            raise SystemExit(f"{file} was made with another {', '.join(other)}; give the options of that run")
+        self._take(state)
+
+    def _take(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         for optimizer, old in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(old)
-        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
-        self._recent = state["recent"]
 
 
 def export(model: Network, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
@@ -311,6 +339,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line of the trainer."""
     parser = argparse.ArgumentParser(prog="python -m assets.demo_model.train", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder of the run; an unfinished run goes on")
+    parser.add_argument("--start", type=Path, help="folder of a run to begin with instead of random weights")
     parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
     parser.add_argument("--until", type=int, default=sys.maxsize, help="stop at this step")
     parser.add_argument("--finish-by", metavar="HH:MM", help="UTC time at which the training shall be over")
@@ -323,7 +352,8 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             parser.add_argument(option, type=kinds[str(item.type)], default=item.default)
     given = vars(parser.parse_args(arguments))
-    output, save_every, until = given.pop("output"), given.pop("save_every"), given.pop("until")
+    output, start = given.pop("output"), given.pop("start")
+    save_every, until = given.pop("save_every"), given.pop("until")
     clock = given.pop("finish_by")
     finish_by = None if clock is None else moment(clock, datetime.now(UTC))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -334,7 +364,7 @@ def main(arguments: list[str] | None = None) -> None:
         plan = Plan(**given)
     except ValueError as error:
         parser.error(str(error))
-    Trainer(plan, output).run(until=until, save_every=save_every, finish_by=finish_by)
+    Trainer(plan, output, start=start).run(until=until, save_every=save_every, finish_by=finish_by)
 
 
 if __name__ == "__main__":

@@ -44,12 +44,34 @@ def test_numbers_are_held_out_with_all_their_phrasings(kind: str) -> None:
 
 
 def test_what_is_not_whole_below_zero_or_too_large() -> None:
-    assert numbers.divide(50, 7) == "7 × 7 = 49, so 50 ÷ 7 is 7 with 1 left over."
+    told = "50 ÷ 7: 7 × 5 = 35, 7 × 6 = 42, 7 × 7 = 49, and 50 - 49 = 1, so 50 ÷ 7 = 7 with 1 left over."
+    assert numbers.divide(50, 7) == told
+    assert numbers.divide(75, 6) == "75 ÷ 6: 60 ÷ 6 = 10 and 15 ÷ 6 = 2 with 3 left over, together 12 with 3 left over."
+    assert numbers.divide(3, 7) == "3 ÷ 7: 7 is larger than 3, so 3 ÷ 7 = 0 with 3 left over."
     assert numbers.divide(5, 0) == "Nothing can be divided by 0."
     assert numbers.subtract(3, 8) == "3 - 8: 8 - 3 = 5, so it is below zero: -5."
     assert numbers.multiply(47, 38) == numbers.TOO_HARD_PRODUCT
     assert numbers.add(47, 38) == "47 + 38: 40 + 30 = 70 and 7 + 8 = 15, together 85."
     assert numbers.result_of(numbers.TOO_HARD) is None
+
+
+def test_every_division_with_a_remainder_is_right() -> None:
+    for a in range(1, numbers.LARGEST + 1):
+        for b in range(2, numbers.LARGEST + 1):
+            whole, rest = divmod(a, b)
+            answer = numbers.divide(a, b)
+            if rest:
+                assert answer.endswith(f" {whole} with {rest} left over."), answer
+                assert numbers.result_of(answer) is None
+            for first, sign, second, result in _equations(answer):
+                assert _OPERATIONS[sign](first, second) == result, answer
+
+
+def test_products_that_cross_a_hundred_are_summed_by_tens() -> None:
+    told = "56 × 9: 50 × 9 = 450 and 6 × 9 = 54, 450 + 50 = 500 and 4 more, together 504."
+    assert numbers.multiply(56, 9) == told
+    assert numbers.multiply(75, 4) == "75 × 4: 70 × 4 = 280 and 5 × 4 = 20, 280 + 20 = 300, together 300."
+    assert numbers.multiply(23, 4) == "23 × 4: 20 × 4 = 80 and 3 × 4 = 12, together 92."
 
 
 @pytest.mark.parametrize(

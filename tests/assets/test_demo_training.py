@@ -185,6 +185,29 @@ def test_another_plan_does_not_continue_a_run(tmp_path: Path) -> None:
         Trainer(Plan(**TOY | {"seed": 2}), tmp_path)
 
 
+def test_a_run_can_begin_with_the_weights_and_optimizers_of_another(tmp_path: Path) -> None:
+    import torch
+
+    first = Trainer(Plan(**TOY), tmp_path / "first")
+    first.run(until=2, save_every=2)
+    plan = Plan(**TOY | {"seed": 2, "steps": 4, "learning_rate": 0.001})
+    second = Trainer(plan, tmp_path / "second", start=tmp_path / "first")
+    assert (second.step, second.tokens, second.seconds) == (0, 0, 0.0)
+    for name, weight in first.model.state_dict().items():
+        assert torch.equal(second.model.state_dict()[name], weight)
+    assert second.optimizers[0].state_dict()["state"].keys() == first.optimizers[0].state_dict()["state"].keys() != {}
+    assert (tmp_path / "second/tokenizer.json").read_bytes() == (tmp_path / "first/tokenizer.json").read_bytes()
+    second.run(until=1, save_every=1)
+    assert Trainer(plan, tmp_path / "second", start=tmp_path / "first").step == 1, "an unfinished run goes on"
+
+
+def test_a_run_of_another_shape_is_no_beginning(tmp_path: Path) -> None:
+    Trainer(Plan(**TOY), tmp_path / "first").run(until=1, save_every=1)
+    plan = Plan(**TOY | {"hidden": 128, "layers": 2})
+    with pytest.raises(SystemExit, match="another hidden, layers"):
+        Trainer(plan, tmp_path / "second", start=tmp_path / "first")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"heads": 3}, "multiple of kv_heads"), ({"steps": 0}, "at least 1"), ({"decay": 0.0}, "above 0")],
