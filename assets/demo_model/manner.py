@@ -50,6 +50,12 @@ def casual(text: str) -> str:
     return re.sub(r"[.?!]$", "", text).lower()
 
 
+def keywords(text: str) -> str:
+    """The question without its small words, where two others or more remain."""
+    kept = [word for word in text.split() if word.strip(".,?!").casefold() not in words("small_words")]
+    return " ".join(kept) if len(kept) >= 2 else text
+
+
 def slip(rng: random.Random, text: str) -> str:
     """The text with one letter of a longer word doubled, dropped, swapped or replaced by its neighbour's key."""
     places = [found.span() for found in re.finditer(r"[a-z]{5,}", text)]
@@ -86,8 +92,12 @@ def typed(rng: random.Random, turn: Exchange) -> Exchange:
                 ask = re.sub(rf"\b{word}\b", short, ask)
     elif rng.random() < 0.3:
         ask = re.sub(r"[.?!]$", "", ask) if ask[-1] in ".?!" else ask + rng.choice(".!")
-    if turn.group == "program" and rng.random() < 0.08:
-        ask = re.sub(r" (the|a|an|my)(?= )", "", ask)
+    if turn.group == "program" and rng.random() < 0.14:
+        ask = keywords(ask) if rng.random() < 0.5 else re.sub(r" (the|a|an|my)(?= )", "", ask)
+    if turn.group in {"talk", "program"} and rng.random() < 0.1:
+        ask = f"{rng.choice(words('fillers'))}{rng.choice((' ', ', ', ' ', '... '))}{ask}"
+    if turn.group in {"talk", "program"} and rng.random() < 0.06:
+        ask = re.sub(r"[.?!]$", "", ask) + rng.choice(("!!", "??", "...", "?!", "!!!", " :)", " lol", " :("))
     slips = rng.choices((0, 1, 2), (88, 10, 2))[0] if turn.group in {"talk", "program", "facts", "story"} else 0
     for _ in range(slips):
         ask = slip(rng, ask)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from assets.demo_model.exchange import Exchange
-from assets.demo_model.numbers import LARGEST, add, divide, in_words, multiply, table_row, too_hard
+from assets.demo_model.numbers import LARGEST, add, divide, in_words, multiply, too_hard
 from assets.demo_model.topics import words
 
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -192,7 +192,7 @@ def units(rng: random.Random) -> Exchange:
         answer = f"{one}.{way} So {n} {larges} have {n * count} {small}."
         return _made("units", ask, answer, f"units {small} {large} {n}")
     ask = rng.choice(words("unit_back")).format(**names)
-    way = "" if count in _ROUND else f" {table_row(count, n)}."
+    way = "" if count in _ROUND else f" {count} × {n} = {n * count}."
     return _made("units", ask, f"{one}.{way} So {n * count} {small} are {n} {larges}.", f"back {small} {large} {n}")
 
 

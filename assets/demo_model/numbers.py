@@ -74,13 +74,8 @@ def _parts(large: int, small: int) -> str:
     return f"{told}, {first} + {second - second % 10} = {middle}" + (f" and {second % 10} more" if second % 10 else "")
 
 
-def table_row(b: int, whole: int) -> str:
-    """The multiples of `b` up to a quotient: from five times on where it is that large, else from the first."""
-    return ", ".join(f"{b} × {i} = {b * i}" for i in range(5 if whole >= 5 else 1, whole + 1))
-
-
 def divide(a: int, b: int) -> str:
-    """`a ÷ b`: up the multiples of `b`, or tens and ones apart; and what is left over."""
+    """`a ÷ b`: five times `b` and the rest, or tens and ones apart; and what is left over."""
     if b == 0:
         return "Nothing can be divided by 0."
     whole, rest = divmod(a, b)
@@ -95,8 +90,10 @@ def divide(a: int, b: int) -> str:
             return f"{start}: {b} × {whole} = {a}, so {start} = {whole}."
         second = f" and {a - b * (whole - ones)} ÷ {b} = {ones}{left}"
         return f"{start}: {b * (whole - ones)} ÷ {b} = {whole - ones}{second}, together {whole}{left}."
-    row = table_row(b, whole)
-    return f"{start}: {row}{f', and {a} - {b * whole} = {rest}' if rest else ''}, so {start} = {whole}{left}."
+    five = f"{b} × 5 = {5 * b} and {a} - {5 * b} = {a - 5 * b}, " if whole > 5 else ""
+    more, last = (whole - 5, a - 5 * b) if five else (whole, a)
+    over = f" and {last} - {b * more} = {rest}" if rest else ""
+    return f"{start}: {five}{b} × {more} = {b * more}{over}, so {start} = {whole}{left}."
 
 
 _SOLVE: dict[str, Callable[[int, int], str]] = {

@@ -44,7 +44,7 @@ def test_numbers_are_held_out_with_all_their_phrasings(kind: str) -> None:
 
 
 def test_what_is_not_whole_below_zero_or_too_large() -> None:
-    told = "50 ÷ 7: 7 × 5 = 35, 7 × 6 = 42, 7 × 7 = 49, and 50 - 49 = 1, so 50 ÷ 7 = 7 with 1 left over."
+    told = "50 ÷ 7: 7 × 5 = 35 and 50 - 35 = 15, 7 × 2 = 14 and 15 - 14 = 1, so 50 ÷ 7 = 7 with 1 left over."
     assert numbers.divide(50, 7) == told
     assert numbers.divide(75, 6) == "75 ÷ 6: 60 ÷ 6 = 10 and 15 ÷ 6 = 2 with 3 left over, together 12 with 3 left over."
     assert numbers.divide(3, 7) == "3 ÷ 7: 7 is larger than 3, so 3 ÷ 7 = 0 with 3 left over."

@@ -77,6 +77,11 @@ def test_two_questions_in_one_message_get_both_answers() -> None:
     assert "Two questions: What is KV4, and how do I quit?" in both
 
 
+def test_small_words_are_dropped_only_where_others_remain() -> None:
+    assert manner.keywords("How do I delete a model?") == "delete model?"
+    assert manner.keywords("What is KV4?") == "What is KV4?"
+
+
 def test_a_name_that_was_not_told_is_not_known() -> None:
     rng = random.Random(5)
     assert {person.name_not_told(rng).answer for _ in range(20)} == {"You haven't told me your name yet."}
