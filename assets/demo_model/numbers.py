@@ -75,25 +75,22 @@ def _parts(large: int, small: int) -> str:
 
 
 def divide(a: int, b: int) -> str:
-    """`a ÷ b`: five times `b` and the rest, or tens and ones apart; and what is left over."""
+    """`a ÷ b`: the tens of the quotient (or five times `b`), then the rest of it, then what is left over."""
     if b == 0:
         return "Nothing can be divided by 0."
     whole, rest = divmod(a, b)
     start, left = f"{a} ÷ {b}", f" with {rest} left over" if rest else ""
-    if not rest and (a in {0, b} or b == 1):
+    if not a or b == 1:
         return f"{start} = {whole}."
     if not whole:
         return f"{start}: {b} is larger than {a}, so {start} = 0{left}."
-    if whole > 10:
-        ones = whole % 10
-        if not (ones or rest):
-            return f"{start}: {b} × {whole} = {a}, so {start} = {whole}."
-        second = f" and {a - b * (whole - ones)} ÷ {b} = {ones}{left}"
-        return f"{start}: {b * (whole - ones)} ÷ {b} = {whole - ones}{second}, together {whole}{left}."
-    five = f"{b} × 5 = {5 * b} and {a} - {5 * b} = {a - 5 * b}, " if whole > 5 else ""
-    more, last = (whole - 5, a - 5 * b) if five else (whole, a)
-    over = f" and {last} - {b * more} = {rest}" if rest else ""
-    return f"{start}: {five}{b} × {more} = {b * more}{over}, so {start} = {whole}{left}."
+    first = whole - whole % 10 if whole > 10 else min(5, whole)
+    steps, now = [], a
+    for part in (first, whole - first):
+        if part:
+            steps.append(f"{b} × {part} = {b * part} and {now} - {b * part} = {now - b * part}")
+            now -= b * part
+    return f"{start}: {', '.join(steps)}, so {start} = {whole}{left}."
 
 
 _SOLVE: dict[str, Callable[[int, int], str]] = {
@@ -142,7 +139,7 @@ def draw_pair(rng: random.Random, kind: str) -> tuple[int, int]:
     """Numbers for an operation, small and round ones somewhat oftener than by chance."""
     if kind == "divide":
         b = rng.choice((rng.randrange(1, 11), rng.randrange(2, 11), rng.randrange(1, 51)))
-        if rng.random() < 0.25:
+        if rng.random() < 0.4:
             b = b if rng.random() < 0.15 else rng.randrange(2, 13)
             return rng.randrange(0 if rng.random() < 0.1 else b, LARGEST + 1), b
         return b * rng.randrange(LARGEST // b + 1), b

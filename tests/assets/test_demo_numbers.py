@@ -46,7 +46,10 @@ def test_numbers_are_held_out_with_all_their_phrasings(kind: str) -> None:
 def test_what_is_not_whole_below_zero_or_too_large() -> None:
     told = "50 ÷ 7: 7 × 5 = 35 and 50 - 35 = 15, 7 × 2 = 14 and 15 - 14 = 1, so 50 ÷ 7 = 7 with 1 left over."
     assert numbers.divide(50, 7) == told
-    assert numbers.divide(75, 6) == "75 ÷ 6: 60 ÷ 6 = 10 and 15 ÷ 6 = 2 with 3 left over, together 12 with 3 left over."
+    told = "72 ÷ 6: 6 × 10 = 60 and 72 - 60 = 12, 6 × 2 = 12 and 12 - 12 = 0, so 72 ÷ 6 = 12."
+    assert numbers.divide(72, 6) == told
+    assert numbers.divide(24, 8) == "24 ÷ 8: 8 × 3 = 24 and 24 - 24 = 0, so 24 ÷ 8 = 3."
+    assert numbers.divide(0, 8) == "0 ÷ 8 = 0."
     assert numbers.divide(3, 7) == "3 ÷ 7: 7 is larger than 3, so 3 ÷ 7 = 0 with 3 left over."
     assert numbers.divide(5, 0) == "Nothing can be divided by 0."
     assert numbers.subtract(3, 8) == "3 - 8: 8 - 3 = 5, so it is below zero: -5."
