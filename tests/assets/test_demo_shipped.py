@@ -37,13 +37,17 @@ HELD_OUT = {
 
 LEAST = {
     "program": 0.9,
-    "program in free words": 0.5,
-    "facts": 0.8,
+    "program in free words": 0.8,
+    "program, hurried": 0.6,
+    "facts": 0.9,
+    "talk": 0.9,
+    "talk in free words": 0.4,
     "addition": 0.9,
     "subtraction": 0.9,
-    "multiplication": 0.7,
-    "division": 0.6,
-    "numbers": 0.8,
+    "multiplication": 0.8,
+    "division": 0.9,
+    "remainder": 0.7,
+    "numbers": 0.9,
     "follow-up": 0.8,
     "unknown": 0.9,
     "invented": 0.9,
@@ -59,6 +63,13 @@ CONVERSATIONS = (
     (("What is the slowdown budget?", "Shorter, please", "Why?"), "takes time"),
     (("What is the capital of Trumbolia?",), "I don't know that"),
     (("Which is larger, 62 or 31?",), "so 62 is larger"),
+    (("ugh its soooo slow",), "lowbit-chat doctor"),
+    (("it ate all my ram",), "--kv int4"),
+    (("how quit",), "Ctrl+Q"),
+    (("What is my name?",), "You haven't told me your name yet"),
+    (("my name is Anna", "ty demo", "whats my name"), "Your name is Anna"),
+    (("what is 84 / 7",), "84 ÷ 7 = 12."),
+    (("gotta run, bye",), "Goodbye"),
 )
 """Turns of a person, and words that must occur in the last answer."""
 
