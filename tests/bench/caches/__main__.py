@@ -94,7 +94,8 @@ def _measure(given: argparse.Namespace, results: Results) -> None:
             took = (time.monotonic() - since) / 60
             if took > 0.05 or section not in minutes:
                 minutes[section] = round(took, 1)
-            results.about |= {"minutes": minutes, "skipped": {**kept, **notebook.skipped}}
+            still = {what: why for what, why in kept.items() if what not in notebook.done}
+            results.about |= {"minutes": minutes, "skipped": {**still, **notebook.skipped}}
             results.save()
     if not (given.models or given.only):
         results.drop_unused()

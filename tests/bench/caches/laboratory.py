@@ -64,6 +64,7 @@ class Notebook:
     def __init__(self, results: Results, tell: Tell, again: frozenset[str] = frozenset()) -> None:
         self.results, self.tell, self.codes = results, tell, Codes.now()
         self.skipped: dict[str, str] = {}
+        self.done: set[str] = set()
         self._again, self._saved = again, time.monotonic()
 
     def known(self, section: str, identity: object, code: str, measure: Callable[[], Mapping[str, Any]]) -> Entry:
@@ -88,6 +89,7 @@ class Notebook:
         """Do something; where that fails the report goes on and says so."""
         try:
             act()
+            self.done.add(what)
         except Exception as error:  # noqa: BLE001  one thing that can't be measured must not end the report
             self.skipped[what] = f"{type(error).__name__}: {error}"
             self.tell(f"{what} left out: {self.skipped[what]}")

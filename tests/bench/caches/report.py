@@ -77,7 +77,8 @@ What a compressed KV cache costs, and what it gives. Written by
 
 on {about["date"]} ({about["cpu"]}, {about["threads"]} threads, {about["variant"]}; {versions}). Everything on this
 page, verdicts and pictures included, is computed from [{view.results.path.name}](kv/{view.results.path.name}).
-Minutes that each part took: {minutes}. `--only speed,attention --again` times again what depends on the machine.
+Minutes that each part took when something of it was measured last: {minutes}. `--only speed,attention --again` times
+again what depends on the machine.
 
 {models}
 
