@@ -11,9 +11,9 @@ WHY: Mapping[str, str] = {
     ),
     "Perplexity falls, or stays within 2 standard errors, at every step of k_chunk": (
         "methods with error feedback minimize what is left when 32 of 1024 channels are restored, which is what the "
-        "recipe expects. Restoring more takes away errors that others have been moved to make up for. Those steps "
-        "start from perplexities within one percent of full precision; before second moments left them out, "
-        "gptq rose from k_chunk 0 on (docs/decisions.md)."
+        "recipe expects. Restoring more takes away errors that others have been moved to make up for. On "
+        "english3m those steps start from perplexities within one percent of full precision; before second moments "
+        "left them out, gptq rose from k_chunk 0 on (docs/decisions.md)."
     ),
     "Static selection is at least as good as random, to 2 standard errors": (
         "one of 60 comparisons lies just outside two standard errors, where one or two are to be expected by chance: "
