@@ -39,8 +39,8 @@ kv: $(READY)
 	$(BIN)/python -m tests.bench.caches $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
 
 sanitize-gpu: $(READY)
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/triton
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/triton
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/backends/triton
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/backends/triton
 
 kernels: $(READY)
 	$(BIN)/python -m tests.bench.kernels

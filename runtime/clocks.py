@@ -47,14 +47,14 @@ def clocks(decoder: Decoder, cancelled: Callable[[], bool]) -> Clocks:
 
     slowdown = DecodeTimer(decoder, seconds=DECODING_S, cancelled=cancelled).slowdown
     if decoder.backend == "cpu":
-        from runtime.cpu.decoder import CpuDecoder
-        from runtime.cpu.timer import CpuTimer
+        from runtime.backends.cpu.decoder import CpuDecoder
+        from runtime.backends.cpu.timer import CpuTimer
 
         assert isinstance(decoder, CpuDecoder)
         return Clocks(layers=CpuTimer(decoder, seconds=READING_S), slowdown=slowdown)
     if decoder.backend == "triton":
-        from runtime.triton.decoder import TritonDecoder
-        from runtime.triton.timer import CudaTimer
+        from runtime.backends.triton.decoder import TritonDecoder
+        from runtime.backends.triton.timer import CudaTimer
 
         assert isinstance(decoder, TritonDecoder)
         return Clocks(layers=CudaTimer(decoder), slowdown=slowdown)

@@ -42,13 +42,13 @@ def device_of(decoder: Decoder) -> Device:
         BackendError: this backend is not one that tuning knows, or the device does not answer.
     """
     if decoder.backend == "cpu":
-        from runtime.cpu.decoder import CpuDecoder
+        from runtime.backends.cpu.decoder import CpuDecoder
         from tuner.detect import detect_cpu
 
         assert isinstance(decoder, CpuDecoder)
         return processor(detect_cpu(), decoder.variant, decoder.threads)
     if decoder.backend == "triton":
-        from runtime.gpu import look
+        from runtime.backends.triton.card import look
 
         seen = look()
         if not seen.usable or seen.gpu is None:

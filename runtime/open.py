@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from runtime.backends.triton.card import look
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.engine import Engine
 from runtime.errors import BackendError, OutOfMemoryError, RequestError
-from runtime.gpu import look
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.tokenizer import Tokenizer
 from runtime.weights import Weights
@@ -50,7 +50,7 @@ def preparation(backend: str = "auto", kv: KVKind = "fp16") -> str | None:
     if backend in ("reference", "triton"):
         return None
     try:
-        from runtime.cpu.link import needed
+        from runtime.backends.cpu.link import needed
     except (ImportError, OSError, BackendError):
         return None
     missing = sum(not unit.is_compiled for unit in needed(KINDS[kv]))
@@ -170,7 +170,7 @@ def open_engine(model: Model, options: DecoderOptions, backend: str = "auto") ->
 def _triton(model: Weights, options: DecoderOptions) -> Decoder:
     """The GPU backend. Raises BackendError where Triton or torch is missing."""
     try:
-        from runtime.triton.decoder import TritonDecoder
+        from runtime.backends.triton.decoder import TritonDecoder
     except (ImportError, OSError) as error:
         raise BackendError(f"the GPU backend needs torch and Triton, which cannot be imported: {error}") from error
     return TritonDecoder(model, options)
@@ -179,7 +179,7 @@ def _triton(model: Weights, options: DecoderOptions) -> Decoder:
 def _cpu(model: Weights, options: DecoderOptions) -> Decoder:
     """The CPU backend. Raises BackendError where its kernels cannot be built."""
     try:
-        from runtime.cpu.decoder import CpuDecoder
+        from runtime.backends.cpu.decoder import CpuDecoder
     except (ImportError, OSError) as error:
         raise BackendError(f"its kernels cannot be built here: {error}") from error
     return CpuDecoder(model, options)
@@ -188,7 +188,7 @@ def _cpu(model: Weights, options: DecoderOptions) -> Decoder:
 def _reference(model: Weights, options: DecoderOptions) -> Decoder:
     """The reference backend. Raises BackendError where torch is missing."""
     try:
-        from runtime.reference.decoder import ReferenceDecoder
+        from runtime.backends.reference.decoder import ReferenceDecoder
     except (ImportError, OSError) as error:
         raise BackendError(f"the reference backend needs torch, which cannot be imported: {error}") from error
     return ReferenceDecoder(model, options)

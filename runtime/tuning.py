@@ -20,7 +20,7 @@ from runtime.clocks import NOISE_PERCENT, Decided, Ratios, Readings, clocks
 from runtime.decoder import Decoder
 from runtime.device import Device, device_of
 from runtime.errors import BackendError, Cancelled, RequestError, RuntimeFailure
-from runtime.kernels.select.budget import LAYER_KINDS, k_chunk_by_type
+from runtime.operations.channels import LAYER_KINDS, k_chunk_by_type
 from runtime.profile_key import TunedModel, profile_key
 from tuner.curve import Curve
 

@@ -142,7 +142,7 @@ def _at(speed: SpeedAt) -> dict[str, Any]:
 
 def _compensation(decoder: Decoder, services: Services, cancelled: Cancelled) -> dict[str, Any]:
     """What compensation the decoder has, and the slowdown that is measured of it here and now, side by side."""
-    from runtime.kernels.select.budget import k_chunk_by_type
+    from runtime.operations.channels import k_chunk_by_type
 
     k_chunk = k_chunk_by_type(decoder.options.k_chunk)
     slowdown = services.slowdown(decoder, cancelled) if any(k_chunk.values()) else 0.0

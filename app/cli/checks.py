@@ -14,7 +14,7 @@ from app.cli.output import size
 if TYPE_CHECKING:
     from app.cli.services import Services
     from models.store import Store
-    from runtime.gpu import GpuChoice
+    from runtime.backends.triton.card import GpuChoice
     from tuner.detect import Machine
 
 _GIB = 1 << 30
@@ -51,7 +51,7 @@ def choose(gpu: GpuChoice) -> tuple[Choice, list[Problem]]:
     from runtime.errors import BackendError
 
     try:
-        from runtime.cpu.isa import VARIANT, supported_variants
+        from runtime.backends.cpu.machine.isa import VARIANT, supported_variants
     except (ImportError, OSError, BackendError) as error:
         problem = Problem(
             what=f"the CPU kernels can't be built: {error}",

@@ -117,7 +117,7 @@ def _stored(
 ) -> tuple[EvalResult, dict[str, Any]]:
     """Perplexity of a stored model, and what the JSON object says about how it ran."""
     from runtime.evaluate import perplexity
-    from runtime.kernels.select.budget import k_chunk_by_type
+    from runtime.operations.channels import k_chunk_by_type
     from runtime.tokenizer import Tokenizer
 
     model = open_model(name, services, output)

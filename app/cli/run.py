@@ -154,7 +154,7 @@ def _answer(
 
 def _summary(engine: Engine, model: StoredModel, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
     """The JSON object of an answer."""
-    from runtime.kernels.select.budget import k_chunk_by_type
+    from runtime.operations.channels import k_chunk_by_type
 
     decoder = engine.decoder
     return {

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from models.progress import Cancelled, ProgressCallback
     from models.recipe import Recipe
     from models.store import Store, StoredModel, StoredModelInfo
+    from runtime.backends.triton.card import GpuChoice
     from runtime.decoder import Decoder, DecoderOptions
     from runtime.engine import Engine
-    from runtime.gpu import GpuChoice
     from runtime.server.records import TuneRequest
     from runtime.server.service import Service
     from runtime.tuning import Problem, Tuning
@@ -218,7 +218,7 @@ class Services:
 
     def gpu(self) -> GpuChoice:
         """Whether the GPU backend can run here, and why."""
-        from runtime.gpu import look
+        from runtime.backends.triton.card import look
 
         return look()
 
@@ -230,7 +230,7 @@ class Services:
 
     def link_gb_s(self) -> float | None:
         """Measured bandwidth from main memory to the graphics card; None where none can be used."""
-        from runtime.gpu import link_gb_s
+        from runtime.backends.triton.card import link_gb_s
 
         return link_gb_s()
 

@@ -9,7 +9,7 @@ from app.cli.services import DEMO
 if TYPE_CHECKING:
     from app.cli.checks import Choice
     from app.cli.services import Services
-    from runtime.gpu import GpuChoice
+    from runtime.backends.triton.card import GpuChoice
     from tuner.detect import Machine
 
 
@@ -65,7 +65,7 @@ def profile_report(services: Services, machine: Machine, gpu: GpuChoice, choice:
 
 
 def _key(machine: Machine, gpu: GpuChoice, choice: Choice, model: Any, budget: float) -> Any:
-    from runtime.cpu.pool import default_threads
+    from runtime.backends.cpu.pool import default_threads
     from runtime.device import card, processor
     from runtime.profile_key import profile_key
 

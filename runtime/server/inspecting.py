@@ -62,7 +62,7 @@ class MachineInspector:
             return None
         with self._lock:
             if self._link_gb_s is None and idle:
-                from runtime.gpu import link_gb_s
+                from runtime.backends.triton.card import link_gb_s
 
                 self._link_gb_s = link_gb_s()
             return {**asdict(gpu.pcie), "measured_gb_s": self._link_gb_s}

@@ -14,8 +14,8 @@ from models.progress import Progress, ProgressCallback
 from models.store import Store, StoredModel, StoredModelInfo
 from runtime.decoder import Decoder
 from runtime.errors import Cancelled, RequestError
-from runtime.kernels.select.budget import k_chunk_by_type
 from runtime.kv.saved_folder import Holding, SavedCaches, forget, forgetting, holding
+from runtime.operations.channels import k_chunk_by_type
 from runtime.server.inspecting import MachineInspector
 from runtime.server.records import LoadedModel, LoadRequest, ModelEntry, TuneRequest
 from runtime.server.service import Service
@@ -263,7 +263,7 @@ def _lacking(decoder: Decoder) -> tuple[Problem, ...]:
     """What a GPU's decoder goes without."""
     if decoder.backend != "triton":
         return ()
-    from runtime.triton.decoder import TritonDecoder
+    from runtime.backends.triton.decoder import TritonDecoder
 
     assert isinstance(decoder, TritonDecoder)
     return decoder.model.problems

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.cpu import instructions as op
-from runtime.cpu import sync
-from runtime.cpu.isa import VARIANT
-from runtime.cpu.layout import aligned_zeros
-from runtime.cpu.pool import Pool, default_threads
-from runtime.kernels.gemv.cpu import BLOCK, BLOCK_BYTES
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.tiles import aligned_zeros
+from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES
+from runtime.backends.cpu.machine import sync
+from runtime.backends.cpu.machine.isa import VARIANT
+from runtime.backends.cpu.pool import Pool, default_threads
 from tuner.bandwidth import read_bandwidth
 from tuner.detect import detect_cpu
 

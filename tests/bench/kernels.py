@@ -11,16 +11,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.triton.ahead import TARGETS, Compiled, compile_all
+from runtime.backends.triton.ahead import TARGETS, Compiled, compile_all
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 
 INTRODUCTION = """# Kernels of the GPU backend, compiled
 
-Every Triton kernel (`runtime/kernels/<op>/triton.py`), in the specializations that real models launch, compiled ahead
-of time for the devices this program is meant for: sm_80 (A100), sm_86 (RTX 30), sm_89 (RTX 40), sm_90 (H100), sm_120
-(RTX 50). No GPU is needed for that. `make test` compiles all of them too and fails where a kernel spills, takes more
-registers than a thread can have, or more shared memory than a program can have on that device.
+Every Triton kernel (`runtime/backends/triton/kernels/<op>.py`), in the specializations that real models launch,
+compiled ahead of time for the devices this program is meant for: sm_80 (A100), sm_86 (RTX 30), sm_89 (RTX 40), sm_90
+(H100), sm_120 (RTX 50). No GPU is needed for that. `make test` compiles all of them too and fails where a kernel
+spills, takes more registers than a thread can have, or more shared memory than a program can have on that device.
 
 This page is written by
 
@@ -48,7 +48,7 @@ torch's allocator then hands out every tensor by itself; otherwise an address pa
 memory, and nobody would notice. `make sanitize-gpu` takes the tests that run only on a GPU; all of them, and the third
 tool, are
 
-    compute-sanitizer --tool synccheck --error-exitcode 1 .venv/bin/python -m pytest -q -x tests/runtime/triton
+    compute-sanitizer --tool synccheck --error-exitcode 1 .venv/bin/python -m pytest -q -x tests/runtime/backends/triton
 
 `memcheck` finds reads and writes outside of allocations, `racecheck` unordered access to shared memory, `synccheck`
 barriers that not all threads reach. It takes ten to a hundred times as long as the tests alone; `-k compensate` and the

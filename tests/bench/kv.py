@@ -21,16 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.cpu import instructions as op
-from runtime.cpu import sync
-from runtime.cpu.cache import CpuCache
-from runtime.cpu.isa import VARIANT
-from runtime.cpu.layout import aligned_zeros
-from runtime.cpu.pool import Pool, default_threads
+from runtime.backends.cpu.cache import CpuCache
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.tiles import aligned_zeros
+from runtime.backends.cpu.kernels.attention.page import page_scratch
+from runtime.backends.cpu.machine import sync
+from runtime.backends.cpu.machine.isa import VARIANT
+from runtime.backends.cpu.pool import Pool, default_threads
 from runtime.decoder import DecoderOptions
-from runtime.kernels.attention.cpu_page import page_scratch
 from runtime.kv.kinds import KINDS, PARTS, KVKind
-from runtime.kv.reference.page import quantize
+from runtime.kv.oracle.page import quantize
 
 LAYERS, KV_HEADS, SHARE, D = 22, 4, 8, 64
 KEPT_PAGES = 16

@@ -22,7 +22,7 @@ PROMPT = 256
 
 def ours(bits: int, k_chunk: int) -> tuple[Callable[[int], list[float]], Callable[[int], list[float]], int]:
     """This project's CPU backend."""
-    from runtime.cpu.decoder import CpuDecoder
+    from runtime.backends.cpu.decoder import CpuDecoder
     from runtime.decoder import DecoderOptions, Step
     from tests.peers.shape import RandomModel, llama_1b
 

@@ -1,6 +1,6 @@
 """A step marked as a draft reads the upper plane of the hierarchical cache alone, on the reference and on the CPU.
 
-The GPU's decoder is checked in `tests/runtime/triton/test_triton_decoder.py`.
+The GPU's decoder is checked in `tests/runtime/backends/triton/test_triton_decoder.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.cpu.decoder import CpuDecoder
+from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import PARTS, KVKind
-from runtime.reference.decoder import ReferenceDecoder
 
 torch.set_num_threads(1)
 Factory = Callable[..., Any]

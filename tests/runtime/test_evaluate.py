@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.progress import Progress
+from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.decoder import DecoderOptions, Step
 from runtime.errors import Cancelled, RequestError
 from runtime.evaluate import full_precision_perplexity, negative_log_likelihood, perplexity, safe_exp, windows
-from runtime.reference.decoder import ReferenceDecoder
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 96, 57)]
 

@@ -177,7 +177,7 @@ def test_a_plan_fits_or_is_refused(mib: int, maximum: int, kv: KVKind) -> None:
 
 @pytest.mark.parametrize("kv", KINDS)
 def test_the_cache_is_as_large_as_the_reference_backend_makes_it(kv: KVKind) -> None:
-    from runtime.kv.reference.cache import ReferenceCache
+    from runtime.backends.reference.cache import ReferenceCache
 
     model = spec(layers=2)
     built = ReferenceCache(KINDS[kv], model, context=300, slots=3, max_rows=20)

@@ -41,7 +41,7 @@ def test_auto_falls_back_to_the_reference_and_says_why(
 
 
 def test_a_missing_compiler_is_a_backend_error(tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "runtime.cpu.decoder", None)
+    monkeypatch.setitem(sys.modules, "runtime.backends.cpu.decoder", None)
     decoder, reason = opening.open_decoder(tiny_model(), options())
     assert decoder.backend == "reference"
     assert "cannot be built" in reason

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.cpu.decoder import CpuDecoder
-from runtime.cpu.timer import CpuTimer
+from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.backends.cpu.timer import CpuTimer
+from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.decoder import DecoderOptions, Step
 from runtime.errors import Cancelled, RequestError
-from runtime.reference.decoder import ReferenceDecoder
 from runtime.timing import DecodeTimer, undisturbed
 
 BACKENDS = {"cpu": CpuDecoder, "reference": ReferenceDecoder}

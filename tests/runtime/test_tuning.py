@@ -22,7 +22,7 @@ from runtime.clocks import NOISE_PERCENT, Clocks, Decided, Ratios, Readings
 from runtime.decoder import DecoderOptions
 from runtime.device import Device
 from runtime.errors import BackendError, Cancelled, RequestError
-from runtime.kernels.select.budget import k_chunk_by_type
+from runtime.operations.channels import k_chunk_by_type
 from tuner.errors import TimerError
 from tuner.profiles import ProfileStore
 
@@ -330,7 +330,7 @@ def test_a_device_that_is_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_card_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime import gpu
+    from runtime.backends.triton import card as gpu
     from runtime.device import device_of
 
     monkeypatch.setattr(gpu, "detect_gpus", lambda: ())
@@ -349,7 +349,7 @@ def quick_clocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def test_this_processor(tmp_path: Path, quick_clocks: Callable[[], None]) -> None:
-    from runtime.cpu.decoder import CpuDecoder
+    from runtime.backends.cpu.decoder import CpuDecoder
 
     model = StoredModel.open_folder(demo_path(), "demo")
     decoder = CpuDecoder(model, DecoderOptions(context=32, threads=1))

@@ -12,8 +12,8 @@ import pytest
 from app.cli import checks
 from app.cli.services import Services
 from runtime import tuning
+from runtime.backends.triton.card import GpuChoice
 from runtime.clocks import Clocks
-from runtime.gpu import GpuChoice
 from runtime.lock import LockRecord
 from tuner.detect import CpuInfo, GpuInfo, Machine, MemoryInfo, PcieLink
 
@@ -178,7 +178,7 @@ def test_a_bad_setting(answer: Answer, machine: Any, isolated_home: Path) -> Non
 def test_a_bad_kernel_choice(services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "runtime.cpu.isa", None)
+    monkeypatch.setitem(sys.modules, "runtime.backends.cpu.machine.isa", None)
     choice, problems = checks.choose(services.gpu())
     assert (choice.backend, choice.variant) == ("reference", None)
     assert len(problems) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.cpu.pool import default_threads
+from runtime.backends.cpu.pool import default_threads
 from runtime.kv.kinds import KINDS
 from tests.bench.caches.extent import ORDER, Extent
 from tests.bench.caches.laboratory import Notebook

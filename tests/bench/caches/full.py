@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from models.checkpoint import Checkpoint
 from models.rope import tables
+from runtime.backends.reference.cache import ReferenceCache
+from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS
-from runtime.kv.reference.cache import ReferenceCache
-from runtime.reference.decoder import ReferenceDecoder
 
 PAGE = 128
 """Tokens of the longest page; all others divide it."""

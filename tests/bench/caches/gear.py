@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
-from runtime.kv.reference import correction
-from runtime.kv.reference.page import Stored, dequantize, quantize
+from runtime.kv.oracle import correction
+from runtime.kv.oracle.page import Stored, dequantize, quantize
 from tests.bench.caches.full import PAGE, keys_and_values
 from tests.bench.caches.laboratory import Laboratory
 from tests.bench.reporting.results import digest

@@ -22,9 +22,9 @@ BITS = 4
 """Bits of the low-bit weights."""
 K_CHUNK = 64
 """Salient channels per 1024 that they are compensated by."""
-_STORING = ("kv/kinds.py", "kv/control.py", "kv/reference/*.py")
-_REFERENCE = (*_STORING, "evaluate.py", "reference/*.py", "kernels/*/reference.py", "kernels/select/budget.py")
-_CPU = ("kv/kinds.py", "kv/control.py", "evaluate.py", "cpu/*.py", "kernels/*/cpu*.py", "kernels/select/budget.py")
+_STORING = ("kv/kinds.py", "kv/control.py", "kv/oracle/*.py", "kv/torch_store.py")
+_REFERENCE = (*_STORING, "evaluate.py", "backends/reference/*.py", "operations/*.py")
+_CPU = ("kv/kinds.py", "kv/control.py", "evaluate.py", "backends/cpu/**/*.py", "operations/channels.py")
 _SAVE_S = 10
 """Seconds of work that a kill may cost."""
 

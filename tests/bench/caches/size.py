@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from models.spec import ModelSpec, RopeSpec
+from runtime.backends.reference.cache import ReferenceCache
 from runtime.decoder import DecoderOptions
 from runtime.kv.control import PagedCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind, page_bytes
-from runtime.kv.reference.cache import ReferenceCache
 from tests.bench.caches.extent import ORDER
 from tests.bench.caches.laboratory import Notebook
 from tests.bench.reporting.results import digest
@@ -88,7 +88,7 @@ def _cache(backend: str, kind: CacheKind, spec: ModelSpec, length: int) -> tuple
     if backend == "reference":
         one = ReferenceCache(kind, spec, context=length, slots=1, max_rows=_ROWS)
         return one, page_bytes(kind, spec), one.store.nbytes
-    from runtime.cpu.cache import CpuCache
+    from runtime.backends.cpu.cache import CpuCache
 
     other = CpuCache(spec, DecoderOptions(kv=kind.name, context=length, slots=1, max_rows=_ROWS), 1)
     return other, other.store.page_bytes, other.store.nbytes

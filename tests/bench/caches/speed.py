@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.cpu.pool import default_threads
+from runtime.backends.cpu.pool import default_threads
 from tests.bench.caches.extent import Extent
 from tests.bench.caches.laboratory import Notebook
 from tests.bench.caches.shape_sizes import described

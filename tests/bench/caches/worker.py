@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.cpu.decoder import CpuDecoder
+from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.measure import fill

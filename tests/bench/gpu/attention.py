@@ -4,7 +4,7 @@ The shape is that of QuantSpec's Table 5: a model of 32 heads of 128 channels, h
 measured model has. Caches are rotated past the second-level cache.
 
 Every number of a page is the same, so that what attention must give is known, and is checked. At the end a few other
-ways to launch are timed, among which `runtime.kernels.attention.configs` chooses.
+ways to launch are timed, among which `runtime.backends.triton.kernels.attention.configs` chooses.
 
 Source: QuantSpec Table 5.
 """
@@ -18,12 +18,12 @@ from unittest import mock
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime.kernels.attention import triton as kernels
-from runtime.kernels.attention.configs import launch_config
-from runtime.kernels.attention.triton import attend
-from runtime.kernels.cache.pages import LayerPages, record_bytes
+from runtime.backends.triton.kernels.attention import kernel as kernels
+from runtime.backends.triton.kernels.attention.configs import launch_config
+from runtime.backends.triton.kernels.attention.kernel import attend
+from runtime.backends.triton.kernels.cache.pages import LayerPages, record_bytes
+from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
-from runtime.triton.workspace import Workspace
 from tests.bench.gpu.bandwidth import copy_gb_s
 from tests.bench.gpu.clock import copies_past_cache, race
 from tests.bench.gpu.peers import Peer

@@ -17,11 +17,11 @@ import torch
 
 from models.packed import PackedLinear
 from models.spec import ModelSpec
+from runtime.backends.triton.decoder import TritonDecoder
+from runtime.backends.triton.layout import GpuLinear, repack
+from runtime.backends.triton.timer import CudaTimer
 from runtime.decoder import DecoderOptions, Step
 from runtime.timing import DecodeTimer
-from runtime.triton.decoder import TritonDecoder
-from runtime.triton.layout import GpuLinear, repack
-from runtime.triton.timer import CudaTimer
 from tests.bench.gpu.bandwidth import multiprocessors
 from tests.bench.gpu.matrices import RandomModel
 from tests.bench.gpu.report import Part, Row
@@ -45,7 +45,7 @@ class Copied:
         self._made: dict[int, GpuLinear] = {}
 
     def repack(self, packed: PackedLinear, device: torch.device) -> GpuLinear:
-        """As `runtime.triton.layout.repack`."""
+        """As `runtime.backends.triton.layout.repack`."""
         key = packed.codes.ctypes.data
         if key not in self._made:
             self._made[key] = repack(packed, device)
@@ -77,7 +77,7 @@ def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
     for bits in sizes.bits:
         began = time.monotonic()
         options = DecoderOptions(context=sizes.context, max_rows=min(16, sizes.context))
-        with mock.patch("runtime.triton.model.repack", Copied().repack):
+        with mock.patch("runtime.backends.triton.model.repack", Copied().repack):
             decoder = TritonDecoder(RandomModel.of(sizes.spec, bits), options, device)
         loaded = round(time.monotonic() - began, 1)
         part.add({"what": "loaded", "bits": bits, "seconds": loaded, "weight_bytes": decoder.weight_bytes})

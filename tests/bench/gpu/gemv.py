@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from runtime.kernels.gemv.triton import gemv
-from runtime.triton.workspace import Workspace
+from runtime.backends.triton.kernels.gemv import gemv
+from runtime.backends.triton.workspace import Workspace
 from tests.bench.gpu import peers
 from tests.bench.gpu.bandwidth import copy_gb_s
 from tests.bench.gpu.clock import copies_past_cache, race

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from models.packed import PackedLinear
-from runtime.kernels.compensate.triton import compensate
-from runtime.kernels.gemv.triton import gemv
-from runtime.kernels.select.budget import total_budget
-from runtime.kernels.select.triton import Selection, make_selection
-from runtime.triton.layout import GpuLinear, repack
-from runtime.triton.residual import residual_to_device
-from runtime.triton.workspace import Workspace
+from runtime.backends.triton.kernels.compensate import compensate
+from runtime.backends.triton.kernels.gemv import gemv
+from runtime.backends.triton.kernels.select import Selection, make_selection
+from runtime.backends.triton.layout import GpuLinear, repack
+from runtime.backends.triton.residual import residual_to_device
+from runtime.backends.triton.workspace import Workspace
+from runtime.operations.channels import total_budget
 from tests.bench.gpu.clock import Launch, copies_past_cache, race
 from tests.bench.gpu.matrices import RESIDUAL_BITS, activations, copies, random_linear
 from tests.bench.gpu.report import Part

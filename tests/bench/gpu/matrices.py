@@ -12,8 +12,8 @@ import torch
 from models.packed import PackedLinear, PackedResidual
 from models.packing import packed_width
 from models.spec import ModelSpec
-from runtime.kernels.select.budget import layer_kind
-from runtime.triton.layout import GpuLinear, dequantize, repack
+from runtime.backends.triton.layout import GpuLinear, dequantize, repack
+from runtime.operations.channels import layer_kind
 from tests.bench.gpu.report import Row
 
 GROUP_SIZE = 128

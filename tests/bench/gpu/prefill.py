@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels.gemm.triton import gemm
-from runtime.triton.workspace import Workspace
+from runtime.backends.triton.kernels.gemm import gemm
+from runtime.backends.triton.workspace import Workspace
 from tests.bench.gpu import peers
 from tests.bench.gpu.clock import copies_past_cache, race
 from tests.bench.gpu.matrices import activations, check_row, copies, random_weight

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
     """One row: how many tests passed, were skipped and failed, and the lines that say which failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    folder = "tests/runtime/triton"
+    folder = "tests/runtime/backends/triton"
     smoke = [f"{folder}/test_ahead.py", "-k", "test_warps_are_a_power_of_two"]
     command += [folder] if device.type == "cuda" else smoke
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)

@@ -12,8 +12,8 @@ from models.quantize import quantize
 from models.store import Store
 from runtime.decoder import DecoderOptions
 from runtime.evaluate import full_precision_perplexity, perplexity
-from runtime.kernels.select.budget import total_budget
 from runtime.open import open_decoder
+from runtime.operations.channels import total_budget
 from tests.bench.quality.points import Point
 from tests.bench.reporting.cases import ROOT, STRIDE, WINDOW, Case
 from tests.bench.reporting.losses import numbers
@@ -29,7 +29,7 @@ _MAKING = (
     "quantize/*.py",
     "quantizers/*.py",
 )
-_RUNNING = ("evaluate.py", "cpu/*.py", "kernels/*/cpu.py", "kernels/select/budget.py")
+_RUNNING = ("evaluate.py", "backends/cpu/**/*.py", "operations/channels.py")
 _SAVE_S = 10
 """Seconds of work that a kill may cost."""
 

@@ -28,8 +28,8 @@ def about_run(program: str) -> dict[str, Any]:
     Args:
         program: How the program is started, without its arguments.
     """
-    from runtime.cpu.isa import VARIANT
-    from runtime.cpu.pool import default_threads
+    from runtime.backends.cpu.machine.isa import VARIANT
+    from runtime.backends.cpu.pool import default_threads
     from tuner.detect import detect_cpu
 
     return {

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.attention.reference import attend
+from runtime.backends.reference.cache import ReferenceCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
-from runtime.kv.reference.cache import ReferenceCache
-from runtime.kv.reference.page import dequantize, quantize
+from runtime.kv.oracle.page import dequantize, quantize
+from runtime.operations.attention import attend
 
 torch.set_num_threads(1)
 Factory = Callable[..., Any]

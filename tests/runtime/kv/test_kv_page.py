@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind, Part, page_fields
-from runtime.kv.reference import correction, uniform
-from runtime.kv.reference.page import dequantize, quantize
+from runtime.kv.oracle import correction, uniform
+from runtime.kv.oracle.page import dequantize, quantize
 
 torch.set_num_threads(1)
 QUANTIZED: list[KVKind] = [name for name in KINDS if name != "fp16"]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.backends.reference.cache import ReferenceCache
 from runtime.errors import OutOfMemoryError, RequestError
 from runtime.kv.control import PagedCache
 from runtime.kv.kinds import KINDS, PARTS, KVKind, cache_bytes
-from runtime.kv.reference.cache import ReferenceCache
 from runtime.kv.transfer import Arrays
 
 torch.set_num_threads(1)

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from models.store.layout import MANIFEST
+from runtime.backends.reference.cache import ReferenceCache
 from runtime.errors import RequestError, SavedCacheError
 from runtime.kv import saved, saved_folder
 from runtime.kv.kinds import KINDS, PARTS, KVKind
-from runtime.kv.reference.cache import ReferenceCache
 from runtime.kv.saved import About
 from runtime.kv.saved_folder import Holding, SavedCaches
 from runtime.profile_key import content_of

@@ -1,0 +1,240 @@
+"""The KV cache of the CPU backend: pages of records (`runtime.backends.cpu.data.pages`), and windows of recent tokens.
+
+Per layer: records [pages, H_kv, bytes]; of kinds with a window also, per slot and head and in half precision, keys
+[tokens / 16, D, 16] (16 tokens side by side) and values [tokens, D padded to 16].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models.spec import ModelSpec
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.pages import WORDS, PageLayout
+from runtime.backends.cpu.data.tiles import aligned_zeros, padded
+from runtime.backends.cpu.kernels.attention.span import SPAN
+from runtime.backends.cpu.link import link
+from runtime.backends.cpu.machine import sync
+from runtime.backends.cpu.machine.emit import LANES
+from runtime.backends.cpu.pool import Pool
+from runtime.backends.cpu.units.paging import paging_scratch
+from runtime.decoder import DecoderOptions
+from runtime.kv.control import Int32Array, PagedCache
+from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, window_token_bytes
+from runtime.kv.low_rank import start
+from runtime.kv.transfer import Arrays
+
+_DITHER_BITS = 8
+
+
+class CpuStore:
+    """The numbers of all pages and windows. Implements `PageStore` and `SavingStore` of `runtime.kv`.
+
+    Args:
+        kind: What is stored.
+        spec: The model.
+        pages: Number of pages.
+        slots: Number of windows.
+        window: Tokens that a window has room for, a multiple of SPAN.
+    """
+
+    saved_layout = "cpu-2"
+
+    def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
+        self._kind = kind
+        self.layout = PageLayout(kind, spec.head_dim)
+        """Where a record keeps what."""
+        heads = (spec.num_layers, slots, spec.num_kv_heads)
+        self.records = aligned_zeros((spec.num_layers, pages, spec.num_kv_heads, self.layout.record), np.uint8)
+        """uint8 [layers, pages, H_kv, bytes]."""
+        self._keys = aligned_zeros((*heads, window // LANES, spec.head_dim, LANES), np.float16)
+        self._values = aligned_zeros((*heads, window, padded(spec.head_dim, LANES)), np.float16)
+        self._words = aligned_zeros((WORDS,), np.int64)
+        self._words[:] = self.layout.description(window=window)
+        if kind.windowed:
+            self._prepare_paging(spec)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all layers."""
+        return self.records[:, :1].nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.records.nbytes + self._keys.nbytes + self._values.nbytes
+
+    def addresses(self, layer: int) -> tuple[int, int, int]:
+        """Addresses of a layer's records, and of the keys and values in its windows."""
+        records, keys, values = (array[layer].ctypes.data for array in (self.records, self._keys, self._values))
+        return int(records), int(keys), int(values)
+
+    def window(self, part: Part, slot: int, count: int) -> npt.NDArray[np.float16]:
+        """The first `count` tokens of a slot's window: float16 [layers, H_kv, count, D], a copy."""
+        if part == "values":
+            return self._values[:, slot, :, :count, : self.layout.head_dim].copy()
+        tiles = self._keys[:, slot, :, : -(-count // LANES)]
+        L, H_kv, _, D, _ = tiles.shape
+        turned: npt.NDArray[np.float16] = np.swapaxes(tiles, -1, -2).reshape(L, H_kv, -1, D)[:, :, :count]
+        return turned
+
+    def fields(self, part: Part, pages: list[int]) -> Mapping[str, npt.NDArray[Any]]:
+        """What some pages store, by the names of `runtime.kv.kinds.page_fields`: each [layers, pages, H_kv, ...]."""
+        return self.layout.read(self.records[:, pages], part)
+
+    def _prepare_paging(self, spec: ModelSpec) -> None:
+        """Make what flushing and restoring a page need: numbers to begin with, scratch, programs and a pool."""
+        wide, rank = self.layout.padded, min(self._kind.rank, spec.head_dim)
+        self._start = aligned_zeros((max(1, rank), wide), np.float32)
+        if rank:
+            self._start[:, : spec.head_dim] = start(spec.head_dim, rank).T
+        self._scratch = aligned_zeros((1, padded(paging_scratch(self._kind, wide), 64)), np.uint8)
+        self._pool = Pool(aligned_zeros((sync.CONTROL_WORDS,), np.int64), 1)
+        self._programs = {operation: aligned_zeros((1, op.WIDTH), np.int64) for operation in (op.FLUSH, op.RESTORE)}
+        shared = (int(self._words.ctypes.data), spec.num_layers, spec.num_kv_heads)
+        for operation, program in self._programs.items():
+            program[0, 0] = operation
+            program[0, 1:4] = shared
+
+    def _run(self, operation: int, slot: int, page: int, *numbers: int) -> None:
+        """Run FLUSH or RESTORE for a slot and a page, in all layers."""
+        program, scratch = self._programs[operation], self._scratch
+        records, keys, values = ((int(a.ctypes.data), a.strides[0]) for a in (self.records, self._keys, self._values))
+        places = (*records, page, *keys, *values, slot, *numbers, int(scratch.ctypes.data), scratch.strides[0])
+        program[0, 4 : 4 + len(places)] = places
+        self._pool.step(program)
+
+    def prepare(self) -> None:
+        """Compile what cuts off and restores pages, where that is missing, before a conversation waits for it."""
+        if self._kind.windowed:
+            for program in self._programs.values():
+                link(program)
+
+    def use(self, pool: Pool) -> None:
+        """Cut off and restore pages with a pool's threads instead of the caller's."""
+        if self._kind.windowed:
+            self._scratch = aligned_zeros((pool.threads, self._scratch.shape[1]), np.uint8)
+            self._pool = pool
+
+    def flush(self, slot: int, page: int, rest: int) -> None:
+        """See `PageStore.flush`."""
+        self._run(op.FLUSH, slot, page, rest, int(self._start.ctypes.data))
+
+    def restore(self, page: int, slot: int, count: int) -> None:
+        """See `PageStore.restore`."""
+        self._run(op.RESTORE, slot, page, count)
+
+    def copy_window(self, source: int, target: int, count: int) -> None:
+        """See `PageStore.copy_window`."""
+        tiles = -(-count // LANES)
+        self._keys[:, target, :, :tiles] = self._keys[:, source, :, :tiles]
+        self._values[:, target, :, :count] = self._values[:, source, :, :count]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """See `PageStore.copy_page`."""
+        self.records[:, target] = self.records[:, source]
+
+    def read_pages(self, pages: Sequence[int]) -> Arrays:
+        """See `runtime.kv.transfer.SavingStore.read_pages`: records uint8 [layers, pages, H_kv, bytes]."""
+        return {"records": self.records[:, list(pages)]}
+
+    def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
+        """See `runtime.kv.transfer.SavingStore.write_pages`."""
+        self.records[:, list(pages)] = arrays["records"]
+
+    def read_window(self, slot: int, count: int) -> Arrays:
+        """See `runtime.kv.transfer.SavingStore.read_window`: float16 [layers, H_kv, count, D]."""
+        return {part: self.window(part, slot, count) for part in PARTS} if self._kind.windowed else {}
+
+    def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
+        """See `runtime.kv.transfer.SavingStore.write_window`."""
+        if count:
+            for part in PARTS:
+                self._write_window(part, slot, arrays[part])
+
+    def _write_window(self, part: Part, slot: int, x: npt.NDArray[np.float16]) -> None:
+        """Write float16 [layers, H_kv, count, D] at the front of a slot's window."""
+        count, D = x.shape[-2:]
+        if part == "values":
+            self._values[:, slot, :, :count, :D] = x
+            return
+        wide = np.zeros((*x.shape[:2], padded(count, LANES), D), np.float16)
+        wide[:, :, :count] = x
+        tiles = np.swapaxes(wide.reshape(*x.shape[:2], -1, LANES, D), -1, -2)
+        self._keys[:, slot, :, : tiles.shape[2]] = tiles
+
+
+class CpuCache(PagedCache):
+    """The KV cache of the CPU backend. Implements `runtime.kv.control.KVCache`.
+
+    Args:
+        spec: The model.
+        options: `kv`, `slots`, `context`, `pages` and `max_rows` count.
+        threads: Threads that attention is split over.
+    """
+
+    def __init__(self, spec: ModelSpec, options: DecoderOptions, threads: int) -> None:
+        kind = KINDS[options.kv]
+        window = padded(kind.window_capacity(options.max_rows), SPAN)
+        pages = options.slots * kind.max_pages(options.context) if options.pages is None else options.pages
+        self.store = CpuStore(kind, spec, pages=pages, slots=options.slots, window=window)
+        """The buffers."""
+        super().__init__(
+            kind,
+            spec,
+            self.store,
+            context=options.context,
+            slots=options.slots,
+            max_rows=options.max_rows,
+            pages=options.pages,
+        )
+        self.max_splits = max(1, min(8, 2 * threads))
+        """Most pieces that one head's context is cut into."""
+        self._token_bytes = window_token_bytes(kind, spec)
+        self._paged = aligned_zeros((options.slots,), np.int32)
+        self._dither = aligned_zeros((kind.page,), np.float32)
+        self._dither[:] = _dither(kind.page)
+        self._description = aligned_zeros((len(self.store.layout.description()),), np.int64)
+        self._description[:] = self.store.layout.description(
+            dither=int(self._dither.ctypes.data),
+            tables=int(self.table.tables.ctypes.data),
+            table_step=self.table.tables.strides[0],
+            paged=int(self._paged.ctypes.data),
+            window=window,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """See `runtime.kv.control.KVCache.nbytes`."""
+        windows = sum(self.window_length(slot) for slot in range(self._paged.size))
+        return self.table.used * self.store.page_bytes + windows * self._token_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """See `runtime.kv.control.KVCache.capacity_bytes`."""
+        return self.store.nbytes
+
+    def addresses(self, layer: int) -> tuple[int, int, int, int]:
+        """Addresses of the cache's description, a layer's records, and keys and values in its windows."""
+        return (int(self._description.ctypes.data), *self.store.addresses(layer))
+
+    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
+        """See `runtime.kv.control.KVCache.begin`."""
+        super().begin(slots, positions, flush=flush)
+        self._paged[:] = [self.paged_length(slot) for slot in range(self._paged.size)]
+
+    def units(self, slot: int) -> int:
+        """Pages and spans of the window that attention walks through for a slot."""
+        pages = -(-self.paged_length(slot) // self.kind.page)
+        return pages + -(-self.window_length(slot) // SPAN)
+
+
+def _dither(count: int) -> npt.NDArray[np.float32]:
+    """Evenly spread numbers in [0, 1), neighbours far apart: the bits of 0, 1, 2, ... reversed."""
+    numbers = np.arange(count) % 2**_DITHER_BITS
+    reverse = sum(((numbers >> bit) & 1) << (_DITHER_BITS - 1 - bit) for bit in range(_DITHER_BITS))
+    return (np.asarray(reverse, np.float32) + np.float32(0.5)) / np.float32(2**_DITHER_BITS)

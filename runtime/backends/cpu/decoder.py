@@ -1,0 +1,181 @@
+"""`CpuDecoder`: a stored model on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.backends.cpu.cache import CpuCache
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.tiles import aligned_zeros
+from runtime.backends.cpu.kernels.attention.page import page_scratch
+from runtime.backends.cpu.kernels.attention.span import SPAN
+from runtime.backends.cpu.kernels.gemv import BLOCK
+from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES
+from runtime.backends.cpu.machine import sync
+from runtime.backends.cpu.machine.isa import VARIANT
+from runtime.backends.cpu.plan import PlanOperations, Program
+from runtime.backends.cpu.pool import Pool, default_threads
+from runtime.backends.cpu.units.products import TILE_SCRATCH
+from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
+from runtime.errors import InvalidActivationError, RequestError
+from runtime.operations.channels import LAYER_KINDS, k_chunk_of
+from runtime.weights import Weights
+
+_PROGRAMS = 4
+"""Recorded programs that are kept."""
+_RUN_ROWS = 8
+"""Rows of one sequence that one attention work item takes at most."""
+
+
+class CpuDecoder:
+    """Implements `runtime.decoder.Decoder` with the compiled CPU kernels.
+
+    Args:
+        model: The stored model.
+        options: How to run it.
+
+    Raises:
+        RequestError: an option is out of range.
+    """
+
+    backend = "cpu"
+
+    def __init__(self, model: Weights, options: DecoderOptions) -> None:
+        self.spec, self.options = model.spec, options
+        self.variant = VARIANT
+        """Instruction-set variant of the kernels."""
+        if options.context < 1 or options.slots < 1 or options.max_rows < 1:
+            raise RequestError("context, slots and max_rows must be at least 1")
+        threads = options.threads or default_threads()
+        self.cache = CpuCache(model.spec, options, threads)
+        self._plan = PlanOperations(model, options, self.cache)
+        self._programs: dict[tuple[int, ...], Program] = {}
+        self._program = self._recorded(options.k_chunk)
+        self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        self._inputs = aligned_zeros((4, options.max_rows), np.int32)
+        self._runs = aligned_zeros((options.max_rows, 2), np.int32)
+        shapes = [self.spec.linear_shape(kind) for kind in ("qkv", "o", "gate_up", "down", "head")]
+        room = 4096 + 8 * max(k for _, k in shapes) + 4 * max(n for n, _ in shapes)
+        room += 4 * SPAN * self.spec.num_heads
+        layout, kind = self.cache.store.layout, self.cache.kind
+        queries = _RUN_ROWS * (self.spec.num_heads // self.spec.num_kv_heads)
+        room = max(room, page_scratch(queries, layout.padded, kind.page))
+        room = max(room, TILE_SCRATCH + max(ENTRY_BYTES * -(-k // BLOCK) for _, k in shapes))
+        self._scratch = aligned_zeros((threads, (room + 63) // 64 * 64), np.uint8)
+        for word, array in zip((op.TOKENS, op.SLOTS, op.POSITIONS, op.LOGIT_ROWS), self._inputs, strict=True):
+            self._control[word] = array.ctypes.data
+        self._control[op.RUN_ROWS] = self._runs.ctypes.data
+        self._control[op.SCRATCH] = self._scratch.ctypes.data
+        self._control[op.SCRATCH_STRIDE] = self._scratch.strides[0]
+        self._pool = Pool(self._control, threads)
+        self._pool.prepare()
+        self.cache.store.use(self._pool)
+        self.cache.store.prepare()
+        self._selections = 0
+        self.kv_bytes = self.cache.capacity_bytes
+        self.weight_bytes = self._plan.weight_bytes
+
+    @property
+    def threads(self) -> int:
+        """Threads that a step runs on."""
+        return self._pool.threads
+
+    @property
+    def recall(self) -> float | None:
+        """Mean recall of all selections so far, against exact top-k of the whole row; None if unmeasured."""
+        if not self.options.measure_recall or not self._selections:
+            return None
+        return float(self._plan.recall_sums.sum(dtype=np.float64) / self._selections)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Keep the threads ready between steps; a generation runs inside one."""
+        with self._pool.session():
+            yield
+
+    def forward(self, step: Step) -> Float32Array:
+        """See `runtime.decoder.Decoder.forward`."""
+        M, R = step.tokens.size, step.logit_rows.size
+        check_step(step, self.spec, self.options)
+        for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
+            array[: values.size] = values
+        self.cache.begin(step.slots, step.positions, flush=step.flush)
+        runs = self._write_runs(step)
+        control = self._control
+        control[op.M_ROWS], control[op.R_ROWS], control[op.RUNS] = M, R, runs
+        control[op.SPLITS] = self._splits(runs, max(map(self.cache.units, set(step.slots.tolist()))))
+        control[op.COMPENSATE], control[op.DRAFT] = int(step.compensate), int(step.draft)
+        control[sync.FAILED] = 0
+        self._pool.step(self._program.words)
+        logits = self._program.logits[:R, : self.spec.vocab_size]
+        if control[sync.FAILED] or not np.isfinite(logits).all():
+            raise InvalidActivationError(
+                "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or the "
+                "checkpoint was quantized from a broken one; run `lowbit-chat show NAME --verify`"
+            )
+        if step.compensate and self.options.measure_recall:
+            blocks, head = self._program.selections
+            self._selections += M * blocks + R * head
+        return logits
+
+    def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
+        """See `runtime.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
+        self._program = self._recorded(k_chunk)
+        self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
+
+    def layer_program(self, kind: str, k_chunk: int) -> npt.NDArray[np.int64]:
+        """The products of one layer type in all blocks, and the selections before them: what a timer runs.
+
+        Args:
+            kind: Layer type.
+            k_chunk: Salient channels per 1024 of that type.
+
+        Returns:
+            int64 [instructions, WIDTH], for `run_layers`.
+        """
+        program = self._plan.record({kind: k_chunk})
+        return np.ascontiguousarray(program.words[[own == kind for own in program.kinds]])
+
+    def run_layers(self, program: npt.NDArray[np.int64]) -> None:
+        """Run what `layer_program` returned for one row of whatever activations are in the buffers."""
+        control = self._control
+        control[op.M_ROWS], control[op.R_ROWS], control[op.COMPENSATE] = 1, 1, 1
+        self._pool.step(program)
+
+    def close(self) -> None:
+        """See `runtime.decoder.Decoder.close`. Nothing runs between sessions, so there is nothing to stop."""
+
+    def _recorded(self, k_chunk: Mapping[str, int] | int) -> Program:
+        """The program for some k_chunk; the last few are kept, so that a timer can go back and forth."""
+        key = tuple(k_chunk_of(k_chunk, kind) for kind in LAYER_KINDS)
+        if key not in self._programs:
+            while len(self._programs) >= _PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = self._plan.record(k_chunk)
+        return self._programs[key]
+
+    def _write_runs(self, step: Step) -> int:
+        """Cut the rows into runs of one sequence at consecutive positions. Returns their number."""
+        M = step.tokens.size
+        if M == 1:
+            self._runs[0] = (0, 1)
+            return 1
+        starts = [0]
+        for row in range(1, M):
+            follows = step.slots[row] == step.slots[row - 1] and step.positions[row] == step.positions[row - 1] + 1
+            if not follows or row - starts[-1] == _RUN_ROWS:
+                starts.append(row)
+        self._runs[: len(starts), 0] = starts
+        self._runs[: len(starts), 1] = np.diff([*starts, M])
+        return len(starts)
+
+    def _splits(self, runs: int, units: int) -> int:
+        """Pieces that a head's context is cut into, so that every thread has work and none is shorter than 2 units."""
+        items = runs * self.spec.num_kv_heads
+        wanted = -(-2 * self._pool.threads // items)
+        return max(1, min(wanted, self.cache.max_splits, units // 2))

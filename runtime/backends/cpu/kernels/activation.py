@@ -1,0 +1,58 @@
+"""Per-group INT8 quantization of activations, laid out for the integer dot product.
+
+Four consecutive channels of a row form a quad of bytes; the quads of `row_block` rows stand side by side, so that the
+matrix product finds the same channels of all its rows next to each other:
+
+    codes   int8  [rows / row_block, K / 4, row_block, 4]
+    scales  fp32  [rows / row_block, G, row_block]
+    shifts  fp32  [rows / row_block, G, row_block] = -scale * sum of the group's codes, which a zero-point multiplies
+"""
+
+from __future__ import annotations
+
+import numba
+
+from runtime.backends.cpu.machine.vector import (
+    absolute,
+    add,
+    fill,
+    load_floats,
+    max_lanes,
+    maximum,
+    mul,
+    rounded,
+    set_float,
+    store_quads,
+    sum_lanes,
+    zero_floats,
+)
+
+
+@numba.njit(nogil=True)
+def quantize_group(x: int, width: int, codes: int, stride: int, scale: int, shift: int) -> None:
+    """Quantize one group of one row: scale = max |x| / 127, codes rounded to nearest even.
+
+    Args:
+        x: Address of float32 [width].
+        width: Channels, a multiple of 16.
+        codes: Address of the group's first quad of this row.
+        stride: Bytes from quad to quad, 4 * row_block.
+        scale: Address of the group's scale of this row.
+        shift: Address of the group's shift of this row.
+    """
+    largest = zero_floats()
+    for i in range(0, width, 16):
+        largest = maximum(largest, absolute(load_floats(x + 4 * i)))
+    top = max_lanes(largest)
+    step = numba.float32(top / numba.float32(127.0))
+    inverse = numba.float32(0.0)
+    if step > numba.float32(1.1754944e-38):
+        inverse = numba.float32(numba.float32(1.0) / step)
+    factor = fill(inverse)
+    total = zero_floats()
+    for i in range(0, width, 16):
+        code = rounded(mul(load_floats(x + 4 * i), factor))
+        total = add(total, code)
+        store_quads(codes + (i // 4) * stride, stride, code)
+    set_float(scale, step)
+    set_float(shift, numba.float32(-step * sum_lanes(total)))

@@ -1,0 +1,1 @@
+"""Attention on the CPU: over half precision (`span`) and over packed pages."""

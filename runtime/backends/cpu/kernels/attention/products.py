@@ -1,0 +1,243 @@
+"""Integer products with the packed codes of a page: queries with its keys, softmax weights with its values.
+
+Layouts (64-byte vectors; a 32-bit lane holds four bytes c = 0 .. 3):
+
+    keys, 4 bits     [T / 16, ceil(D / 8)]   lane = token; low nibble channel 8 i + c, high nibble 8 i + 4 + c
+    keys, 2 bits     [T / 16, ceil(D / 16)]  lane = token; bits 2 j, 2 j + 1 are channel 16 i + 4 j + c
+    values, 4 bits   [ceil(D / 32), T / 4]   lane = channel 32 i + lane (low nibble), 32 i + 16 + lane (high nibble);
+                                             byte c = token 4 j + c
+    values, 2 bits   [ceil(D / 32), T / 16, 2]  lane = channel 32 i + 16 h + lane; bits 2 j, 2 j + 1 are token
+                                             16 n + 4 j + c
+    keys, 8 bits     [T / 16, ceil(D / 8), 2]  lane = token; vector h has channel 8 i + 4 h + c
+    values, 8 bits   [ceil(D / 32), T / 4, 2]  lane = channel 32 i + 16 h + lane; byte c = token 4 j + c
+    two planes       of 4 bits, 16 * upper + lower
+
+Whatever is multiplied stands as rows of INT8: as many rows as there are query heads, or twice as many where each is two
+planes (`runtime.backends.cpu.kernels.attention.page`). Products are written as floats; they are whole and exact.
+
+All layouts are multiplied in one way: 32 results of a row at a time (two tiles of tokens, or 32 channels), by steps
+that read some vectors, take them apart into *fields* and multiply each with four bytes of every row. What differs is
+the *reader* of a step's fields. Code is emitted for blocks of up to eight rows, so that codes are taken apart once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from runtime.backends.cpu.machine import isa
+from runtime.backends.cpu.machine.codes import emit_dot4_bytes, emit_join_high, emit_join_low
+from runtime.backends.cpu.machine.emit import (
+    BYTES,
+    FLOATS,
+    I32,
+    I64,
+    WORDS,
+    Builder,
+    constant,
+    define,
+    emit_dot4,
+    emit_prefetch,
+    load,
+    offset,
+    pointer,
+    shift_right,
+    splat,
+)
+
+_ALONE = 2
+"""Up to so many rows, every field has a sum of its own, for otherwise one addition would wait for the one before."""
+_EIGHT = isa.VARIANT == "avx512"
+"""Whether there are registers for the sums of eight rows."""
+
+
+class _Field(NamedTuple):
+    """Codes of one step that are multiplied with the same four bytes of a row."""
+
+    output: int
+    """0 for the first 16 results, 1 for the others."""
+    place: int
+    """Where the row's four bytes stand in those of the step."""
+    codes: Any
+    """LLVM value, 64 bytes."""
+
+
+Reader = Callable[[Builder, Any, Any, Any], tuple[list[_Field], list[Any]]]
+"""Emits a step's loads, from its address, the offset of the lower plane, and the distance of the second output's
+vectors. Returns the fields and the addresses that were read."""
+
+
+def _nibbles(b: Builder, address: Any) -> tuple[Any, Any]:
+    x = load(b, BYTES, address, 64)
+    return b.and_(x, constant(BYTES, 15)), b.and_(shift_right(b, x, 4), constant(BYTES, 15))
+
+
+def _planes(b: Builder, address: Any, lower: Any) -> tuple[Any, Any]:
+    x, y = load(b, BYTES, address, 64), load(b, BYTES, b.add(address, lower), 64)
+    return emit_join_low(b, x, y), emit_join_high(b, x, y)
+
+
+def _two_vectors(b: Builder, address: Any) -> tuple[Any, Any]:
+    return load(b, BYTES, address, 64), load(b, BYTES, offset(b, address, 64), 64)
+
+
+def _key_fields(first: tuple[Any, Any], second: tuple[Any, Any]) -> list[_Field]:
+    """Of two tiles: four channels, then the next four."""
+    return [_Field(tile, 4 * i, pair[i]) for i in range(2) for tile, pair in enumerate((first, second))]
+
+
+def _value_fields(first: tuple[Any, Any], second: tuple[Any, Any]) -> list[_Field]:
+    """Of four tokens, and the next four: 16 channels, then the other 16."""
+    return [_Field(i, 4 * quad, pair[i]) for quad, pair in enumerate((first, second)) for i in range(2)]
+
+
+def _keys_4(b: Builder, address: Any, _lower: Any, stride: Any) -> tuple[list[_Field], list[Any]]:
+    second = b.add(address, stride)
+    return _key_fields(_nibbles(b, address), _nibbles(b, second)), [address, second]
+
+
+def _keys_8(b: Builder, address: Any, _lower: Any, stride: Any) -> tuple[list[_Field], list[Any]]:
+    second = b.add(address, stride)
+    lines = [address, offset(b, address, 64), second, offset(b, second, 64)]
+    return _key_fields(_two_vectors(b, address), _two_vectors(b, second)), lines
+
+
+def _keys_planes(b: Builder, address: Any, lower: Any, stride: Any) -> tuple[list[_Field], list[Any]]:
+    second = b.add(address, stride)
+    lines = [address, b.add(address, lower), second, b.add(second, lower)]
+    return _key_fields(_planes(b, address, lower), _planes(b, second, lower)), lines
+
+
+def _values_4(b: Builder, address: Any, _lower: Any, _stride: Any) -> tuple[list[_Field], list[Any]]:
+    second = offset(b, address, 64)
+    return _value_fields(_nibbles(b, address), _nibbles(b, second)), [address, second]
+
+
+def _values_8(b: Builder, address: Any, _lower: Any, _stride: Any) -> tuple[list[_Field], list[Any]]:
+    lines = [offset(b, address, 64 * i) for i in range(4)]
+    return _value_fields(_two_vectors(b, address), _two_vectors(b, lines[2])), lines
+
+
+def _values_planes(b: Builder, address: Any, lower: Any, _stride: Any) -> tuple[list[_Field], list[Any]]:
+    second = offset(b, address, 64)
+    lines = [address, b.add(address, lower), second, b.add(second, lower)]
+    return _value_fields(_planes(b, address, lower), _planes(b, second, lower)), lines
+
+
+def _pairs_2(b: Builder, address: Any, _lower: Any, stride: Any) -> tuple[list[_Field], list[Any]]:
+    """Of keys and values alike: four fields of the first output's vector and four of the second's."""
+    lines = [address, b.add(address, stride)]
+    vectors = [load(b, BYTES, line, 64) for line in lines]
+    return [
+        _Field(output, 4 * i, b.and_(shift_right(b, x, 2 * i), constant(BYTES, 3)))
+        for i in range(4)
+        for output, x in enumerate(vectors)
+    ], lines
+
+
+def _block(rows: int, reader: Reader, size: int, places: range, dot: Any) -> Any:
+    """Intrinsic that writes 32 products for each of `rows` rows: the rows' part of what `_products` gives."""
+    chains = places if rows <= _ALONE else places[:1]
+
+    def emit(
+        b: Builder,
+        q: Any,
+        q_step: Any,
+        at: Any,
+        lower: Any,
+        stride: Any,
+        count: Any,
+        out: Any,
+        out_step: Any,
+        ahead: Any,
+    ) -> None:
+        starts, sums = [q], {}
+        for _ in range(1, rows):
+            starts.append(b.add(starts[-1], q_step))
+        for key in itertools.product(range(rows), range(2), chains):
+            sums[key] = cgutils.alloca_once(b, WORDS)
+            b.store(constant(WORDS, 0), sums[key])
+        with cgutils.for_range(b, count) as loop:
+            fields, lines = reader(b, b.add(at, b.mul(loop.index, ir.Constant(I64, size))), lower, stride)
+            for line in lines:
+                emit_prefetch(b, b.add(line, ahead))
+            moved = b.mul(loop.index, ir.Constant(I64, 4 * len(places)))
+            for place, row in itertools.product(places, range(rows)):
+                four = b.bitcast(splat(b, load(b, I32, offset(b, b.add(starts[row], moved), place), 4), WORDS), BYTES)
+                for field in (field for field in fields if field.place == place):
+                    total = sums[row, field.output, place if rows <= _ALONE else chains[0]]
+                    b.store(dot(b, b.load(total, typ=WORDS), field.codes, four), total)
+        for row, output in itertools.product(range(rows), range(2)):
+            parts = [b.load(sums[row, output, chain], typ=WORDS) for chain in chains]
+            to = b.add(offset(b, out, 64 * output), b.mul(out_step, ir.Constant(I64, row)))
+            b.store(b.sitofp(functools.reduce(b.add, parts), FLOATS), pointer(b, to), align=4)
+
+    emit.__name__, emit.__doc__ = f"{reader.__name__}_{rows}", f"Products of {rows} rows."
+    return define(types.void, *[types.int64] * 9)(emit)
+
+
+def _products(reader: Reader, size: int, places: range, dot: Any) -> Any:
+    """Products of any number of rows.
+
+    Args:
+        reader: What emits a step's loads.
+        size: Bytes from step to step.
+        places: Where a step's fields find their four bytes in a row.
+        dot: Emits the dot product of four bytes in each lane.
+    """
+    eight, four, two, one = (_block(rows, reader, size, places, dot) for rows in (8, 4, 2, 1))
+
+    @numba.njit(nogil=True)
+    def products(
+        q: int,
+        q_step: int,
+        rows: int,
+        at: int,
+        lower: int,
+        stride: int,
+        count: int,
+        number: int,
+        step: int,
+        out: int,
+        out_step: int,
+        ahead: int,
+    ) -> None:
+        for i in range(number):
+            codes, to, n, next_codes = at + i * step, out + 128 * i, 0, ahead
+            while _EIGHT and n + 8 <= rows:
+                eight(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
+                n, next_codes = n + 8, 0
+            while n + 4 <= rows:
+                four(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
+                n, next_codes = n + 4, 0
+            if n + 2 <= rows:
+                two(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
+                n, next_codes = n + 2, 0
+            if n < rows:
+                one(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
+
+    return products
+
+
+_TWO, _FOUR = range(0, 8, 4), range(0, 16, 4)
+products_2 = _products(_pairs_2, 64, _FOUR, emit_dot4), _products(_pairs_2, 128, _FOUR, emit_dot4)
+"""Products with keys, and with values, of 2 bits; likewise those of other codes.
+
+Args (addresses and bytes): rows INT8 and the step from row to row; number of rows; codes; offset of their lower plane
+(where there are two); distance of the second output's vectors (keys: the next tile; values of 2 bits: the next 16
+channels); steps; number of outputs of 32 and the distance of their codes; out float32, and the step from row to row;
+distance to codes that will be read next, and are fetched on the way (0 = none).
+"""
+products_4 = _products(_keys_4, 64, _TWO, emit_dot4), _products(_values_4, 128, _TWO, emit_dot4)
+products_8 = _products(_keys_8, 128, _TWO, emit_dot4_bytes), _products(_values_8, 256, _TWO, emit_dot4_bytes)
+products_planes = (
+    _products(_keys_planes, 64, _TWO, emit_dot4_bytes),
+    _products(_values_planes, 128, _TWO, emit_dot4_bytes),
+)

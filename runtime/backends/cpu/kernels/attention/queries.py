@@ -1,0 +1,172 @@
+"""Queries as INT8, and scores from their integer products with a page's keys.
+
+What is noted of a query beside its codes is a block of `NOTED` bytes: floats as by the numbers below, then sums of
+sixteen lanes each, which are only added up at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+
+from runtime.backends.cpu.machine.codes import larger, largest_lane, store_bytes
+from runtime.backends.cpu.machine.vector import (
+    absolute,
+    add,
+    fill,
+    fma,
+    get_float,
+    keep_lanes,
+    load_floats,
+    load_halves,
+    mul,
+    rounded,
+    set_float,
+    store_floats,
+    sum_lanes,
+    zero_floats,
+)
+
+NOTED = 256
+"""Bytes of what is noted of a query."""
+SCALE, OFFSET, SUM, LARGEST, STEP, CHANGE = 0, 4, 8, 12, 16, 20
+"""Scale of the query's codes; what all its scores get; its sum; its largest score in the page; scale of its weights'
+codes; what its sums were multiplied by when its maximum rose."""
+TOTAL, BESIDES, APART = 64, 128, 192
+"""Sums of weights; of what every channel gets; of what the channels of a group get where there are several groups."""
+LOWEST = -1e30
+_SMALLEST = 1.1754944e-38
+
+
+@numba.njit(nogil=True)
+def step_of(top: float, planes: int) -> Any:
+    """Scale, and its inverse, of codes in `planes` planes whose largest magnitude is `top`."""
+    step = numba.float32(top / numba.float32(127.0 if planes == 1 else 16256.0))
+    inverse = numba.float32(0.0)
+    if step > numba.float32(_SMALLEST):
+        inverse = numba.float32(numba.float32(1.0) / step)
+    return step, inverse
+
+
+@numba.njit(nogil=True)
+def copy_queries(q: int, q_row: int, rows: int, heads: int, dim: int, padded: int, out: int) -> None:
+    """Copy the query heads of some rows to float32 [rows * heads, padded], zero-padded, with nothing noted of them."""
+    for n in range(rows * heads):
+        source, to = q + n // heads * q_row + 4 * dim * (n % heads), out + 4 * padded * n
+        d = 0
+        while d + 16 <= dim:
+            store_floats(to + 4 * d, load_floats(source + 4 * d))
+            d += 16
+        for i in range(d, dim):
+            set_float(to + 4 * i, get_float(source + 4 * i))
+        for i in range(dim, padded):
+            set_float(to + 4 * i, numba.float32(0.0))
+        noted = out + 4 * padded * rows * heads + NOTED * n
+        store_floats(noted + TOTAL, zero_floats())
+        store_floats(noted + BESIDES, zero_floats())
+
+
+@numba.njit(nogil=True)
+def widen(halves: int, count: int, valid: int, factor: float, out: int) -> None:
+    """Halves as floats, times a factor; 0 behind the first `valid`."""
+    for t in range(0, count, 16):
+        store_floats(out + 4 * t, mul(load_halves(halves + 2 * t), fill(numba.float32(factor))))
+    for t in range(valid, count):
+        set_float(out + 4 * t, numba.float32(0.0))
+
+
+@numba.njit(nogil=True)
+def widen_shifted(halves: int, scales: int, count: int, valid: int, shift: float, out: int) -> None:
+    """Zeros as floats, plus the scales times a number; 0 behind the first `valid`."""
+    for t in range(0, count, 16):
+        scale = load_halves(scales + 2 * t)
+        store_floats(out + 4 * t, fma(scale, fill(numba.float32(shift)), load_halves(halves + 2 * t)))
+    for t in range(valid, count):
+        set_float(out + 4 * t, numba.float32(0.0))
+
+
+@numba.njit(nogil=True)
+def quantize_query(
+    q: int, padded: int, scales: int, zeros: int, planes: int, centre: float, codes: int, noted: int, folded: int
+) -> None:
+    """Round a query to INT8, times the scales of the channels where there are any.
+
+    Args:
+        q: Address of float32 [padded].
+        padded: D padded to 32.
+        scales: Address of float32 [padded], one scale a channel; 0 = none.
+        zeros: Address of float32 [padded].
+        planes: 1 or 2.
+        centre: Middle of the codes that the query will meet.
+        codes: Address of int8 [planes, padded].
+        noted: Address of what is noted of the query: scale, offset (correction of the mean, with the product with the
+            zeros where there are any) and sum are written.
+        folded: Address of scratch, float32 [padded].
+    """
+    largest, total, with_zeros = zero_floats(), zero_floats(), zero_floats()
+    for d in range(0, 4 * padded, 64):
+        value = load_floats(q + d)
+        if scales != 0:
+            with_zeros = fma(value, load_floats(zeros + d), with_zeros)
+            value = mul(value, load_floats(scales + d))
+        total = add(total, value)
+        largest = larger(absolute(value), largest)
+        store_floats(folded + d, value)
+    step, inverse = step_of(largest_lane(largest), planes)
+    rounded_sum = zero_floats()
+    for d in range(0, padded, 16):
+        code = rounded(mul(load_floats(folded + 4 * d), fill(inverse)))
+        rounded_sum = add(rounded_sum, code)
+        if planes == 2:
+            high = rounded(mul(code, fill(numba.float32(1 / 128))))
+            store_bytes(codes + padded + d, fma(high, fill(numba.float32(-128.0)), code))
+            code = high
+        store_bytes(codes + d, code)
+    set_float(noted + SCALE, step)
+    lost = fma(rounded_sum, fill(numba.float32(-step)), total)
+    set_float(noted + OFFSET, sum_lanes(fma(lost, fill(numba.float32(centre)), with_zeros)))
+    if scales == 0:
+        set_float(noted + SUM, sum_lanes(total))
+
+
+@numba.njit(nogil=True)
+def finish_scores(
+    scores: int, step: int, planes: int, tokens: int, noted: int, key_scales: int, key_zeros: int
+) -> None:
+    """Turn integer products into scores, in the first plane's row, and note the largest.
+
+    Args:
+        scores: Address of float32 [planes, tokens].
+        step: Bytes from plane to plane.
+        planes: 1 or 2.
+        tokens: A multiple of 16.
+        noted: As `quantize_query` wrote it.
+        key_scales: Address of float32 [tokens], or 0 where scales were the channels'.
+        key_zeros: Address of float32 [tokens].
+    """
+    scale, offset, total = fill(get_float(noted + SCALE)), fill(get_float(noted + OFFSET)), fill(get_float(noted + SUM))
+    largest = fill(get_float(noted + LARGEST))
+    for tile in range(0, 4 * tokens, 64):
+        value = load_floats(scores + tile)
+        if planes == 2:
+            value = fma(value, fill(numba.float32(128.0)), load_floats(scores + step + tile))
+        value = fma(value, scale, offset)
+        if key_scales != 0:
+            value = fma(value, load_floats(key_scales + tile), mul(total, load_floats(key_zeros + tile)))
+        store_floats(scores + tile, value)
+        largest = larger(value, largest)
+    set_float(noted + LARGEST, largest_lane(largest))
+
+
+@numba.njit(nogil=True)
+def mask_scores(scores: int, tokens: int, first: int, end: int, noted: int) -> None:
+    """Make the scores of tokens outside first .. end - 1 very small, and note the largest of the others."""
+    largest = fill(numba.float32(LOWEST))
+    for tile in range(0, tokens, 16):
+        value = load_floats(scores + 4 * tile)
+        if tile < first or tile + 16 > end:
+            value = keep_lanes(value, first - tile, end - tile)
+            store_floats(scores + 4 * tile, value)
+        largest = larger(value, largest)
+    set_float(noted + LARGEST, largest_lane(largest))

@@ -1,0 +1,276 @@
+"""Quantizing a whole page of one key-value head, and reading it back, for kinds whose scales span several tokens.
+
+Vectors (what a scale spans) stand side by side in the lanes: number i of vector r is at [i, r] of float32 [n, R], so
+keys stand token by token (R = D padded to 32) and values channel by channel (R = tokens). Codes are bytes [n, R] first
+and are then joined into the vectors that attention multiplies (`runtime.backends.cpu.kernels.attention.products`).
+
+The measure is `runtime.kv.oracle.page`: scales, zeros and codes are the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+
+from runtime.backends.cpu.machine.codes import larger
+from runtime.backends.cpu.machine.emit import (
+    FLOATS,
+    HALVES,
+    I8,
+    WORDS,
+    Builder,
+    call,
+    constant,
+    define,
+    floats16,
+    pointer,
+)
+from runtime.backends.cpu.machine.vector import (
+    add,
+    div,
+    fill,
+    get_float,
+    get_half,
+    get_int,
+    load_floats,
+    load_halves,
+    load_unsigned,
+    mul,
+    rounded,
+    set_byte,
+    set_float,
+    set_half,
+    set_int,
+    store_floats,
+    sub,
+)
+
+_INFINITY = float("inf")
+
+
+@define(types.void, types.int64, floats16)
+def store_halves(b: Builder, address: Any, value: Any) -> None:
+    """Round sixteen floats to half precision and store them."""
+    b.store(b.fptrunc(value, HALVES), pointer(b, address), align=2)
+
+
+@define(types.void, types.int64, floats16)
+def _store_codes(b: Builder, address: Any, value: Any) -> None:
+    """Store sixteen whole numbers below 256 as bytes."""
+    b.store(b.trunc(b.fptosi(value, WORDS), ir.VectorType(I8, 16)), pointer(b, address), align=1)
+
+
+@define(floats16, floats16, floats16)
+def smaller(b: Builder, x: Any, y: Any) -> Any:
+    """The smaller of both, lane by lane: y where either is a NaN."""
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
+
+
+@define(floats16, floats16, floats16, floats16)
+def where_at_most(b: Builder, x: Any, y: Any, value: Any) -> Any:
+    """Per lane: the value where x <= y, else 0."""
+    return b.select(b.fcmp_ordered("<=", x, y), value, constant(FLOATS, 0.0))
+
+
+@define(floats16, floats16, floats16)
+def _where_positive(b: Builder, x: Any, value: Any) -> Any:
+    """Per lane: the value where x > 0, else 0."""
+    return b.select(b.fcmp_ordered(">", x, constant(FLOATS, 0.0)), value, constant(FLOATS, 0.0))
+
+
+@define(types.void, types.int64, types.int64, types.int64)
+def move_bytes(b: Builder, to: Any, source: Any, count: Any) -> None:
+    """Copy bytes; the places may overlap."""
+    name = "llvm.memmove.p0.p0.i64"
+    call(b, name, ir.VoidType(), pointer(b, to), pointer(b, source), count, ir.Constant(ir.IntType(1), 0))
+
+
+@numba.njit(nogil=True)
+def load_keys(window: int, tokens: int, dim: int, padded: int, x: int) -> None:
+    """Half-precision keys [tokens / 16, D, 16] as float32 [tokens, padded], zeros behind the last channel."""
+    for tile in range(tokens // 16):
+        for d in range(padded):
+            for t in range(16):
+                value = get_half(window + 2 * (16 * (tile * dim + d) + t)) if d < dim else numba.float32(0.0)
+                set_float(x + 4 * ((16 * tile + t) * padded + d), value)
+
+
+@numba.njit(nogil=True)
+def load_values(window: int, tokens: int, dim: int, x: int) -> None:
+    """Half-precision values [tokens, D padded to 16] as float32 [D, tokens]."""
+    width = (dim + 15) // 16 * 16
+    for t in range(tokens):
+        for d in range(dim):
+            set_float(x + 4 * (d * tokens + t), get_half(window + 2 * (t * width + d)))
+
+
+@numba.njit(nogil=True)
+def encode_lanes(
+    x: int,
+    count: int,
+    step: int,
+    low: int,
+    high: int,
+    extremes_step: int,
+    group: int,
+    bits: int,
+    scales: int,
+    zeros: int,
+    codes: int,
+    lower: int,
+) -> None:
+    """Quantize sixteen vectors.
+
+    Args:
+        x: Address of their first numbers, float32.
+        count: Numbers of a vector.
+        step: R: from number to number, in numbers, in scales of successive groups, and in codes.
+        low: Address of the numbers that the least are sought among: x, or a copy without outliers.
+        high: Likewise the largest.
+        extremes_step: From number to number of those, in bytes.
+        group: Numbers of a group.
+        bits: 2 or 4.
+        scales: Address of the first group's scales, half precision.
+        zeros: Likewise of its zeros.
+        codes: Address of the first codes, bytes.
+        lower: Likewise of the lower plane's, with an offset of 8; 0 = there is none.
+    """
+    levels, nothing = fill(numba.float32((1 << bits) - 1)), fill(numba.float32(0.0))
+    for start in range(0, count, group):
+        stop = min(start + group, count)
+        least, largest = fill(numba.float32(_INFINITY)), fill(numba.float32(-_INFINITY))
+        for i in range(start, stop):
+            least = smaller(load_floats(low + extremes_step * i), least)
+            largest = larger(load_floats(high + extremes_step * i), largest)
+        zero, top = where_at_most(least, largest, least), where_at_most(least, largest, largest)
+        at = 2 * step * (start // group)
+        store_halves(scales + at, div(sub(top, zero), levels))
+        store_halves(zeros + at, zero)
+        scale = load_halves(scales + at)
+        for i in range(start, stop):
+            value = load_floats(x + 4 * step * i)
+            code = rounded(_where_positive(scale, div(sub(value, zero), scale)))
+            code = smaller(larger(code, nothing), levels)
+            _store_codes(codes + step * i, code)
+            if lower != 0:
+                error = sub(value, add(mul(code, scale), zero))
+                finer = rounded(_where_positive(scale, div(error, mul(scale, fill(numba.float32(1 / 16))))))
+                finer = smaller(larger(finer, fill(numba.float32(-8.0))), fill(numba.float32(7.0)))
+                _store_codes(lower + step * i, add(finer, fill(numba.float32(8.0))))
+
+
+@numba.njit(nogil=True)
+def decode_lanes(codes: int, lower: int, count: int, step: int, group: int, scales: int, zeros: int, x: int) -> None:
+    """The reverse of `encode_lanes`: sixteen vectors from their codes."""
+    for start in range(0, count, group):
+        at = 2 * step * (start // group)
+        scale, zero = load_halves(scales + at), load_halves(zeros + at)
+        for i in range(start, min(start + group, count)):
+            code = load_unsigned(codes + step * i)
+            if lower != 0:
+                both = sub(load_unsigned(lower + step * i), fill(numba.float32(8.0)))
+                code = add(mul(fill(numba.float32(16.0)), code), both)
+                value = add(mul(code, mul(scale, fill(numba.float32(1 / 16)))), zero)
+            else:
+                value = add(mul(code, scale), zero)
+            store_floats(x + 4 * step * i, value)
+
+
+@numba.njit(nogil=True)
+def clear_codes(codes: int, rows: int, start: int, stop: int, step: int) -> None:
+    """Zero the codes start .. stop - 1 of some rows."""
+    for i in range(rows):
+        for r in range(start, stop):
+            set_byte(codes + step * i + r, numba.int8(0))
+
+
+@numba.njit(nogil=True)
+def join_keys(codes: int, tokens: int, padded: int, vectors: int, bits: int, out: int) -> None:
+    """Codes [tokens, padded] as the vectors of keys."""
+    fields = 8 // bits
+    for tile in range(tokens // 16):
+        for i in range(vectors):
+            for t in range(16):
+                source, joined = codes + (16 * tile + t) * padded + 4 * fields * i, 0
+                for j in range(fields):
+                    joined |= numba.int64(get_int(source + 4 * j)) << (bits * j)
+                set_int(out + 64 * (tile * vectors + i) + 4 * t, numba.int32(joined))
+
+
+@numba.njit(nogil=True)
+def split_keys(vectors_at: int, tokens: int, padded: int, vectors: int, bits: int, codes: int) -> None:
+    """The reverse of `join_keys`."""
+    fields, mask = 8 // bits, 0x01010101 * ((1 << bits) - 1)
+    for tile in range(tokens // 16):
+        for i in range(vectors):
+            for t in range(16):
+                joined = numba.int64(get_int(vectors_at + 64 * (tile * vectors + i) + 4 * t)) & 0xFFFFFFFF
+                to = codes + (16 * tile + t) * padded + 4 * fields * i
+                for j in range(fields):
+                    set_int(to + 4 * j, numba.int32((joined >> (bits * j)) & mask))
+
+
+@numba.njit(nogil=True)
+def join_values(codes: int, tokens: int, padded: int, block: int, bits: int, out: int) -> None:
+    """Codes [padded, tokens] as the vectors of values; `block` bytes are a block of 32 channels."""
+    for start in range(0, padded, 32):
+        to = out + start // 32 * block
+        for lane in range(16):
+            first = codes + (start + lane) * tokens
+            second = first + 16 * tokens
+            if bits == 4:
+                for j in range(tokens // 4):
+                    joined = numba.int64(get_int(first + 4 * j)) | numba.int64(get_int(second + 4 * j)) << 4
+                    set_int(to + 64 * j + 4 * lane, numba.int32(joined))
+            else:
+                for n in range(tokens // 16):
+                    low, high = 0, 0
+                    for j in range(4):
+                        low |= numba.int64(get_int(first + 16 * n + 4 * j)) << (2 * j)
+                        high |= numba.int64(get_int(second + 16 * n + 4 * j)) << (2 * j)
+                    set_int(to + 128 * n + 4 * lane, numba.int32(low))
+                    set_int(to + 128 * n + 64 + 4 * lane, numba.int32(high))
+
+
+@numba.njit(nogil=True)
+def split_values(vectors_at: int, tokens: int, padded: int, block: int, bits: int, codes: int) -> None:
+    """The reverse of `join_values`."""
+    mask = 0x01010101 * ((1 << bits) - 1)
+    for start in range(0, padded, 32):
+        source = vectors_at + start // 32 * block
+        for lane in range(16):
+            first = codes + (start + lane) * tokens
+            second = first + 16 * tokens
+            if bits == 4:
+                for j in range(tokens // 4):
+                    joined = numba.int64(get_int(source + 64 * j + 4 * lane)) & 0xFFFFFFFF
+                    set_int(first + 4 * j, numba.int32(joined & mask))
+                    set_int(second + 4 * j, numba.int32((joined >> 4) & mask))
+            else:
+                for n in range(tokens // 16):
+                    low = numba.int64(get_int(source + 128 * n + 4 * lane)) & 0xFFFFFFFF
+                    high = numba.int64(get_int(source + 128 * n + 64 + 4 * lane)) & 0xFFFFFFFF
+                    for j in range(4):
+                        set_int(first + 16 * n + 4 * j, numba.int32((low >> (2 * j)) & mask))
+                        set_int(second + 16 * n + 4 * j, numba.int32((high >> (2 * j)) & mask))
+
+
+@numba.njit(nogil=True)
+def write_keys(x: int, dim: int, padded: int, count: int, window: int) -> None:
+    """Float32 [tokens, padded] as the first `count` half-precision keys of a window."""
+    for t in range(count):
+        for d in range(dim):
+            to = window + 2 * (16 * (t // 16 * dim + d) + t % 16)
+            set_half(to, get_float(x + 4 * (t * padded + d)))
+
+
+@numba.njit(nogil=True)
+def write_values(x: int, tokens: int, dim: int, count: int, window: int) -> None:
+    """Float32 [D, tokens] as the first `count` half-precision values of a window."""
+    width = (dim + 15) // 16 * 16
+    for t in range(count):
+        for d in range(dim):
+            set_half(window + 2 * (t * width + d), get_float(x + 4 * (d * tokens + t)))

@@ -1,0 +1,250 @@
+"""Error compensation on the CPU: a gather of residual rows from RAM, in float32.
+
+Residuals stay in the canonical packing of the file (input-channel-major, so one salient channel is one contiguous row)
+and are read through the page cache, never copied.
+
+Rows are added four at a time while the next four come into the cache. At 4 bits, the usual width, 128 outputs of a row
+are a vector of 16 words: field j of all of them, shifted to the top of a float's mantissa under the exponent of 1, is
+the number 1 + code / 16 without any conversion, three operations for 16 products.
+
+Source: QDEC §4.1, steps 2 to 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import register_jitable
+
+from runtime.backends.cpu.machine.emit import (
+    FLOATS,
+    I32,
+    WORDS,
+    Builder,
+    call,
+    constant,
+    define,
+    emit_fma,
+    floats16,
+    load,
+    offset,
+    pointer,
+    splat,
+    words16,
+)
+from runtime.backends.cpu.machine.vector import (
+    add,
+    fill,
+    fma,
+    get_float,
+    get_int,
+    load_floats,
+    load_halves,
+    load_unsigned,
+    mul,
+    prefetch,
+    store_floats,
+    zero_floats,
+)
+
+_MANTISSA_TOP, _ONE = 23, 0x3F800000
+"""Bits of a float32's mantissa, and the bits of 1.0."""
+
+
+@define(floats16, types.int64)
+def _codes_2(b: Builder, address: Any) -> Any:
+    """Sixteen 2-bit codes of one word as floats."""
+    shifts = ir.Constant(WORDS, [2 * i for i in range(16)])
+    word = splat(b, load(b, I32, address, 4), WORDS)
+    return b.sitofp(b.and_(b.lshr(word, shifts), constant(WORDS, 3)), FLOATS)
+
+
+def _emit_field(b: Builder, words: Any, j: int) -> Any:
+    """Field j of sixteen words of eight 4-bit codes, as 1 + code / 16."""
+    up = _MANTISSA_TOP - 4 * (j + 1)
+    moved = b.shl(words, constant(WORDS, up)) if up >= 0 else b.lshr(words, constant(WORDS, -up))
+    code = b.and_(moved, constant(WORDS, 15 << (_MANTISSA_TOP - 4)))
+    return b.bitcast(b.or_(code, constant(WORDS, _ONE)), FLOATS)
+
+
+@define(words16, types.int64, types.int64)
+def _load_words(b: Builder, address: Any, count: Any) -> Any:
+    """The first `count` of sixteen words, zeros for the rest."""
+    wide = splat(b, b.trunc(count, I32), WORDS)
+    mask = b.icmp_signed("<", ir.Constant(WORDS, list(range(16))), wide)
+    return call(
+        b, "llvm.masked.load.v16i32.p0", WORDS, pointer(b, address), ir.Constant(I32, 4), mask, constant(WORDS, 0)
+    )
+
+
+@define(types.void, types.int64, *[words16] * 4, *[floats16] * 4)
+def _add_rows(b: Builder, sums: Any, *rows: Any) -> None:
+    """Add four rows of a block to its eight sums: value * (1 + code / 16), row after row."""
+    for j in range(8):
+        at = pointer(b, offset(b, sums, 64 * j))
+        total = b.load(at, typ=FLOATS, align=4)
+        for words, value in zip(rows[:4], rows[4:], strict=True):
+            total = emit_fma(b, _emit_field(b, words, j), value, total)
+        b.store(total, at, align=4)
+
+
+@define(types.void, types.int64)
+def _order_fields(b: Builder, sums: Any) -> None:
+    """Bring the sums of a block, lane w of sum j belonging to output 8 w + j, into the outputs' order."""
+    parts = [load(b, FLOATS, offset(b, sums, 64 * j), 4) for j in range(8)]
+    while len(parts) > 1:  # interleave what stands half the list apart: the last round has all in place
+        half, lanes = len(parts) // 2, parts[0].type.count
+        mask = ir.Constant(ir.VectorType(I32, 2 * lanes), [i // 2 + i % 2 * lanes for i in range(2 * lanes)])
+        parts = [b.shuffle_vector(parts[i], parts[i + half], mask) for i in range(half)]
+    b.store(parts[0], pointer(b, sums), align=4)
+
+
+@numba.njit(nogil=True)
+def _channel(chosen: int, i: int, count: int) -> int:
+    """The i-th chosen channel; the last one beyond the end."""
+    return numba.int64(get_int(chosen + 4 * min(i, count - 1)))
+
+
+@register_jitable
+def gather_4(
+    residual: int, row_bytes: int, x: int, chosen: int, count: int, start: int, stop: int, sums: int, _bits: int
+) -> None:
+    """As the others, but sums[n] = sum over chosen channels c of 16 x[c] (1 + code[c, n] / 16)."""
+    first, blocks = residual + start // 2, (stop - start + 127) // 128
+    for t in range(8 * blocks):
+        store_floats(sums + 64 * t, zero_floats())
+    for i in range(0, count, 4):
+        rows = min(4, count - i)
+        c0, c1 = _channel(chosen, i, count), _channel(chosen, i + 1, count)
+        c2, c3 = _channel(chosen, i + 2, count), _channel(chosen, i + 3, count)
+        sixteen, none = numba.float32(16.0), numba.float32(0.0)
+        x0, x1 = fill(sixteen * get_float(x + 4 * c0)), fill(sixteen * get_float(x + 4 * c1) if rows > 1 else none)
+        x2 = fill(sixteen * get_float(x + 4 * c2) if rows > 2 else none)
+        x3 = fill(sixteen * get_float(x + 4 * c3) if rows > 3 else none)
+        r0, r1, r2, r3 = first + c0 * row_bytes, first + c1 * row_bytes, first + c2 * row_bytes, first + c3 * row_bytes
+        n0, n1 = first + _channel(chosen, i + 4, count) * row_bytes, first + _channel(chosen, i + 5, count) * row_bytes
+        n2, n3 = first + _channel(chosen, i + 6, count) * row_bytes, first + _channel(chosen, i + 7, count) * row_bytes
+        for t in range(blocks):
+            at, words = 64 * t, min(16, (stop - start) // 8 - 16 * t)
+            prefetch(n0 + at)  # the next four rows come in while these are added
+            prefetch(n1 + at)
+            prefetch(n2 + at)
+            prefetch(n3 + at)
+            _add_rows(
+                sums + 512 * t,
+                _load_words(r0 + at, words),
+                _load_words(r1 + at, words),
+                _load_words(r2 + at, words),
+                _load_words(r3 + at, words),
+                x0,
+                x1,
+                x2,
+                x3,
+            )
+    for t in range(blocks):
+        _order_fields(sums + 512 * t)
+
+
+def _gather(load_codes: Any) -> Any:
+    @register_jitable
+    def gather(
+        residual: int, row_bytes: int, x: int, chosen: int, count: int, start: int, stop: int, sums: int, bits: int
+    ) -> None:
+        step = 2 * bits  # bytes of 16 columns
+        first, last = residual + (start // 16) * step, (stop - start) // 16
+        for t in range(last):
+            store_floats(sums + 64 * t, zero_floats())
+        i = 0
+        while i + 4 <= count:
+            c0, c1 = numba.int64(get_int(chosen + 4 * i)), numba.int64(get_int(chosen + 4 * i + 4))
+            c2, c3 = numba.int64(get_int(chosen + 4 * i + 8)), numba.int64(get_int(chosen + 4 * i + 12))
+            x0, x1 = fill(get_float(x + 4 * c0)), fill(get_float(x + 4 * c1))
+            x2, x3 = fill(get_float(x + 4 * c2)), fill(get_float(x + 4 * c3))
+            r0, r1 = first + c0 * row_bytes, first + c1 * row_bytes
+            r2, r3 = first + c2 * row_bytes, first + c3 * row_bytes
+            n0, n1, n2, n3 = r0, r1, r2, r3
+            if i + 8 <= count:  # the next four rows come in while these are added
+                n0 = first + numba.int64(get_int(chosen + 4 * i + 16)) * row_bytes
+                n1 = first + numba.int64(get_int(chosen + 4 * i + 20)) * row_bytes
+                n2 = first + numba.int64(get_int(chosen + 4 * i + 24)) * row_bytes
+                n3 = first + numba.int64(get_int(chosen + 4 * i + 28)) * row_bytes
+            for t in range(last):
+                at = t * step
+                if at % 64 == 0:
+                    prefetch(n0 + at)
+                    prefetch(n1 + at)
+                    prefetch(n2 + at)
+                    prefetch(n3 + at)
+                total = fma(load_codes(r0 + at), x0, load_floats(sums + 64 * t))
+                total = fma(load_codes(r1 + at), x1, total)
+                total = fma(load_codes(r2 + at), x2, total)
+                store_floats(sums + 64 * t, fma(load_codes(r3 + at), x3, total))
+            i += 4
+        while i < count:
+            c = numba.int64(get_int(chosen + 4 * i))
+            value, row = fill(get_float(x + 4 * c)), first + c * row_bytes
+            for t in range(last):
+                store_floats(sums + 64 * t, fma(load_codes(row + t * step), value, load_floats(sums + 64 * t)))
+            i += 1
+
+    return gather
+
+
+gather_2, gather_8, _gather_16 = _gather(_codes_2), _gather(load_unsigned), _gather(load_halves)
+"""Sums of 2-bit, of 8-bit codes and of halves, times the activations of their channels."""
+
+
+@numba.njit(nogil=True)
+def compensate(
+    gather: Any,
+    bits: int,
+    residual: int,
+    scales: int,
+    row_bytes: int,
+    x: int,
+    chosen: int,
+    count: int,
+    start: int,
+    stop: int,
+    out: int,
+    sums: int,
+) -> None:
+    """out[n] += sum over chosen channels c of x[c] * R̂[c, n] for start <= n < stop.
+
+    Args:
+        gather: `gather_2`, `gather_4` or `gather_8`.
+        bits: 2, 4 or 8.
+        residual: Address of the packed residuals [K, N], canonical packing.
+        scales: Address of float16 [N padded to 16].
+        row_bytes: Bytes from one input channel's row to the next.
+        x: Address of the input row, float32 [K].
+        chosen: Address of int32 [count], the salient channels, ascending.
+        count: k.
+        start: First output channel, a multiple of 16.
+        stop: End, a multiple of 16.
+        out: Address of the output row, float32.
+        sums: Address of scratch, float32 [stop - start], and 128 more.
+    """
+    gather(residual, row_bytes, x, chosen, count, start, stop, sums, bits)
+    # Codes are stored with an offset of 2^(bits-1), the same for every channel: its share is subtracted once, and that
+    # of the 1 beside a 4-bit code / 16.
+    total = numba.float32(0.0)
+    for i in range(count):
+        total += get_float(x + 4 * numba.int64(get_int(chosen + 4 * i)))
+    shift = fill(numba.float32(-total * numba.float32(24 if bits == 4 else 1 << (bits - 1))))
+    for n in range(start, stop, 16):
+        value = mul(add(load_floats(sums + 4 * (n - start)), shift), load_halves(scales + 2 * n))
+        store_floats(out + 4 * n, add(load_floats(out + 4 * n), value))
+
+
+@numba.njit(nogil=True)
+def compensate_halves(
+    residual: int, row_bytes: int, x: int, chosen: int, count: int, start: int, stop: int, out: int, sums: int
+) -> None:
+    """As `compensate`, with residuals float16 [K, N'] and no scales."""
+    _gather_16(residual, row_bytes, x, chosen, count, start, stop, sums, 16)
+    for n in range(start, stop, 16):
+        store_floats(out + 4 * n, add(load_floats(out + 4 * n), load_floats(sums + 4 * (n - start))))

@@ -1,0 +1,176 @@
+"""Low-bit matrix times a block of rows: the codes are unpacked once and meet 4, 8 or 16 rows of INT8 activations.
+
+The same tiles of weights as the matrix-vector product; with 16 rows a vector of unpacked codes serves 16 dot products,
+so the integer units are the limit. Of a matrix with codebooks the entries of a whole tile are written down first
+(`runtime.backends.cpu.kernels.lookup`), once for all rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+
+from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES, emit_unpack
+from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES
+from runtime.backends.cpu.machine.emit import (
+    BYTES,
+    ENTRY_OFFSET,
+    FLOAT,
+    FLOATS,
+    I32,
+    WORDS,
+    Builder,
+    constant,
+    define,
+    emit_dot4,
+    emit_dot4_entries,
+    emit_fma,
+    floats16,
+    load,
+    offset,
+    pointer,
+    splat,
+    words16,
+)
+from runtime.backends.cpu.machine.vector import fill, load_halves, load_unsigned, mul, store_floats, zero_floats
+
+ROW_BLOCKS = (1, 4, 8, 16)
+"""Rows that a product handles at once."""
+
+
+@numba.njit(nogil=True)
+def row_block(rows: int) -> int:
+    """The row block for a step with this many rows."""
+    if rows == 1:
+        return 1
+    if rows <= 4:
+        return 4
+    return 8 if rows <= 8 else 16
+
+
+def _zeros(rows: int) -> Any:
+    def emit(_b: Builder) -> Any:
+        return ir.Constant(ir.ArrayType(WORDS, rows), [constant(WORDS, 0)] * rows)
+
+    emit.__name__ = f"zeros{rows}"
+    emit.__doc__ = "Sums of all rows, zero."
+    return define(types.UniTuple(words16, rows))(emit)
+
+
+def _multiply(bits: int, rows: int) -> Any:
+    """Bits 8 stands for decoded entries of codebooks."""
+    dot = emit_dot4_entries if bits == 8 else emit_dot4
+
+    def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
+        totals = [b.extract_value(sums, m) for m in range(rows)]
+        if bits == 8:
+            vectors = [load(b, BYTES, offset(b, codes, 64 * j), 64) for j in range(8)]
+        else:
+            vectors = emit_unpack(b, codes, bits)
+        for j, vector in enumerate(vectors):
+            for m in range(rows):
+                word = load(b, I32, offset(b, x, 4 * (rows * j + m)), 4)
+                totals[m] = dot(b, totals[m], vector, b.bitcast(splat(b, word, WORDS), BYTES))
+        for m, total in enumerate(totals):
+            sums = b.insert_value(sums, total, m)
+        return sums
+
+    emit.__name__ = f"multiply{bits}x{rows}"
+    emit.__doc__ = "Add the products of one block of codes with every row."
+    tuple_type = types.UniTuple(words16, rows)
+    return define(tuple_type, tuple_type, types.int64, types.int64)(emit)
+
+
+def _finish(rows: int) -> Any:
+    def emit(b: Builder, sums: Any, scale: Any, scaled_zero: Any, x_scales: Any, x_shifts: Any, out: Any) -> None:
+        for m in range(rows):
+            address = offset(b, out, 64 * m)
+            x_scale = splat(b, load(b, FLOAT, offset(b, x_scales, 4 * m), 4), FLOATS)
+            x_shift = splat(b, load(b, FLOAT, offset(b, x_shifts, 4 * m), 4), FLOATS)
+            products = b.sitofp(b.extract_value(sums, m), FLOATS)
+            total = emit_fma(b, products, b.fmul(scale, x_scale), load(b, FLOATS, address, 64))
+            b.store(emit_fma(b, scaled_zero, x_shift, total), pointer(b, address), align=64)
+
+    emit.__name__ = f"finish{rows}"
+    emit.__doc__ = "Scale a group's sums and add them to the tile's totals, float32 [rows, 16] at `out`."
+    return define(types.void, types.UniTuple(words16, rows), floats16, floats16, types.int64, types.int64, types.int64)(
+        emit
+    )
+
+
+def _tile(bits: int, rows: int) -> Any:
+    zeros_of, multiply, finish = _zeros(rows), _multiply(bits, rows), _finish(rows)
+    block_bytes = BLOCK_BYTES[bits]
+
+    @numba.njit(nogil=True)
+    def tile(
+        codes: int,
+        scales: int,
+        zeros: int,
+        x: int,
+        x_scales: int,
+        x_shifts: int,
+        blocks: int,
+        group_blocks: int,
+        out: int,
+    ) -> None:
+        for m in range(rows):
+            store_floats(out + 64 * m, zero_floats())
+        start, group = 0, 0
+        while start < blocks:
+            stop = min(start + group_blocks, blocks)
+            sums = zeros_of()
+            for block in range(start, stop):
+                sums = multiply(sums, codes + block * block_bytes, x + BLOCK * rows * block)
+            scale = load_halves(scales + 32 * group)
+            scaled_zero = mul(scale, load_unsigned(zeros + 16 * group))
+            finish(sums, scale, scaled_zero, x_scales + 4 * rows * group, x_shifts + 4 * rows * group, out)
+            start, group = stop, group + 1
+
+    return tile
+
+
+gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16 = (_tile(3, rows) for rows in (4, 8, 16))
+"""Sixteen outputs of 4, 8 or 16 rows with a 3-bit matrix; arguments as `gemm_tile_4x16`."""
+gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16 = (_tile(4, rows) for rows in (4, 8, 16))
+"""Sixteen outputs of 4, 8 or 16 rows with a 4-bit matrix.
+
+Args: as `gemv_tile_4` with the activations of a row block (see `runtime.backends.cpu.kernels.activation`), and `out`,
+the address of float32 [rows, 16], aligned to 64 bytes.
+"""
+
+
+def _entry_tile(rows: int) -> Any:
+    zeros_of, multiply, finish = _zeros(rows), _multiply(8, rows), _finish(rows)
+
+    @numba.njit(nogil=True)
+    def tile(
+        entries: int, scales: int, x: int, x_scales: int, x_shifts: int, blocks: int, group_blocks: int, out: int
+    ) -> None:
+        for m in range(rows):
+            store_floats(out + 64 * m, zero_floats())
+        scale = load_halves(scales)
+        scaled_offset = mul(scale, fill(numba.float32(ENTRY_OFFSET)))
+        start, group = 0, 0
+        while start < blocks:
+            stop = min(start + group_blocks, blocks)
+            sums = zeros_of()
+            for block in range(start, stop):
+                sums = multiply(sums, entries + block * ENTRY_BYTES, x + BLOCK * rows * block)
+            finish(sums, scale, scaled_offset, x_scales + 4 * rows * group, x_shifts + 4 * rows * group, out)
+            start, group = stop, group + 1
+
+    return tile
+
+
+gemm_entries_tile_4, gemm_entries_tile_8 = _entry_tile(4), _entry_tile(8)
+"""Sixteen outputs of 4 or 8 rows with decoded entries; arguments as `gemm_entries_tile_16`."""
+gemm_entries_tile_16 = _entry_tile(16)
+"""Sixteen outputs of 16 rows with a tile's decoded entries.
+
+Args: addresses of the entries (`runtime.backends.cpu.kernels.lookup.decode_tile_4`) and of the tile's scales fp16 [16];
+the rest as `gemm_tile_4x16`.
+"""

@@ -1,0 +1,266 @@
+"""Low-bit matrix times one vector of INT8 activations: sixteen output channels side by side in the vector lanes.
+
+Weights stand in tiles of 16 output channels (`runtime.backends.cpu.data.tiles`); each 32-bit lane of the dot product
+collects four input channels of one output channel, so nothing has to be summed across lanes and a group's scale is one
+vector. Per 64 bytes of 4-bit codes this is 3 operations to unpack and 2 dot products: memory is the limit, not
+arithmetic.
+
+With codebooks, vectors hold several input channels of fewer output channels (`runtime.backends.cpu.kernels.lookup`).
+Partial sums stay apart in the lanes, for a row has one scale, and are added up across lanes once at its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+
+from runtime.backends.cpu.kernels.lookup import (
+    SLICES,
+    VECTORS,
+    emit_entries,
+    every_second,
+    load_tables,
+    repeated,
+    tables_type,
+)
+from runtime.backends.cpu.machine.emit import (
+    BYTES,
+    ENTRY_OFFSET,
+    FLOAT,
+    FLOATS,
+    WORDS,
+    Builder,
+    bytes64,
+    constant,
+    define,
+    emit_dot4_entries,
+    emit_fma,
+    floats16,
+    load,
+    offset,
+    shift_left,
+    shift_right,
+    splat,
+    words16,
+)
+from runtime.backends.cpu.machine.vector import (
+    add_words,
+    broadcast,
+    broadcast_word,
+    dot4,
+    fma,
+    load_halves,
+    load_unsigned,
+    mul,
+    prefetch,
+    to_floats,
+    zero_floats,
+    zero_words,
+)
+
+BLOCK = 32
+"""Input channels unpacked at a time."""
+BLOCK_BYTES = {3: 192, 4: 256}
+"""Bytes of a block of 16 output by 32 input channels, by bits."""
+_AHEAD = 8192
+"""Bytes that the prefetch runs ahead of the loads. On a core whose memory others use too, a tile's walk is a tenth to a
+quarter faster with it than with 1536; on an idle machine distances cannot be told apart. Codebook tiles ask for nothing
+ahead: at 4 bits they are a quarter faster without, at 3 bits it makes no difference."""
+
+
+def emit_unpack(b: Builder, address: Any, bits: int) -> list[Any]:
+    """Unpack a block: eight byte vectors, vector j with input channels 4j .. 4j + 3 of all 16 output channels."""
+    if bits == 4:
+        vectors = []
+        for i in range(4):
+            pair = load(b, BYTES, offset(b, address, 64 * i), 64)
+            vectors += [b.and_(shift_right(b, pair, shift), constant(BYTES, 15)) for shift in (0, 4)]
+        return vectors
+    high = load(b, BYTES, offset(b, address, 128), 64)
+    vectors = []
+    for j in range(8):
+        if j % 4 == 0:
+            low = load(b, BYTES, offset(b, address, 64 * (j // 4)), 64)
+        top = shift_right(b, high, j - 2) if j >= 2 else shift_left(b, high, 2 - j)
+        code = b.and_(shift_right(b, low, 2 * (j % 4)), constant(BYTES, 3))
+        vectors.append(b.or_(code, b.and_(top, constant(BYTES, 4))))
+    return vectors
+
+
+def _unpack(bits: int) -> Any:
+    def emit(b: Builder, address: Any) -> Any:
+        vectors = emit_unpack(b, address, bits)
+        result = ir.Constant(ir.ArrayType(BYTES, 8), ir.Undefined)
+        for j, vector in enumerate(vectors):
+            result = b.insert_value(result, vector, j)
+        return result
+
+    emit.__name__ = f"unpack{bits}"
+    emit.__doc__ = f"Eight byte vectors of {bits}-bit codes."
+    return define(types.UniTuple(bytes64, 8), types.int64)(emit)
+
+
+def _tile(bits: int) -> Any:
+    unpack = _unpack(bits)
+    block_bytes = BLOCK_BYTES[bits]
+
+    @numba.njit(nogil=True)
+    def tile(
+        codes: int, scales: int, zeros: int, x: int, x_scales: int, x_shifts: int, blocks: int, group_blocks: int
+    ) -> Any:
+        total = zero_floats()
+        start, group = 0, 0
+        while start < blocks:
+            stop = min(start + group_blocks, blocks)
+            a0, a1, a2, a3 = zero_words(), zero_words(), zero_words(), zero_words()
+            for block in range(start, stop):
+                base = codes + block * block_bytes
+                for line in range(0, block_bytes, 64):
+                    prefetch(base + _AHEAD + line)
+                quad = x + BLOCK * block
+                u = unpack(base)
+                a0 = dot4(a0, u[0], broadcast_word(quad))
+                a1 = dot4(a1, u[1], broadcast_word(quad + 4))
+                a2 = dot4(a2, u[2], broadcast_word(quad + 8))
+                a3 = dot4(a3, u[3], broadcast_word(quad + 12))
+                a0 = dot4(a0, u[4], broadcast_word(quad + 16))
+                a1 = dot4(a1, u[5], broadcast_word(quad + 20))
+                a2 = dot4(a2, u[6], broadcast_word(quad + 24))
+                a3 = dot4(a3, u[7], broadcast_word(quad + 28))
+            products = to_floats(add_words(add_words(a0, a1), add_words(a2, a3)))
+            scale = load_halves(scales + 32 * group)
+            zero = load_unsigned(zeros + 16 * group)
+            total = fma(products, mul(scale, broadcast(x_scales + 4 * group)), total)
+            total = fma(mul(scale, zero), broadcast(x_shifts + 4 * group), total)
+            start, group = stop, group + 1
+        return total
+
+    return tile
+
+
+gemv_tile_3 = _tile(3)
+"""Sixteen outputs of a 3-bit matrix; arguments as `gemv_tile_4`."""
+gemv_tile_4 = _tile(4)
+"""Sixteen outputs of a 4-bit matrix.
+
+Args (addresses): codes of the tile, its scales fp16 [G, 16], its zeros uint8 [G, 16], and the vector's codes int8 [K],
+scales fp32 [G] and shifts fp32 [G]; then K / 32 and group_size / 32.
+
+Returns: floats16, the outputs.
+"""
+
+
+_CHAINS = 4
+"""Sums of a tile that are independent of each other, so that dot products need not wait for each other."""
+
+
+def _multiply_entries(bits: int) -> Any:
+    sums_type = types.UniTuple(words16, _CHAINS)
+    each = _CHAINS // VECTORS[bits]
+
+    def emit(b: Builder, sums: Any, tables: Any, codes: Any, x: Any) -> Any:
+        totals = [b.extract_value(sums, chain) for chain in range(_CHAINS)]
+        width = BLOCK // SLICES[bits]
+        inputs = [repeated(b, offset(b, x, width * j), bits) for j in range(SLICES[bits])]
+        for i, own in enumerate(emit_entries(b, codes, tables, bits)):
+            for j, (entries, quads) in enumerate(zip(own, inputs, strict=True)):
+                chain = each * i + j % each
+                totals[chain] = emit_dot4_entries(b, totals[chain], entries, quads)
+        for chain, total in enumerate(totals):
+            sums = b.insert_value(sums, total, chain)
+        return sums
+
+    emit.__name__ = f"multiply_entries{bits}"
+    emit.__doc__ = "Add the products of one block of codes with the activations."
+    return define(sums_type, sums_type, tables_type, types.int64, types.int64)(emit)
+
+
+@define(types.UniTuple(words16, _CHAINS))
+def _no_sums(_b: Builder) -> Any:
+    """Zero in every chain."""
+    return ir.Constant(ir.ArrayType(WORDS, _CHAINS), [constant(WORDS, 0)] * _CHAINS)
+
+
+def _no_totals(bits: int) -> Any:
+    count = VECTORS[bits]
+
+    def emit(_b: Builder) -> Any:
+        return ir.Constant(ir.ArrayType(FLOATS, count), [constant(FLOATS, 0.0)] * count)
+
+    emit.__name__ = f"no_totals{bits}"
+    emit.__doc__ = "Zero in every lane."
+    return define(types.UniTuple(floats16, count))(emit)
+
+
+def _add_group(bits: int) -> Any:
+    count, each = VECTORS[bits], _CHAINS // VECTORS[bits]
+    totals_type = types.UniTuple(floats16, count)
+
+    def emit(b: Builder, totals: Any, sums: Any, x_scale: Any, x_shift: Any) -> Any:
+        scale = splat(b, load(b, FLOAT, x_scale, 4), FLOATS)
+        # An offset of all entries is taken off again in every lane of a row, for its share of the row's sum.
+        share = b.fmul(load(b, FLOAT, x_shift, 4), ir.Constant(FLOAT, ENTRY_OFFSET / count))
+        for i in range(count):
+            whole = b.extract_value(sums, each * i)
+            for chain in range(each * i + 1, each * i + each):
+                whole = b.add(whole, b.extract_value(sums, chain))
+            total = emit_fma(b, b.sitofp(whole, FLOATS), scale, b.extract_value(totals, i))
+            if ENTRY_OFFSET:
+                total = b.fadd(total, splat(b, share, FLOATS))
+            totals = b.insert_value(totals, total, i)
+        return totals
+
+    emit.__name__ = f"add_group{bits}"
+    emit.__doc__ = "Scale a group's sums by the activations' scale and add them to the totals."
+    return define(totals_type, totals_type, types.UniTuple(words16, _CHAINS), types.int64, types.int64)(emit)
+
+
+def _across(bits: int) -> Any:
+    def emit(b: Builder, totals: Any) -> Any:
+        parts = [b.extract_value(totals, i) for i in range(VECTORS[bits])]
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [b.fadd(every_second(b, *pair, 0), every_second(b, *pair, 1)) for pair in pairs]
+        return parts[0]
+
+    emit.__name__ = f"across{bits}"
+    emit.__doc__ = "Add up the lanes of each output channel: sixteen outputs."
+    return define(floats16, types.UniTuple(floats16, VECTORS[bits]))(emit)
+
+
+def _codebook_tile(bits: int) -> Any:
+    multiply, add_group, across = _multiply_entries(bits), _add_group(bits), _across(bits)
+    tables_of, no_totals = load_tables(bits), _no_totals(bits)
+    block_bytes = BLOCK_BYTES[bits]
+
+    @numba.njit(nogil=True)
+    def tile(
+        codes: int, scales: int, tables: int, x: int, x_scales: int, x_shifts: int, blocks: int, group_blocks: int
+    ) -> Any:
+        books, totals = tables_of(tables), no_totals()
+        start, group = 0, 0
+        while start < blocks:
+            stop = min(start + group_blocks, blocks)
+            sums = _no_sums()
+            for block in range(start, stop):
+                sums = multiply(sums, books, codes + block * block_bytes, x + BLOCK * block)
+            totals = add_group(totals, sums, x_scales + 4 * group, x_shifts + 4 * group)
+            start, group = stop, group + 1
+        return mul(across(totals), load_halves(scales))
+
+    return tile
+
+
+gemv_codebook_tile_3 = _codebook_tile(3)
+"""Sixteen outputs of a 3-bit matrix with codebooks; arguments as `gemv_codebook_tile_4`."""
+gemv_codebook_tile_4 = _codebook_tile(4)
+"""Sixteen outputs of a 4-bit matrix with codebooks.
+
+Args (addresses): codes of the tile, its scales fp16 [16], its codebooks int8 [16, 2^bits], and the vector's codes
+int8 [K], scales fp32 [G] and shifts fp32 [G]; then K / 32 and group_size / 32.
+
+Returns: floats16, the outputs.
+"""

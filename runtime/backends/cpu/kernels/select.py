@@ -1,0 +1,221 @@
+"""Choosing salient channels of one chunk: exact top-k, the bucketed approximate top-k, static and random.
+
+All write the chosen channels in ascending order, so the sum of their residual rows has one order however they were
+found. Magnitudes are compared through their bits, which order like the numbers.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from runtime.backends.cpu.machine.vector import (
+    absolute,
+    choose,
+    count_bits,
+    fill,
+    fill_from,
+    get_int,
+    get_word,
+    lanes_at_most,
+    lanes_below,
+    load_floats,
+    lowest_bit,
+    magnitude_bits,
+    mul,
+    set_int,
+    set_word,
+    stack_words_128,
+    stack_words_1024,
+    steps_down,
+    store_words,
+    sub,
+)
+from runtime.operations.channels import BUCKETS, HALF
+
+_INFINITY = 0x7F800000
+_MANTISSA = (1 << 53) - 1
+_LARGEST = np.float32(3.4028235e38)
+
+SELECT_APPROX, SELECT_EXACT, SELECT_STATIC, SELECT_RANDOM = 0, 1, 2, 3
+
+
+@numba.njit(nogil=True)
+def kth_largest(keys: int, count: int, k: int, bits: int) -> tuple[int, int]:
+    """The k-th largest of `count` non-negative integer keys under 2^bits, by radix selection.
+
+    Args:
+        keys: Address of int64 [count].
+        count: Number of keys.
+        k: Rank, in [1, count].
+        bits: Bits of a key.
+
+    Returns:
+        The key, and how many keys equal to it belong to the k largest.
+    """
+    counts = stack_words_128()  # int32 [256]
+    prefix, known, wanted = 0, 0, k
+    while known < bits:
+        digit = min(8, bits - known)
+        shift = bits - known - digit
+        for bucket in range(256):
+            set_int(counts + 4 * bucket, numba.int32(0))
+        for i in range(count):
+            key = get_word(keys + 8 * i)
+            if known == 0 or (key >> (shift + digit)) == prefix:
+                at = counts + 4 * ((key >> shift) & ((1 << digit) - 1))
+                set_int(at, numba.int32(get_int(at) + 1))
+        bucket = (1 << digit) - 1
+        while get_int(counts + 4 * bucket) < wanted:
+            wanted -= get_int(counts + 4 * bucket)
+            bucket -= 1
+        prefix = (prefix << digit) | bucket
+        known += digit
+    return prefix, wanted
+
+
+@numba.njit(nogil=True)
+def select_exact(x: int, start: int, width: int, k: int, out: int) -> bool:
+    """The k largest |x| of the channels start .. start + width - 1; of equals the lowest channel.
+
+    Args:
+        x: Address of the row, float32 [K].
+        start: First channel of the chunk.
+        width: Channels of the chunk, at most 1024.
+        k: Channels to choose, in [1, width].
+        out: Address of int32 [k].
+
+    Returns:
+        False when the chunk holds a NaN or infinity.
+    """
+    keys = stack_words_1024()
+    finite = True
+    for i in range(width):
+        key = magnitude_bits(x + 4 * (start + i))
+        set_word(keys + 8 * i, key)
+        finite = finite and key < _INFINITY
+    _write_largest(keys, start, width, k, 31, out)
+    return finite
+
+
+@numba.njit(nogil=True)
+def _write_largest(keys: int, start: int, width: int, k: int, bits: int, out: int) -> None:
+    threshold, equal = kth_largest(keys, width, k, bits)
+    taken = 0
+    for i in range(width):
+        key = get_word(keys + 8 * i)
+        if key > threshold:
+            set_int(out + 4 * taken, numba.int32(start + i))
+            taken += 1
+        elif key == threshold and equal > 0:
+            equal -= 1
+            set_int(out + 4 * taken, numba.int32(start + i))
+            taken += 1
+
+
+@numba.njit(nogil=True)
+def select_approx(x: int, start: int, width: int, k: int, b15: float, upper: float, lower: float, out: int) -> bool:
+    """Like `select_exact`, by 32 buckets; the bucket that overflows gives its lowest channels.
+
+    Args:
+        x: Address of the row, float32 [K].
+        start: First channel of the chunk.
+        width: Channels of the chunk, at most 1024.
+        k: Channels to choose, in [1, width].
+        b15: See `runtime.operations.channels.Buckets`.
+        upper: Its upper_scale.
+        lower: Its lower_scale.
+        out: Address of int32 [k].
+
+    Returns:
+        False when the chunk holds a NaN or infinity.
+
+    Source: QDEC §4.3, Fig. 8.
+    """
+    buckets = stack_words_1024()  # int32 [1024]
+    vectors = (width + 15) // 16
+    finite = True
+    uppers, lowers = fill(upper), fill(lower)
+    borders = fill(b15)
+    for v in range(vectors):
+        value = absolute(load_floats(x + 4 * (start + 16 * v)))
+        inside = min(16, width - 16 * v)
+        ordinary = lanes_below(value, _LARGEST) | (0xFFFF << inside)
+        finite = finite and ordinary & 0xFFFF == 0xFFFF
+        above = steps_down(mul(sub(value, borders), uppers), numba.int32(HALF - 1))
+        below = steps_down(mul(value, lowers), numba.int32(BUCKETS - 1))
+        store_words(buckets + 64 * v, fill_from(choose(value, b15, above, below), inside, numba.int32(BUCKETS)))
+    # The first bucket up to which there are enough: five halvings instead of a histogram.
+    low, high = 0, BUCKETS - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _count_up_to(buckets, vectors, middle) >= k:
+            high = middle
+        else:
+            low = middle + 1
+    room = k - (_count_up_to(buckets, vectors, low - 1) if low > 0 else 0)
+    taken = 0
+    for v in range(vectors):
+        certain = lanes_at_most(buckets + 64 * v, numba.int32(low - 1))
+        lanes = lanes_at_most(buckets + 64 * v, numba.int32(low))
+        while lanes != 0:
+            lane = lowest_bit(lanes)
+            lanes &= lanes - 1
+            if (certain >> lane) & 1 == 0:
+                if room == 0:
+                    continue
+                room -= 1
+            set_int(out + 4 * taken, numba.int32(start + 16 * v + lane))
+            taken += 1
+    return finite
+
+
+@numba.njit(nogil=True)
+def _count_up_to(buckets: int, vectors: int, limit: int) -> int:
+    """How many of the buckets, int32 [16 * vectors], are <= limit."""
+    total = 0
+    for v in range(vectors):
+        total += count_bits(lanes_at_most(buckets + 64 * v, numba.int32(limit)))
+    return total
+
+
+@numba.njit(nogil=True)
+def _mix(state: int) -> int:
+    """The finalizer of splitmix64, as in `runtime.operations.channels`."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+@numba.njit(nogil=True)
+def select_random(seed: int, layer: int, position: int, start: int, width: int, k: int, out: int) -> None:
+    """K channels of the chunk by a counter-based generator; the same as `budget.random_channels`."""
+    keys = stack_words_1024()
+    state = _mix(np.uint64(seed))
+    state = _mix(state ^ np.uint64(layer))
+    state = _mix(state ^ np.uint64(position))
+    for i in range(width):
+        set_word(keys + 8 * i, np.int64(_mix(state ^ np.uint64(start + i)) >> np.uint64(11)) & _MANTISSA)
+    _write_largest(keys, start, width, k, 53, out)
+
+
+@numba.njit(nogil=True)
+def count_hits(x: int, width: int, chosen: int, k: int, keys: int) -> int:
+    """How many of the k chosen channels are among the k largest |x| of the whole row (equals count alike).
+
+    Args:
+        x: Address of the row, float32 [K].
+        width: K.
+        chosen: Address of int32 [k].
+        k: Chosen channels.
+        keys: Address of scratch, int64 [K].
+    """
+    for i in range(width):
+        set_word(keys + 8 * i, magnitude_bits(x + 4 * i))
+    threshold, _ = kth_largest(keys, width, k, 31)
+    hits = 0
+    for i in range(k):
+        if get_word(keys + 8 * numba.int64(get_int(chosen + 4 * i))) >= threshold:
+            hits += 1
+    return hits

@@ -1,0 +1,1 @@
+"""What programs run on: instruction sets, SIMD values, threads that keep step, separately compiled units."""

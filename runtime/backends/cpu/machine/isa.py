@@ -1,0 +1,123 @@
+"""Which instruction-set variant the CPU kernels are compiled for, and where their machine code is cached.
+
+Importing this module is what configures numba for the kernels, so it is the one module here that reads the environment
+and the processor at import; only the CPU backend imports it, and only when it is built.
+
+Variants: `avx512` (512-bit VNNI dot product), `avxvnni` (256-bit VNNI), `avx2` (multiply-add pairs of bytes) and
+`generic` (plain LLVM vectors, which every target lowers in its own way). `LOWBIT_CHAT_CPU_VARIANT` forces one.
+Machine code is kept in the cache folder (`LOWBIT_CHAT_KERNEL_CACHE` names another place for it), that of kernels as
+`runtime.backends.cpu.machine.unit` says.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import platformdirs
+
+from runtime.errors import BackendError
+
+logger = logging.getLogger(__name__)
+
+VARIANTS: Final = ("avx512", "avxvnni", "avx2", "generic")
+
+_REQUIRED: Final[dict[str, frozenset[str]]] = {
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"}),
+    "avxvnni": frozenset({"avx2", "avxvnni"}),
+    "avx2": frozenset({"avx2"}),
+    "generic": frozenset(),
+}
+
+
+def supported_variants() -> tuple[str, ...]:
+    """Variants that this processor can run, best first."""
+    features = {name for name, present in llvm.get_host_cpu_features().items() if present}
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        features = set()
+    # AVX-512 VL with VNNI has the 256-bit dot product too, under the same LLVM intrinsic.
+    if _REQUIRED["avx512"] <= features:
+        features.add("avxvnni")
+    return tuple(name for name in VARIANTS if _REQUIRED[name] <= features)
+
+
+def choose_variant(forced: str | None) -> str:
+    """The variant to compile for.
+
+    Args:
+        forced: A name from `VARIANTS`, or None for the best one.
+
+    Raises:
+        BackendError: the forced variant is unknown, or this processor lacks its instructions.
+    """
+    available = supported_variants()
+    if forced is None or forced == "":
+        return available[0]
+    if forced not in VARIANTS:
+        raise BackendError(
+            f"LOWBIT_CHAT_CPU_VARIANT is {forced!r}; use one of {', '.join(VARIANTS)}, or unset it to choose by itself"
+        )
+    if forced not in available:
+        raise BackendError(
+            f"this processor cannot run the {forced!r} kernels; available here: {', '.join(available)}. "
+            "Unset LOWBIT_CHAT_CPU_VARIANT to choose by itself"
+        )
+    return forced
+
+
+def _cache_folder(variant: str) -> Path:
+    """Folder for the machine code of a variant."""
+    chosen, home = os.environ.get("LOWBIT_CHAT_KERNEL_CACHE"), os.environ.get("LOWBIT_CHAT_HOME")
+    if chosen:
+        base = Path(chosen)
+    elif home:
+        base = Path(home).expanduser() / "cache" / "kernels"
+    else:
+        base = Path(platformdirs.user_cache_dir("lowbit-chat", appauthor=False)) / "kernels"
+    return base / variant
+
+
+def _usable(folder: Path) -> Path:
+    """The folder, made so that only its owner can enter (compiled code is trusted), or a temporary one in its place."""
+    try:
+        for path in reversed([folder, *folder.parents]):
+            if not path.exists():
+                path.mkdir(mode=0o700)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+        problem = "it is not writable"
+    except OSError as error:
+        problem = str(error)
+    temporary = Path(tempfile.mkdtemp(prefix="lowbit-chat-kernels-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    logger.warning("compiled kernels cannot be kept in %s (%s), so every start compiles them again", folder, problem)
+    return temporary
+
+
+VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
+"""The variant every kernel of this process is compiled for."""
+
+KERNEL_CACHE: Final = _usable(_cache_folder(VARIANT))
+"""Folder of the machine code of this variant."""
+
+
+def _array_functions() -> Path:
+    """Folder of the compiled functions of arrays, keyed by their sources: numba notices a change of one file only."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for source in (root / "data" / "tiles.py", root / "kernels" / "lookup.py"):
+        digest.update(source.read_bytes())
+    return KERNEL_CACHE / f"layout-{digest.hexdigest()[:16]}"
+
+
+numba.config.CACHE_DIR = str(_array_functions())  # type: ignore[attr-defined]  # made at run time

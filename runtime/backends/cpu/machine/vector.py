@@ -1,0 +1,344 @@
+"""SIMD values for numba kernels: vectors of 16 floats, 16 integers and 64 bytes, and the few operations kernels need.
+
+Kernels take plain integer addresses and read and write through these functions, so no array descriptor is built and
+nothing is allocated on the way. What they are made of is in `runtime.backends.cpu.machine.emit`.
+
+Every function is an intrinsic for use inside `numba.njit` code. Addresses are int64; unless a function says otherwise
+they need only the alignment of their element.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from runtime.backends.cpu.machine.emit import (
+    BYTES,
+    FLOAT,
+    FLOATS,
+    HALF,
+    HALVES,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    WORDS,
+    Builder,
+    bytes64,
+    call,
+    constant,
+    define,
+    emit_dot4,
+    emit_fma,
+    emit_prefetch,
+    floats16,
+    load,
+    pointer,
+    splat,
+    words16,
+)
+
+
+@define(words16, words16, bytes64, words16)
+def dot4(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+    """Per lane: total + four products of unsigned bytes (at most 15) and signed bytes."""
+    return emit_dot4(b, total, unsigned, b.bitcast(signed, BYTES))
+
+
+@define(words16)
+def zero_words(_b: Builder) -> Any:
+    """Sixteen zeros."""
+    return constant(WORDS, 0)
+
+
+@define(floats16)
+def zero_floats(_b: Builder) -> Any:
+    """Sixteen zeros."""
+    return constant(FLOATS, 0.0)
+
+
+@define(words16, words16, words16)
+def add_words(b: Builder, x: Any, y: Any) -> Any:
+    """X + y."""
+    return b.add(x, y)
+
+
+@define(floats16, words16)
+def to_floats(b: Builder, x: Any) -> Any:
+    """Signed integers to floats."""
+    return b.sitofp(x, FLOATS)
+
+
+@define(words16, types.int64)
+def broadcast_word(b: Builder, address: Any) -> Any:
+    """The 32-bit word at the address in every lane."""
+    return splat(b, load(b, I32, address, 4), WORDS)
+
+
+@define(floats16, types.int64)
+def broadcast(b: Builder, address: Any) -> Any:
+    """The float at the address in every lane."""
+    return splat(b, load(b, FLOAT, address, 4), FLOATS)
+
+
+@define(floats16, types.float32)
+def fill(b: Builder, value: Any) -> Any:
+    """The value in every lane."""
+    return splat(b, value, FLOATS)
+
+
+@define(floats16, types.int64)
+def load_floats(b: Builder, address: Any) -> Any:
+    """Sixteen floats."""
+    return load(b, FLOATS, address, 4)
+
+
+@define(floats16, types.int64)
+def load_halves(b: Builder, address: Any) -> Any:
+    """Sixteen half-precision numbers as floats."""
+    return b.fpext(load(b, HALVES, address, 2), FLOATS)
+
+
+@define(floats16, types.int64)
+def load_unsigned(b: Builder, address: Any) -> Any:
+    """Sixteen unsigned bytes as floats."""
+    return b.sitofp(b.zext(load(b, ir.VectorType(I8, 16), address, 1), WORDS), FLOATS)
+
+
+@define(types.void, types.int64, floats16)
+def store_floats(b: Builder, address: Any, value: Any) -> None:
+    """Store sixteen floats."""
+    b.store(value, pointer(b, address), align=4)
+
+
+@define(floats16, floats16, floats16)
+def add(b: Builder, x: Any, y: Any) -> Any:
+    """X + y."""
+    return b.fadd(x, y)
+
+
+@define(floats16, floats16, floats16)
+def sub(b: Builder, x: Any, y: Any) -> Any:
+    """X - y."""
+    return b.fsub(x, y)
+
+
+@define(floats16, floats16, floats16)
+def mul(b: Builder, x: Any, y: Any) -> Any:
+    """X * y."""
+    return b.fmul(x, y)
+
+
+@define(floats16, floats16, floats16)
+def div(b: Builder, x: Any, y: Any) -> Any:
+    """X / y."""
+    return b.fdiv(x, y)
+
+
+@define(floats16, floats16, floats16, floats16)
+def fma(b: Builder, x: Any, y: Any, z: Any) -> Any:
+    """X * y + z with one rounding."""
+    return emit_fma(b, x, y, z)
+
+
+@define(floats16, floats16, types.int64, types.int64)
+def keep_lanes(b: Builder, x: Any, first: Any, end: Any) -> Any:
+    """X in lanes first .. end - 1, a very negative number in the others (which `exp` turns into 0)."""
+    numbers = ir.Constant(WORDS, list(range(LANES)))
+    low = b.icmp_signed(">=", numbers, splat(b, b.trunc(first, I32), WORDS))
+    high = b.icmp_signed("<", numbers, splat(b, b.trunc(end, I32), WORDS))
+    return b.select(b.and_(low, high), x, constant(FLOATS, -1e30))
+
+
+@define(floats16, floats16)
+def rounded(b: Builder, x: Any) -> Any:
+    """Nearest integers, ties to even."""
+    return call(b, "llvm.rint.v16f32", FLOATS, x)
+
+
+@define(types.void, types.int64, types.int64, floats16)
+def store_quads(b: Builder, address: Any, stride: Any, value: Any) -> None:
+    """Store sixteen whole numbers as signed bytes: four words of four bytes, `stride` bytes apart."""
+    quads = b.bitcast(b.trunc(b.fptosi(value, WORDS), ir.VectorType(I8, 16)), ir.VectorType(I32, 4))
+    for i in range(4):
+        b.store(b.extract_element(quads, ir.Constant(I32, i)), pointer(b, address), align=4)
+        address = b.add(address, stride)
+
+
+@define(floats16, floats16, floats16)
+def maximum(b: Builder, x: Any, y: Any) -> Any:
+    """The larger of both, lane by lane."""
+    return call(b, "llvm.maxnum.v16f32", FLOATS, x, y)
+
+
+@define(floats16, floats16)
+def absolute(b: Builder, x: Any) -> Any:
+    """|x|."""
+    return call(b, "llvm.fabs.v16f32", FLOATS, x)
+
+
+@define(types.float32, floats16)
+def sum_lanes(b: Builder, x: Any) -> Any:
+    """Sum of the lanes, in a fixed tree order."""
+    for width in (8, 4, 2, 1):
+        vector = ir.VectorType(FLOAT, width)
+        low = ir.Constant(ir.VectorType(I32, width), list(range(width)))
+        high = ir.Constant(ir.VectorType(I32, width), list(range(width, 2 * width)))
+        undefined = ir.Constant(x.type, ir.Undefined)
+        x = b.fadd(b.shuffle_vector(x, undefined, low), b.shuffle_vector(x, undefined, high))
+        assert x.type == vector
+    return b.extract_element(x, ir.Constant(I32, 0))
+
+
+@define(types.float32, floats16)
+def max_lanes(b: Builder, x: Any) -> Any:
+    """Largest lane."""
+    return call(b, "llvm.vector.reduce.fmax.v16f32", FLOAT, x)
+
+
+_EXP_TERMS = [1 / math.factorial(n) * math.log(2) ** n for n in range(7)]
+
+
+@define(floats16, floats16)
+def exp(b: Builder, x: Any) -> Any:
+    """e^x, clamped to the range of normal floats. Relative error under 3e-7: 2^n times a Taylor polynomial of 2^f."""
+    scaled = b.fmul(x, constant(FLOATS, math.log2(math.e)))
+    scaled = call(b, "llvm.maxnum.v16f32", FLOATS, scaled, constant(FLOATS, -126.0))
+    scaled = call(b, "llvm.minnum.v16f32", FLOATS, scaled, constant(FLOATS, 127.0))
+    whole = call(b, "llvm.rint.v16f32", FLOATS, scaled)
+    fraction = b.fsub(scaled, whole)
+    power = constant(FLOATS, _EXP_TERMS[-1])
+    for term in reversed(_EXP_TERMS[:-1]):
+        power = emit_fma(b, power, fraction, constant(FLOATS, term))
+    bits = b.shl(b.add(b.fptosi(whole, WORDS), constant(WORDS, 127)), constant(WORDS, 23))
+    return b.fmul(power, b.bitcast(bits, FLOATS))
+
+
+@define(words16, floats16, types.int32)
+def steps_down(b: Builder, x: Any, top: Any) -> Any:
+    """Per lane: top - trunc(x), kept within top - 15 .. top; a NaN gives something in there."""
+    limited = call(b, "llvm.minnum.v16f32", FLOATS, x, constant(FLOATS, 15.0))
+    limited = call(b, "llvm.maxnum.v16f32", FLOATS, limited, constant(FLOATS, 0.0))
+    return b.sub(splat(b, top, WORDS), b.fptosi(limited, WORDS))
+
+
+@define(words16, floats16, types.float32, words16, words16)
+def choose(b: Builder, x: Any, limit: Any, at_least: Any, below: Any) -> Any:
+    """Per lane: `at_least` where x >= limit, else `below`."""
+    return b.select(b.fcmp_ordered(">=", x, splat(b, limit, FLOATS)), at_least, below)
+
+
+@define(words16, words16, types.int64, types.int32)
+def fill_from(b: Builder, x: Any, first: Any, value: Any) -> Any:
+    """X with `value` in lane `first` and all lanes after it."""
+    numbers = ir.Constant(WORDS, list(range(LANES)))
+    inside = b.icmp_signed("<", numbers, splat(b, b.trunc(first, I32), WORDS))
+    return b.select(inside, x, splat(b, value, WORDS))
+
+
+@define(types.void, types.int64, words16)
+def store_words(b: Builder, address: Any, value: Any) -> None:
+    """Store sixteen integers."""
+    b.store(value, pointer(b, address), align=4)
+
+
+def _lane_mask(b: Builder, truth: Any) -> Any:
+    return b.zext(b.bitcast(truth, I16), I64)
+
+
+@define(types.int64, types.int64, types.int32)
+def lanes_at_most(b: Builder, address: Any, limit: Any) -> Any:
+    """Bit i is set where the i-th of the sixteen integers at the address is <= limit."""
+    return _lane_mask(b, b.icmp_signed("<=", load(b, WORDS, address, 4), splat(b, limit, WORDS)))
+
+
+@define(types.int64, floats16, types.float32)
+def lanes_below(b: Builder, x: Any, limit: Any) -> Any:
+    """Bit i is set where lane i is <= limit (so not where it is a NaN)."""
+    return _lane_mask(b, b.fcmp_ordered("<=", x, splat(b, limit, FLOATS)))
+
+
+@define(types.int64, types.int64)
+def count_bits(b: Builder, x: Any) -> Any:
+    """Number of set bits."""
+    return call(b, "llvm.ctpop.i64", I64, x)
+
+
+@define(types.int64, types.int64)
+def lowest_bit(b: Builder, x: Any) -> Any:
+    """Index of the lowest set bit."""
+    return call(b, "llvm.cttz.i64", I64, x, ir.Constant(ir.IntType(1), 0))
+
+
+@define(types.void, types.int64)
+def prefetch(b: Builder, address: Any) -> None:
+    """Ask for the cache line at the address."""
+    emit_prefetch(b, address)
+
+
+def _scalar_load(numba_type: types.Type, llvm_type: Any, align: int, name: str, doc: str) -> Any:
+    def emit(b: Builder, address: Any) -> Any:
+        return load(b, llvm_type, address, align)
+
+    emit.__name__ = name
+    emit.__doc__ = doc
+    return define(numba_type, types.int64)(emit)
+
+
+def _scalar_store(numba_type: types.Type, align: int, name: str, doc: str) -> Any:
+    def emit(b: Builder, address: Any, value: Any) -> None:
+        b.store(value, pointer(b, address), align=align)
+
+    emit.__name__ = name
+    emit.__doc__ = doc
+    return define(types.void, types.int64, numba_type)(emit)
+
+
+get_float = _scalar_load(types.float32, FLOAT, 4, "get_float", "The float at the address.")
+get_int = _scalar_load(types.int32, I32, 4, "get_int", "The 32-bit integer at the address.")
+get_word = _scalar_load(types.int64, I64, 8, "get_word", "The 64-bit integer at the address.")
+set_float = _scalar_store(types.float32, 4, "set_float", "Store a float.")
+set_int = _scalar_store(types.int32, 4, "set_int", "Store a 32-bit integer.")
+set_word = _scalar_store(types.int64, 8, "set_word", "Store a 64-bit integer.")
+set_byte = _scalar_store(types.int8, 1, "set_byte", "Store a signed byte.")
+
+
+@define(types.float32, types.int64)
+def get_half(b: Builder, address: Any) -> Any:
+    """The half-precision number at the address, as a float."""
+    return b.fpext(load(b, HALF, address, 2), FLOAT)
+
+
+@define(types.void, types.int64, types.float32)
+def set_half(b: Builder, address: Any, value: Any) -> None:
+    """Round to half precision and store."""
+    b.store(b.fptrunc(value, HALF), pointer(b, address), align=2)
+
+
+@define(types.float32, types.int64)
+def as_float(b: Builder, word: Any) -> Any:
+    """The float whose bits are the low half of the word."""
+    return b.bitcast(b.trunc(word, I32), FLOAT)
+
+
+@define(types.int64, types.int64)
+def magnitude_bits(b: Builder, address: Any) -> Any:
+    """Bits of |x| of the float at the address: non-negative, and ordered like the magnitudes."""
+    return b.zext(b.and_(load(b, I32, address, 4), ir.Constant(I32, 0x7FFFFFFF)), I64)
+
+
+def _stack(count: int) -> Any:
+    def emit(b: Builder) -> Any:
+        return b.ptrtoint(cgutils.alloca_once(b, ir.ArrayType(I64, count)), I64)
+
+    emit.__name__ = f"stack_words_{count}"
+    emit.__doc__ = f"Address of {count} uninitialized words on the stack of the calling function."
+    return define(types.int64)(emit)
+
+
+stack_words_128, stack_words_1024 = _stack(128), _stack(1024)

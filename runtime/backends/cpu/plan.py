@@ -1,0 +1,342 @@
+"""Records a model's forward pass into a program, once, through `models.architecture.forward`.
+
+`PlanOperations` implements the operations of an architecture not by computing but by writing instructions, much as a
+CUDA graph is captured. What belongs together becomes one instruction: a norm or gate and the quantization of its
+output, head norms, rotation and the cache's append, a linear layer and the addition that follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models.architecture import forward
+from models.packed import PackedLinear, PackedResidual
+from models.rope import tables
+from models.spec import ModelSpec
+from runtime.backends.cpu.cache import CpuCache
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.tiles import TiledLinear, aligned_zeros, padded, tile_linear
+from runtime.backends.cpu.kernels.gemv import BLOCK
+from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
+from runtime.backends.cpu.link import link
+from runtime.backends.cpu.machine.emit import LANES
+from runtime.decoder import DecoderOptions
+from runtime.errors import RequestError
+from runtime.operations.channels import buckets, k_chunk_of, layer_kind, static_channels, total_budget
+from runtime.weights import Weights
+
+MODES = {"approx": SELECT_APPROX, "exact": SELECT_EXACT, "static": SELECT_STATIC, "random": SELECT_RANDOM}
+ROW_PADDING = 16
+"""Buffers have rows for whole row blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """A [rows, width] matrix of float32 activations in a buffer, by address."""
+
+    address: int
+    """Of element [0, 0]."""
+    stride: int
+    """Bytes from row to row."""
+    width: int
+    """Channels."""
+    rows: int = 0
+    """0: the rows of the step; 1: those whose logits are wanted."""
+    norm: str = ""
+    """Head norm that is still to be applied."""
+    instruction: int = -1
+    """The linear layer that wrote it, if it can still be told to add instead."""
+    partial: int = 0
+    """Address of unmerged attention results, when this is what `attend` returned."""
+    gated: bool = False
+    """Whether gate and up are still to be multiplied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A recorded forward pass."""
+
+    words: npt.NDArray[np.int64]
+    """int64 [instructions, WIDTH]."""
+    kinds: tuple[str, ...]
+    """For every instruction the layer type that it is part of: `qkv`, ..., `head` for the product and what it needs of
+    its own (selecting channels), otherwise empty."""
+    logits: npt.NDArray[np.float32]
+    """float32 [rows, V padded to 16], where the logits arrive."""
+    selections: tuple[int, int]
+    """Layers in which a row of the step, and a row whose logits are wanted, select channels."""
+
+
+class PlanOperations:
+    """Implements `models.architecture.Operations` by writing a program.
+
+    Args:
+        model: The stored model; its matrices are repacked here, one at a time.
+        options: How it is to be run.
+        cache: The KV cache that the program reads and writes.
+    """
+
+    def __init__(self, model: Weights, options: DecoderOptions, cache: CpuCache) -> None:
+        self._model = model
+        self._spec: ModelSpec = model.spec
+        self._options = options
+        self._cache = cache
+        self._k_chunk = options.k_chunk
+        self._program: list[list[int]] = []
+        self._kinds: list[str] = []
+        self._constants: dict[str, npt.NDArray[Any]] = {}
+        self._tiles: dict[str, TiledLinear] = {}
+        self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self._rows = padded(options.max_rows, ROW_PADDING)
+        self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
+        cos, sin = tables(self._spec.rope, options.context)
+        self._cos, self._sin = self._constant("cos", lambda: cos), self._constant("sin", lambda: sin)
+        self.recall_sums = self._constant("recall sums", lambda: np.zeros(self._rows, np.float32))
+        self._selections = [0, 0]
+
+    def record(self, k_chunk: Mapping[str, int] | int) -> Program:
+        """Record the forward pass. Weights are repacked the first time only.
+
+        Args:
+            k_chunk: Salient channels per 1024, as in `DecoderOptions`.
+
+        Returns:
+            The program. The arrays whose addresses it holds live as long as this object.
+
+        Raises:
+            RequestError: compensation is asked for, and the model keeps no residuals.
+            BackendError: a kernel cannot be compiled here.
+        """
+        self._k_chunk = k_chunk
+        self._program, self._kinds, self._selections = [], [], [0, 0]
+        forward(self, self._spec)
+        words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
+        for i, instruction in enumerate(self._program):
+            words[i, : len(instruction)] = instruction
+        link(words)
+        selections = (self._selections[0], self._selections[1])
+        return Program(words, tuple(self._kinds), self._buffers["logits"], selections)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the repacked matrices."""
+        return sum(tiled.nbytes for tiled in self._tiles.values())
+
+    # Operations, in the order of models.architecture.Operations
+
+    def embed(self) -> Activations:
+        """See `models.architecture.Operations`."""
+        table = self._constant("embed", lambda: np.asarray(self._model.embedding()))
+        out = self._matrix("stream", self._spec.hidden_size)
+        self._emit(op.EMBED, _address(table), self._spec.hidden_size, out.address, out.stride)
+        return out
+
+    def norm(self, x: Activations, name: str) -> Activations:
+        """See `models.architecture.Operations`. Written by the linear layer that reads it, which knows the groups."""
+        return replace(x, norm=name)
+
+    def linear(self, x: Activations, name: str) -> Activations:
+        """See `models.architecture.Operations`."""
+        packed = self._model.linear(name)
+        if name not in self._tiles:
+            self._tiles[name] = tile_linear(packed)
+        tiled = self._tiles[name]
+        k_chunk = k_chunk_of(self._k_chunk, name)
+        if k_chunk and (packed.residual is None or packed.rank_maximum is None or packed.mean_square is None):
+            raise RequestError(
+                f"k_chunk is {k_chunk}, but {name} was stored without residuals; use k_chunk 0, or quantize the model "
+                "again with residual bits"
+            )
+        values = self._prepare(x, tiled)
+        total = total_budget(packed.shape[1], k_chunk)
+        if total:
+            self._select(values, packed, k_chunk, total)
+        return self._product(values, packed, tiled, total)
+
+    def split(self, x: Activations, widths: tuple[int, ...]) -> tuple[Activations, ...]:
+        """See `models.architecture.Operations`."""
+        parts, start = [], 0
+        for width in widths:
+            parts.append(replace(x, address=x.address + 4 * start, width=width, instruction=-1))
+            start += width
+        return tuple(parts)
+
+    def head_norm(self, x: Activations, name: str) -> Activations:
+        """See `models.architecture.Operations`. Applied by `attend`'s first instruction."""
+        return replace(x, norm=name)
+
+    def rotate(self, x: Activations) -> Activations:
+        """See `models.architecture.Operations`. Applied by `attend`'s first instruction."""
+        return x
+
+    def attend(self, q: Activations, k: Activations, v: Activations, layer: int) -> Activations:
+        """See `models.architecture.Operations`."""
+        spec = self._spec
+        assert k.address == q.address + 4 * q.width
+        assert v.address == k.address + 4 * k.width
+        norms = [self._vector(x.norm) if x.norm else 0 for x in (q, k)]
+        stored = self._cache.addresses(layer)
+        self._emit(
+            op.HEADS,
+            *(q.address, q.stride, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rope.rotary_dim // 2),
+            *(_address(self._cos), _address(self._sin), *norms, op.float_bits(spec.norm_eps)),
+            *(op.float_bits(spec.head_dim**-0.5), *stored),
+        )
+        part = padded(spec.head_dim, LANES) + LANES
+        partial = self._buffer("partial", (self._rows * self._cache.max_splits * spec.num_heads * part,), np.float32)
+        self._emit(
+            op.ATTEND,
+            *(q.address, q.stride, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows[layer] or 0),
+            *(*stored, _address(partial)),
+        )
+        return Activations(0, 0, spec.q_width, partial=_address(partial))
+
+    def gate(self, gate: Activations, up: Activations) -> Activations:
+        """See `models.architecture.Operations`. Written by the linear layer that reads it."""
+        assert up.address == gate.address + 4 * gate.width
+        return replace(gate, gated=True)
+
+    def add(self, x: Activations, y: Activations) -> Activations:
+        """See `models.architecture.Operations`. The linear layer that wrote y is told to add to x instead."""
+        words = self._program[y.instruction]
+        names = op.OPERANDS[op.LINEAR]
+        assert words[0] == op.LINEAR
+        words[1 + names.index("out")] = x.address
+        words[1 + names.index("out_stride")] = x.stride
+        words[1 + names.index("accumulate")] = 1
+        return x
+
+    def logit_rows(self, x: Activations) -> Activations:
+        """See `models.architecture.Operations`."""
+        out = replace(self._matrix("last", x.width), rows=1)
+        self._emit(op.GATHER, x.address, x.stride, x.width, out.address, out.stride)
+        return out
+
+    # How it is written down
+
+    def _prepare(self, x: Activations, tiled: TiledLinear) -> Activations:
+        """Write the instruction that makes x float32 and INT8: norm, gate, or merge of attention's splits."""
+        width = x.width
+        out = replace(self._matrix("input", self._widest()), width=width, rows=x.rows)
+        groups = -(-padded(width, BLOCK) // (BLOCK * tiled.group_blocks))
+        codes = self._buffer("codes", (self._rows, padded(self._widest(), BLOCK)), np.int8)
+        most_groups = padded(self._widest(), BLOCK) // BLOCK
+        scales = self._buffer("scales", (self._rows, most_groups), np.float32)
+        shifts = self._buffer("shifts", (self._rows, most_groups), np.float32)
+        assert groups == tiled.groups
+        source = x.partial or x.address
+        places = (_address(codes), _address(scales), _address(shifts))
+        shared = (source, x.stride, width, out.address, out.stride, *places, tiled.group_blocks, x.rows)
+        if x.partial:
+            self._emit(op.MERGE, *shared, self._spec.num_heads, self._spec.head_dim)
+        elif x.gated:
+            self._emit(op.GATE, *shared)
+        else:
+            self._emit(op.NORM, *shared, self._vector(x.norm), op.float_bits(self._spec.norm_eps))
+        return out
+
+    def _select(self, values: Activations, packed: PackedLinear, k_chunk: int, total: int) -> None:
+        chosen = self._chosen()
+        static = 0
+        border: tuple[int, ...] = (0, 0, 0)
+        options = self._options
+        if options.select == "static" and (mean_square := packed.mean_square) is not None:
+            key = f"{packed.name}.static.{k_chunk}"
+            static = _address(self._constant(key, lambda: static_channels(np.asarray(mean_square), k_chunk)))
+        if options.select == "approx" and packed.rank_maximum is not None:
+            found = buckets(np.asarray(packed.rank_maximum), total)
+            border = tuple(op.float_bits(v) for v in (found.b15, found.upper_scale, found.lower_scale))
+        self._selections[values.rows] += 1
+        self._emit(
+            op.SELECT,
+            *(values.address, values.stride, packed.shape[1], k_chunk, total, _address(chosen), chosen.strides[0]),
+            *(values.rows, MODES[options.select], *border, static, options.seed % 2**63, self._names[packed.name]),
+            *(int(options.measure_recall), _address(self.recall_sums)),
+            kind=layer_kind(packed.name),
+        )
+
+    def _product(self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int) -> Activations:
+        kind, columns = layer_kind(packed.name), tiled.tiles * LANES
+        out = replace(self._matrix("logits" if kind == "head" else kind, packed.shape[0]), rows=values.rows)
+        bias = 0 if packed.bias is None else self._widened(f"{packed.name}.bias", packed.bias, columns)
+        residual = (0, 0, 0, 0)
+        if total and packed.residual is not None:
+            residual = self._residual(packed.name, packed.residual, columns)
+        chosen = self._chosen() if total else np.zeros((1, 1), np.int32)
+        self._emit(
+            op.LINEAR,
+            *(_address(tiled.codes), _address(tiled.scales), _address(tiled.zeros)),
+            *(_address(self._buffers[n]) for n in ("codes", "scales", "shifts")),
+            *(tiled.blocks, tiled.group_blocks, tiled.groups, tiled.tiles, tiled.bits, bias, out.address, out.stride),
+            *(0, values.rows, *residual, values.address, values.stride),
+            *((_address(chosen), chosen.strides[0]) if total else (0, 0)),
+            *(total, _address(tiled.codebooks)),
+            kind=kind,
+        )
+        return replace(out, instruction=len(self._program) - 1)
+
+    def _residual(self, name: str, residual: PackedResidual, columns: int) -> tuple[int, int, int, int]:
+        """Address of the codes, of the scales padded to whole tiles, bits, and bytes of a row."""
+
+        def halves() -> npt.NDArray[Any]:
+            stored = np.asarray(residual.codes)
+            wide = aligned_zeros((stored.shape[0], columns), np.float16)
+            wide[:, : stored.shape[1]] = stored
+            return wide
+
+        pad = residual.bits == 16 and residual.codes.shape[1] < columns
+        codes = self._constant(f"{name}.residual", halves if pad else lambda: np.asarray(residual.codes))
+        scales = 0 if residual.scales is None else self._widened(f"{name}.residual_scales", residual.scales, columns)
+        return _address(codes), scales, residual.bits, codes.strides[0]
+
+    def _widest(self) -> int:
+        return max(self._spec.linear_shape(kind)[1] for kind in ("qkv", "o", "down"))
+
+    def _chosen(self) -> npt.NDArray[Any]:
+        return self._buffer("chosen", (self._rows, padded(self._widest(), LANES)), np.int32)
+
+    def _matrix(self, name: str, width: int) -> Activations:
+        """The named activation buffer, zero-padded to whole blocks of channels."""
+        array = self._buffer(name, (self._rows, padded(width, BLOCK)), np.float32)
+        return Activations(_address(array), array.strides[0], width)
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        if name not in self._buffers:
+            self._buffers[name] = aligned_zeros(shape, dtype)
+        assert self._buffers[name].shape == shape
+        return self._buffers[name]
+
+    def _vector(self, name: str) -> int:
+        """Address of a norm's weight, padded to whole blocks."""
+        values = np.asarray(self._model.vector(name))
+        return self._widened(name, values, padded(values.size, BLOCK))
+
+    def _widened(self, key: str, values: npt.NDArray[Any], width: int) -> int:
+        """Address of a constant vector that is zero-padded to `width`."""
+
+        def widen() -> npt.NDArray[Any]:
+            wide = aligned_zeros((width,), values.dtype)
+            wide[: values.size] = values
+            return wide
+
+        return _address(self._constant(key, widen))
+
+    def _constant(self, key: str, make: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """An array that is made once and kept, contiguous."""
+        if key not in self._constants:
+            self._constants[key] = np.ascontiguousarray(make())
+        return self._constants[key]
+
+    def _emit(self, operation: int, *operands: int, kind: str = "") -> None:
+        assert len(operands) == len(op.OPERANDS[operation]), op.OPERANDS[operation]
+        self._program.append([operation, *operands])
+        self._kinds.append(kind)
+
+
+def _address(array: npt.NDArray[Any] | None) -> int:
+    return 0 if array is None else int(array.ctypes.data)

@@ -1,0 +1,92 @@
+"""The threads of the CPU backend.
+
+Threads live in compiled code while a session is open: a step is announced by one word in memory, so no thread needs the
+interpreter, or its lock, between two tokens. Between sessions they are gone and cost nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.executor import execute
+from runtime.backends.cpu.link import link
+from runtime.backends.cpu.machine import sync
+
+
+def default_threads() -> int:
+    """Physical cores that this process may use."""
+    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
+    return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
+
+
+class Pool:
+    """Runs programs on several threads.
+
+    Args:
+        control: int64 control block (see `runtime.backends.cpu.machine.sync` and
+            `runtime.backends.cpu.data.instructions`).
+        threads: Number of threads, the caller included.
+    """
+
+    def __init__(self, control: npt.NDArray[np.int64], threads: int) -> None:
+        self._control, self.threads = control, threads
+        self._address = int(control.ctypes.data)
+        self._depth = 0
+        self._workers: list[threading.Thread] = []
+
+    def prepare(self) -> None:
+        """Compile what runs the instructions, where that is missing, before anybody waits for a token."""
+        execute.prepare()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Keep the threads in compiled code; sessions may be nested, by one caller at a time."""
+        if self._depth == 0:
+            self._start()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._stop()
+
+    def step(self, program: npt.NDArray[np.int64]) -> None:
+        """Run a program once.
+
+        Args:
+            program: int64 [instructions, WIDTH]; the arrays whose addresses it holds have to be alive. One that is not
+                linked yet (`runtime.backends.cpu.link`) is linked first.
+        """
+        if not program[-1, op.UNIT]:
+            link(program)
+        self._control[op.PROGRAM], self._control[op.INSTRUCTIONS] = int(program.ctypes.data), len(program)
+        with self.session():
+            execute(self._address, 0, self.threads)
+
+    def _start(self) -> None:
+        self._control[[sync.ARRIVED, sync.PHASE, sync.TICKET, sync.STOP]] = 0
+        self._workers = [
+            threading.Thread(
+                target=execute,
+                args=(self._address, number, self.threads),
+                name=f"decoder-{number}",
+                daemon=True,
+            )
+            for number in range(1, self.threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def _stop(self) -> None:
+        self._control[sync.STOP] = 1
+        for worker in self._workers:
+            worker.join()
+        self._workers = []

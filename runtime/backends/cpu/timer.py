@@ -1,0 +1,77 @@
+"""`CpuTimer`: what one layer type costs on this processor, with and without compensation. A `tuner.timer.Timer`.
+
+A pass runs the products of one layer type of all blocks, and the selections before them, on the pool's threads: the
+machine code of a decode step without what lies between. Blocks differ in their weights, so a large model's come from
+memory, as in a step. Passes with and without compensation alternate, and of each the fastest tenth counts, as in
+`runtime.timing`; the time without is measured once, so that all numbers of a timer share one yardstick.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.decoder import Step
+from runtime.timing import undisturbed
+
+_LEAST, _MOST = 15, 151
+"""Passes of one measurement."""
+_PASS_S = 5e-4
+"""A pass is repeated until it takes about so long, so that starting it does not count."""
+
+
+class CpuTimer:
+    """Times the layer types of a loaded model; what is in slot 0 of its cache is overwritten.
+
+    Args:
+        decoder: The loaded model.
+        seconds: How long one measurement may take; at least fifteen passes are made.
+    """
+
+    measured = True
+
+    def __init__(self, decoder: CpuDecoder, *, seconds: float = 0.25) -> None:
+        self._decoder = decoder
+        self._seconds = seconds
+        self._plain: dict[str, tuple[npt.NDArray[np.int64], float]] = {}
+        row = np.zeros(1, np.int32)
+        decoder.forward(Step(tokens=row, slots=row, positions=row, logit_rows=row))  # finite numbers in every buffer
+
+    def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:  # noqa: ARG002  a GPU has thread blocks
+        """Seconds of one product of a layer type.
+
+        Args:
+            kind: Layer type.
+            n_tb: Without meaning here.
+            k_chunk: Salient channels per 1024; 0 for the product alone.
+        """
+        if kind not in self._plain:
+            program = self._decoder.layer_program(kind, 0)
+            count = 1 if kind == "head" else self._decoder.spec.num_layers
+            self._plain[kind] = program, undisturbed(self._passes(program)[0]) / count
+        plain, base = self._plain[kind]
+        if k_chunk == 0:
+            return base
+        without, compensated = self._passes(plain, self._decoder.layer_program(kind, k_chunk))
+        return base * undisturbed(compensated) / undisturbed(without)
+
+    def _passes(self, *programs: npt.NDArray[np.int64]) -> list[list[float]]:
+        """Seconds of the passes of each program; the programs take turns."""
+        times: list[list[float]] = [[] for _ in programs]
+        with self._decoder.session():
+            self._decoder.run_layers(programs[0])
+            repeats = max(1, int(_PASS_S / min(self._pass(programs[0], 3) for _ in range(5))))
+            end = time.perf_counter() + self._seconds
+            while len(times[0]) < _LEAST or (time.perf_counter() < end and len(times[0]) < _MOST):
+                for program, own in zip(programs, times, strict=True):
+                    own.append(self._pass(program, repeats))
+        return times
+
+    def _pass(self, program: npt.NDArray[np.int64], repeats: int) -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            self._decoder.run_layers(program)
+        return (time.perf_counter() - began) / repeats

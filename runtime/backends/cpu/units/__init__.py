@@ -1,0 +1,1 @@
+"""The instructions of a program, each a routine with machine code of its own."""

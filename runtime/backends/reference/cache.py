@@ -1,0 +1,154 @@
+"""The cache of the reference backend: pages as records of bytes, windows in half precision, attention in float32."""
+
+from __future__ import annotations
+
+import torch
+
+from models.spec import ModelSpec
+from runtime.kv.control import PagedCache
+from runtime.kv.kinds import PARTS, CacheKind, Part
+from runtime.kv.oracle.page import Stored, dequantize, quantize
+from runtime.kv.torch_store import TorchStore
+from runtime.operations.attention import attend
+
+
+class ReferenceStore(TorchStore):
+    """The numbers of all pages and windows in main memory, readable layer by layer; see `TorchStore`."""
+
+    saved_layout = "reference-2"
+
+    def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
+        super().__init__(kind, spec, pages=pages, slots=slots, window=window, device="cpu")
+
+    def records(self, part: Part) -> torch.Tensor:
+        """All pages: uint8 [pages, layers, H_kv, bytes]."""
+        return self.pools[part]
+
+    def window(self, part: Part, slot: int) -> torch.Tensor:
+        """A slot's window: float16 [layers, H_kv, tokens, D]."""
+        return self.windows[part][slot]
+
+    def stored(self, part: Part, layer: int, pages: list[int]) -> Stored:
+        """The fields of some pages of a layer, each [pages, H_kv, ...]."""
+        return {name: array[pages, layer] for name, array in self.fields(part, self.pools[part]).items()}
+
+    def write_tokens(self, part: Part, layer: int, pages: torch.Tensor, places: torch.Tensor, x: torch.Tensor) -> None:
+        """Quantize tokens one by one into pages. pages and places (in the page) int64 [M], x float32 [M, H_kv, D]."""
+        fields = self.fields(part, self.pools[part])
+        for name, array in quantize(self._kind, part, x.unsqueeze(-2)).items():
+            fields[name][pages, layer, :, places] = array.squeeze(2)
+
+
+class ReferenceCache(PagedCache):
+    """The KV cache of the reference backend. Implements `runtime.kv.control.KVCache`.
+
+    Args:
+        kind: What is stored.
+        spec: The model.
+        context: Tokens of a slot.
+        slots: Sequences kept at the same time.
+        max_rows: Most rows of a step.
+        pages: Pages that the slots share; None = enough for every slot.
+    """
+
+    def __init__(
+        self,
+        kind: CacheKind,
+        spec: ModelSpec,
+        *,
+        context: int,
+        slots: int,
+        max_rows: int,
+        pages: int | None = None,
+    ) -> None:
+        self.store = ReferenceStore(
+            kind,
+            spec,
+            pages=slots * kind.max_pages(context) if pages is None else pages,
+            slots=slots,
+            window=kind.window_capacity(max_rows),
+        )
+        """The buffers."""
+        super().__init__(kind, spec, self.store, context=context, slots=slots, max_rows=max_rows, pages=pages)
+        self._D = spec.head_dim
+
+    def close(self) -> None:
+        """Release the buffers. Safe to call twice."""
+        self.store.close()
+
+    def append(
+        self, layer: int, slots: torch.Tensor, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write a layer's keys and values of a step that `begin` has prepared.
+
+        Args:
+            layer: The layer.
+            slots: int64 [M].
+            positions: int64 [M].
+            k: float32 [M, H_kv, D], rotated.
+            v: float32 [M, H_kv, D].
+        """
+        for part, x in zip(PARTS, (k, v), strict=True):
+            if self.kind.windowed:
+                for slot in sorted(set(slots.tolist())):
+                    rows = slots == slot
+                    places = positions[rows] - self.paged_length(slot)
+                    self.store.window(part, slot)[layer][:, places] = x[rows].transpose(0, 1).to(torch.float16)
+            else:
+                tables = torch.from_numpy(self.table.tables)
+                pages = tables[slots, positions // self.kind.page].long()
+                self.store.write_tokens(part, layer, pages, positions % self.kind.page, x)
+
+    def read(
+        self, part: Part, layer: int, slot: int, length: int | None = None, *, draft: bool = False
+    ) -> torch.Tensor:
+        """What a slot's keys or values of a layer read back as.
+
+        Args:
+            part: Keys or values.
+            layer: The layer.
+            slot: The slot.
+            length: How many tokens; None = all.
+            draft: Whether to read as a draft does, where the kind has that.
+
+        Returns:
+            float32 [length, H_kv, D].
+        """
+        stored = self.store.stored(part, layer, self.table.held(slot))
+        paged = dequantize(self.kind, part, stored, self._D, draft=draft)  # [pages, H_kv, page, D]
+        paged = paged.transpose(1, 2).flatten(0, 1)[: self.paged_length(slot)]
+        if self.kind.windowed:
+            window = self.store.window(part, slot)[layer, :, : self.window_length(slot)]
+            paged = torch.cat([paged, window.float().transpose(0, 1)])
+        return paged[:length]
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        window: int | None,
+        *,
+        draft: bool = False,
+    ) -> torch.Tensor:
+        """Causal attention of a step's rows over their own slots, the step's own tokens included.
+
+        Args:
+            layer: The layer.
+            q: float32 [M, H, D], rotated.
+            slots: int64 [M].
+            positions: int64 [M].
+            window: Tokens that a query sees, itself included; None = all before it.
+            draft: As in `read`.
+
+        Returns:
+            float32 [M, H, D].
+        """
+        out = torch.empty_like(q)
+        for slot in sorted(set(slots.tolist())):
+            rows = (slots == slot).nonzero().flatten()
+            length = int(positions[rows].max()) + 1
+            k, v = (self.read(part, layer, slot, length, draft=draft) for part in PARTS)
+            out[rows] = attend(q[rows], k, v, positions[rows], window)
+        return out

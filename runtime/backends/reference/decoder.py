@@ -1,0 +1,178 @@
+"""The reference decoder: `models.architecture.forward` with plain torch operations on the stored model.
+
+Weights are dequantized to float32 at load, so it needs four bytes a parameter (eight where a layer is compensated), and
+is meant for small models and for checking the other backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from models.architecture import Operations, forward
+from models.packed import PackedLinear
+from models.rope import tables
+from models.spec import ModelSpec
+from runtime.backends.reference.cache import ReferenceCache
+from runtime.backends.reference.linear import ReferenceLinear
+from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
+from runtime.errors import InvalidActivationError
+from runtime.kv.kinds import KINDS
+from runtime.operations.gate import silu_gate
+from runtime.operations.norm import rms_norm
+from runtime.operations.rope import rotate
+from runtime.weights import Weights
+
+
+def _packed_bytes(linear: PackedLinear) -> int:
+    """Bytes that one product with the matrix reads, bias included, residuals not."""
+    parts = (linear.codes, linear.scales, linear.zeros, linear.codebook, linear.bias)
+    return sum(part.nbytes for part in parts if part is not None)
+
+
+def _norm_names(spec: ModelSpec) -> list[str]:
+    """Names of all norm weights of a model."""
+    per_block = ["input_norm", "post_norm", *(["q_norm", "k_norm"] if spec.qk_norm else [])]
+    return [f"layers.{layer}.{norm}" for layer in range(spec.num_layers) for norm in per_block] + ["norm"]
+
+
+class ReferenceDecoder:
+    """A stored model in plain torch, float32. Implements `runtime.decoder.Decoder`.
+
+    Raises:
+        RequestError: options.k_chunk asks for compensation that the stored model has no residuals for, or is malformed.
+    """
+
+    backend = "reference"
+
+    def __init__(self, model: Weights, options: DecoderOptions) -> None:
+        self.spec = model.spec
+        self.options = options
+        self.weight_bytes = 0
+        self.linears: dict[str, ReferenceLinear] = {}
+        for index, name in enumerate(self.spec.linear_names()):
+            packed = model.linear(name)
+            self.weight_bytes += _packed_bytes(packed)
+            self.linears[name] = ReferenceLinear(packed, index, options)
+        self.norms = {
+            name: torch.from_numpy(np.array(model.vector(name), np.float32)) for name in _norm_names(self.spec)
+        }
+        self.weight_bytes += sum(weight.nbytes for weight in self.norms.values())
+        self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
+        cos, sin = tables(self.spec.rope, options.context)
+        self.cos, self.sin = torch.from_numpy(cos), torch.from_numpy(sin)
+        self.cache = ReferenceCache(
+            KINDS[options.kv],
+            self.spec,
+            context=options.context,
+            slots=options.slots,
+            max_rows=options.max_rows,
+            pages=options.pages,
+        )
+        self.kv_bytes = self.cache.store.nbytes
+
+    @property
+    def recall(self) -> float | None:
+        """Mean recall over all selections of all layers so far; None where it is not measured."""
+        selections = sum(linear.selections for linear in self.linears.values())
+        if selections == 0:
+            return None
+        return sum(linear.recall_sum for linear in self.linears.values()) / selections
+
+    def forward(self, step: Step) -> Float32Array:
+        """Run one step.
+
+        Args:
+            step: Rows to run.
+
+        Returns:
+            Logits float32 [R, V].
+
+        Raises:
+            RequestError: a number is out of range, or the cache cannot take the rows: see
+                `runtime.kv.control.KVCache.begin`.
+            InvalidActivationError: a NaN or infinity reached a selection or the logits.
+        """
+        check_step(step, self.spec, self.options)
+        with torch.inference_mode():
+            logits = forward(_Pass(self, step), self.spec)
+        if not bool(torch.isfinite(logits).all()):
+            raise InvalidActivationError(
+                f"a NaN or infinity reached the logits of position {int(step.positions.max(initial=0))}; the model is "
+                "damaged or its numbers left the range of its format: verify it, or quantize it again"
+            )
+        return logits.numpy()
+
+    def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
+        """See `runtime.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
+        for linear in self.linears.values():
+            linear.set_k_chunk(k_chunk)
+        self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
+
+    def session(self) -> AbstractContextManager[None]:
+        """Nothing to keep ready: torch has threads of its own."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Release the buffers. Safe to call twice."""
+        self.linears.clear()
+        self.cache.close()
+
+
+class _Pass(Operations[torch.Tensor]):
+    """The operations of one step."""
+
+    def __init__(self, decoder: ReferenceDecoder, step: Step) -> None:
+        decoder.cache.begin(step.slots, step.positions, flush=step.flush)
+        self._decoder = decoder
+        self._spec = decoder.spec
+        self._compensate, self._draft = step.compensate, step.draft
+        self._tokens = torch.from_numpy(np.asarray(step.tokens, np.int64))
+        self._slots = torch.from_numpy(np.asarray(step.slots, np.int64))
+        self._positions = torch.from_numpy(np.asarray(step.positions, np.int64))
+        self._logit_rows = torch.from_numpy(np.asarray(step.logit_rows, np.int64))
+        self._linear_positions = self._positions
+
+    def embed(self) -> torch.Tensor:
+        return self._decoder.embedding[self._tokens].float()
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(x, self._decoder.norms[name], self._spec.norm_eps)
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self._decoder.linears[name](x, self._linear_positions, compensated=self._compensate)
+
+    def split(self, x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        ends = np.cumsum(widths).tolist()
+        return tuple(x[:, end - width : end] for width, end in zip(widths, ends, strict=True))
+
+    def head_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self.norm(self._heads(x), name).flatten(1)
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        cos, sin = self._decoder.cos[self._positions], self._decoder.sin[self._positions]
+        return rotate(self._heads(x), cos, sin).flatten(1)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        cache, window = self._decoder.cache, self._spec.windows[layer]
+        cache.append(layer, self._slots, self._positions, self._heads(k), self._heads(v))
+        q = self._heads(q)
+        return cache.attend(layer, q, self._slots, self._positions, window, draft=self._draft).flatten(1)
+
+    def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return silu_gate(gate, up)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    def logit_rows(self, x: torch.Tensor) -> torch.Tensor:
+        self._linear_positions = self._positions[self._logit_rows]
+        return x[self._logit_rows]
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[M, heads * D] -> [M, heads, D]."""
+        return x.reshape(x.shape[0], -1, self._spec.head_dim)

@@ -1,0 +1,101 @@
+"""A linear layer of the reference backend: dequantized once at load, with error compensation per row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from models.packed import PackedLinear
+from runtime.decoder import DecoderOptions
+from runtime.errors import RequestError
+from runtime.operations import channels as budget
+from runtime.operations.compensate import compensate, dequantize_residual
+from runtime.operations.linear import dequantize, gemv
+from runtime.operations.select import approximate, exact
+
+
+class ReferenceLinear:
+    """One linear layer in float32.
+
+    Raises:
+        RequestError: compensation is asked for, and the model keeps no residuals.
+    """
+
+    def __init__(self, packed: PackedLinear, index: int, options: DecoderOptions) -> None:
+        self._width = packed.shape[1]
+        self._index = index
+        self._options = options
+        self._weight = dequantize(packed)
+        self._bias = None if packed.bias is None else torch.from_numpy(np.array(packed.bias, np.float32))
+        self._packed = packed
+        self._residual: torch.Tensor | None = None
+        self.recall_sum = 0.0
+        """Sum of the recall of every selection so far."""
+        self.selections = 0
+        """Number of selections measured so far."""
+        self.set_k_chunk(options.k_chunk)
+
+    def set_k_chunk(self, k_chunk: Mapping[str, int] | int) -> None:
+        """Compensate so many channels from now on.
+
+        Raises:
+            RequestError: compensation is asked for, and the model keeps no residuals.
+        """
+        self._k_chunk = budget.k_chunk_of(k_chunk, self._packed.name)
+        if self._k_chunk == 0:
+            return
+        packed = self._packed
+        if packed.residual is None or packed.rank_maximum is None or packed.mean_square is None:
+            raise RequestError(
+                f"k_chunk is {self._k_chunk}, but {packed.name} was stored without residuals; use k_chunk 0, or "
+                "quantize the model again with residual bits"
+            )
+        if self._residual is None:
+            self._residual = dequantize_residual(packed.residual, packed.shape[0])
+        if self._options.select == "approx":
+            k = budget.total_budget(self._width, self._k_chunk)
+            self._buckets = budget.buckets(packed.rank_maximum, k)
+        elif self._options.select == "static":
+            self._static = torch.from_numpy(budget.static_channels(packed.mean_square, self._k_chunk)).long()
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, compensated: bool) -> torch.Tensor:
+        """The layer's output.
+
+        Args:
+            x: float32 [M, K].
+            positions: int64 [M], position of every row in its sequence (the random selector's counter).
+            compensated: Whether error compensation applies.
+
+        Returns:
+            float32 [M, N].
+
+        Raises:
+            InvalidActivationError: a NaN or infinity where channels are to be selected.
+        """
+        base = gemv(x, self._weight, self._bias)
+        if not compensated or self._k_chunk == 0 or self._residual is None:
+            return base
+        channels = self._select(x, positions)
+        if self._options.measure_recall:
+            pairs = zip(x.numpy(), channels.numpy(), strict=True)
+            self.recall_sum += sum(budget.recall(row, chosen) for row, chosen in pairs)
+            self.selections += x.shape[0]
+        return compensate(base, x, channels, self._residual)
+
+    def _select(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Selected channels of every row. Returns int64 [M, k]."""
+        select = self._options.select
+        if select == "exact":
+            return exact(x, self._k_chunk)
+        if select == "approx":
+            return approximate(x, self._k_chunk, self._buckets)
+        if select == "static":
+            return self._static.expand(x.shape[0], -1)
+        seed = self._options.seed
+        rows = [
+            budget.random_channels(self._width, self._k_chunk, seed=seed, layer=self._index, position=position)
+            for position in positions.tolist()
+        ]
+        return torch.from_numpy(np.stack(rows)).long()

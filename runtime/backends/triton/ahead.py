@@ -1,0 +1,251 @@
+"""Kernels compiled ahead of time, for devices that are not here: what a compiler makes of each, and that it compiles.
+
+No device and no driver is needed: Triton brings ptxas and cuobjdump along. Kernels that were decorated while
+`TRITON_INTERPRET` was set belong to the interpreter and can't be compiled; compile in a process without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import BackendError
+
+ROOM = "runtime.backends.triton.kernels"
+"""Where the kernels are."""
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+"""Compute capabilities of the devices this program is for: A100, RTX 30, RTX 40, H100, RTX 50."""
+SHARED_LIMIT = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 99}
+"""KiB of shared memory that a program may have at most."""
+INSTRUCTION_BYTES = 16
+WARPS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """One specialization of one kernel, as a real model launches it."""
+
+    name: str
+    """Unique among all kernels: the operation and what is special, `gemv b3 split`."""
+    kernel: Any
+    """The function that `triton.jit` made."""
+    signature: dict[str, str]
+    """Type of each argument in the kernel's order: `*fp16`, `*i32`, `i32`, `fp32`, ...; `constexpr` for constants."""
+    constants: dict[str, Any] = field(default_factory=dict)
+    """Value of each `constexpr` argument."""
+    num_warps: int = 4
+    """Warps of a program."""
+    num_stages: int = 2
+    """Stages of a software pipeline, where the kernel has a loop that can be one."""
+    cooperative: bool = False
+    """Whether all programs of a launch must be resident at the same time, as a barrier between them needs."""
+
+    def __post_init__(self) -> None:
+        """Check what would otherwise surface as an obscure compiler error."""
+        named = {argument for argument, kind in self.signature.items() if kind == "constexpr"}
+        if named != set(self.constants):
+            odd = sorted(named ^ set(self.constants))
+            raise ValueError(
+                f"{self.name}: {', '.join(odd)} must be in both the signature (constexpr) and the constants"
+            )
+        if self.num_warps not in WARPS:
+            raise ValueError(f"{self.name}: num_warps is {self.num_warps}; it is one of {WARPS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What a compiler made of one specialization for one device."""
+
+    operation: str
+    """Name of the kernel in `runtime.backends.triton.kernels`."""
+    name: str
+    """The specialization."""
+    target: str
+    """Compute capability, `sm_86`."""
+    registers: int
+    """32-bit registers of a thread."""
+    spill_bytes: int
+    """Local memory of a thread: registers that did not fit. Kernels here keep no arrays of their own there."""
+    shared_bytes: int
+    """Shared memory of a program, without the 1 KiB that devices from sm_90 on keep for themselves."""
+    instructions: int
+    """Machine instructions of 16 bytes, with the padding at the end."""
+    threads: int
+    """Threads of a program."""
+
+
+def kernels() -> tuple[Ahead, ...]:
+    """Every specialization of every kernel, found by walking `runtime.backends.triton.kernels`.
+
+    Raises:
+        BackendError: a kernel module says nothing about its specializations, or two have one name.
+    """
+    room = importlib.import_module(ROOM)
+    found: list[Ahead] = []
+    for entry in pkgutil.iter_modules(room.__path__):
+        module = f"{ROOM}.{entry.name}{'.kernel' if entry.ispkg else ''}"
+        described = getattr(importlib.import_module(module), "ahead", None)
+        if described is None:
+            raise BackendError(f"{module} has no function `ahead`; name there the specializations that models launch")
+        found.extend(described())
+    names = [specialization.name for specialization in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise BackendError(f"two kernel specializations are called {twice[0]!r}; give each its own name")
+    return tuple(found)
+
+
+def compile_ahead(ahead: Ahead, target: str) -> Compiled:
+    """Compile one specialization for one device, which need not be here.
+
+    Args:
+        ahead: What to compile. Its pointers are taken to be aligned to 16 bytes, as torch's allocations are.
+        target: `sm_80` and so on.
+
+    Raises:
+        BackendError: the kernel belongs to the interpreter, its signature is not the kernel's, or it does not compile.
+    """
+    from triton import compile as build
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.errors import TritonError
+
+    signature = _ordered(ahead)
+    aligned = {
+        (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
+    }
+    options = {
+        "num_warps": ahead.num_warps,
+        "num_stages": ahead.num_stages,
+        "launch_cooperative_grid": ahead.cooperative,
+    }
+    try:
+        built = build(
+            ASTSource(ahead.kernel, signature, ahead.constants, aligned),
+            GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
+            options,
+        )
+    except (TritonError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise BackendError(f"{ahead.name} does not compile for {target}: {error}") from error
+    usage = _resources(built.asm["cubin"])
+    return Compiled(
+        operation=ahead.kernel.fn.__module__.removeprefix(f"{ROOM}.").split(".")[0],
+        name=ahead.name,
+        target=target,
+        registers=usage["REG"],
+        spill_bytes=usage["STACK"] + usage["LOCAL"],
+        shared_bytes=built.metadata.shared,
+        instructions=code_bytes(built.asm["cubin"]) // INSTRUCTION_BYTES,
+        threads=32 * ahead.num_warps,
+    )
+
+
+def compile_all(
+    names: Sequence[str] = (), targets: Sequence[str] = TARGETS, workers: int = 2
+) -> tuple[tuple[Compiled, ...], tuple[str, ...]]:
+    """Compile specializations in child processes that don't interpret, whatever this process does.
+
+    Args:
+        names: Which; all of them when empty.
+        targets: For which devices.
+        workers: Child processes at the same time.
+
+    Returns:
+        What was compiled, by operation, name and the order of `targets`; and a message for each that does not compile.
+
+    Raises:
+        BackendError: a child process ended before its work did.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / f"{worker}.json" for worker in range(workers)]
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-m", __spec__.name, str(output), f"{worker}/{workers}", ",".join(targets), *names],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for worker, output in enumerate(outputs)
+        ]
+        said = [child.communicate()[0] for child in children]
+        for child, words in zip(children, said, strict=True):
+            if child.returncode:
+                raise BackendError(f"compiling ahead of time ended with {child.returncode}: {words[-2000:]}")
+        answers = [json.loads(output.read_text(encoding="utf-8")) for output in outputs]
+    compiled = [Compiled(**row) for answer in answers for row in answer["compiled"]]
+    compiled.sort(key=lambda row: (row.operation, row.name, targets.index(row.target)))
+    return tuple(compiled), tuple(message for answer in answers for message in answer["failed"])
+
+
+def code_bytes(cubin: bytes) -> int:
+    """Bytes of machine code in a compiled module: the sections of its ELF file that hold instructions."""
+    executable = 4
+    table, entry, count = (
+        int.from_bytes(cubin[0x28:0x30], "little"),
+        int.from_bytes(cubin[0x3A:0x3C], "little"),
+        int.from_bytes(cubin[0x3C:0x3E], "little"),
+    )
+    total = 0
+    for place in range(table, table + entry * count, entry):
+        flags = int.from_bytes(cubin[place + 8 : place + 16], "little")
+        size = int.from_bytes(cubin[place + 32 : place + 40], "little")
+        total += size if flags & executable else 0
+    return total
+
+
+def _ordered(ahead: Ahead) -> dict[str, str]:
+    """The signature in the kernel's own order."""
+    arguments = getattr(ahead.kernel, "arg_names", None)
+    if arguments is None or not hasattr(ahead.kernel, "cache_key"):
+        raise BackendError(f"{ahead.name} was decorated for the interpreter; compile where TRITON_INTERPRET is not set")
+    if set(arguments) != set(ahead.signature):
+        odd = ", ".join(sorted(set(arguments) ^ set(ahead.signature)))
+        raise BackendError(f"{ahead.name}: the kernel and its described signature differ in {odd}")
+    return {argument: ahead.signature[argument] for argument in arguments}
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """What cuobjdump says a module's kernel takes: REG, STACK, SHARED, LOCAL."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        said = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)], capture_output=True, text=True, check=True
+        )
+    usage = {word: int(number) for word, number in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", said.stdout)}
+    if "REG" not in usage:
+        raise BackendError(f"cuobjdump says nothing about registers: {said.stdout.strip()[-500:]}")
+    return usage
+
+
+def _main(arguments: Sequence[str]) -> None:
+    """A child process of `compile_all`: its share of the work, as JSON into a file."""
+    output, share, targets, *names = arguments
+    worker, workers = map(int, share.split("/"))
+    work = [(one, target) for one in kernels() if not names or one.name in names for target in targets.split(",")]
+    compiled, failed = [], []
+    for one, target in work[worker::workers]:
+        try:
+            compiled.append(asdict(compile_ahead(one, target)))
+        except BackendError as error:
+            failed.append(str(error))
+    Path(output).write_text(json.dumps({"compiled": compiled, "failed": failed}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,107 @@
+"""The GPU backend's KV cache: pages and windows on the device, tables that kernels read there."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from models.spec import ModelSpec
+from runtime.backends.triton.kernels.cache.kernel import flush
+from runtime.backends.triton.kernels.cache.pages import LayerPages
+from runtime.kv.control import Int32Array, PagedCache
+from runtime.kv.kinds import CacheKind
+from runtime.kv.torch_store import TorchStore
+
+
+class GpuStore(TorchStore):
+    """The numbers of all pages and windows on the device, the same bytes as the reference cache's; see `TorchStore`."""
+
+    saved_layout = "triton-2"
+
+    def layer(self, layer: int, tables: torch.Tensor, paged: torch.Tensor) -> LayerPages:
+        """One layer as kernels read it; see `LayerPages`."""
+        pools = {part: pool[:, layer] for part, pool in self.pools.items()}
+        windows = {part: window[:, layer] for part, window in self.windows.items()}
+        return LayerPages(
+            kind=self._kind,
+            head_dim=self._D,
+            kv_heads=pools["keys"].shape[1],
+            layers=self._layers,
+            pools=pools,
+            windows=windows,
+            tables=tables,
+            paged=paged,
+        )
+
+    def _quantize(self, slot: int, page: int) -> None:
+        """Quantize the first page of tokens of a window; low-rank corrections are found by torch."""
+        if self._kind.rank:
+            super()._quantize(slot, page)
+            return
+        windows = {part: window[slot] for part, window in self.windows.items()}
+        flush(self._kind, windows, {part: pool[page] for part, pool in self.pools.items()})
+
+
+class GpuCache(PagedCache):
+    """The KV cache of the GPU backend. Implements `runtime.kv.control.KVCache`.
+
+    Args:
+        kind: What is stored.
+        spec: The model.
+        context: Tokens of a slot.
+        slots: Sequences kept at the same time.
+        max_rows: Most rows of a step.
+        device: Where the buffers lie.
+        pages: Pages that the slots share; None = enough for every slot.
+    """
+
+    def __init__(
+        self,
+        kind: CacheKind,
+        spec: ModelSpec,
+        *,
+        context: int,
+        slots: int,
+        max_rows: int,
+        device: torch.device,
+        pages: int | None = None,
+    ) -> None:
+        self.store = GpuStore(
+            kind,
+            spec,
+            pages=slots * kind.max_pages(context) if pages is None else pages,
+            slots=slots,
+            window=kind.window_capacity(max_rows),
+            device=device,
+        )
+        """The buffers."""
+        super().__init__(kind, spec, self.store, context=context, slots=slots, max_rows=max_rows, pages=pages)
+        shape = self.table.tables.shape
+        self._tables = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._paged = torch.zeros(slots, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.tables = self._tables.to(device, copy=True)
+        """int32 [slots, pages of a slot], on the device."""
+        self.paged = self._paged.to(device, copy=True)
+        """int32 [slots], tokens in pages, on the device."""
+        self.layers = tuple(self.store.layer(layer, self.tables, self.paged) for layer in range(spec.num_layers))
+        """Each layer as kernels read it."""
+
+    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
+        """See `KVCache.begin`. Afterwards the device has the tables that the step's kernels read.
+
+        Tables change where a page fills up: between such steps nothing is copied.
+        """
+        super().begin(slots, positions, flush=flush)
+        paged = [self.paged_length(slot) for slot in range(self._paged.numel())] if self.kind.windowed else [0]
+        for host, there, now in (
+            (self._tables, self.tables, self.table.tables),
+            (self._paged, self.paged, np.asarray(paged, np.int32)),
+        ):
+            if not np.array_equal(host.numpy(), np.broadcast_to(now, host.shape)):
+                host.numpy()[...] = now
+                there.copy_(host, non_blocking=True)  # the step that follows is waited for before the next one begins
+
+    def close(self) -> None:
+        """Release the buffers. Safe to call twice."""
+        self.layers = ()
+        self.store.close()

@@ -1,0 +1,208 @@
+"""`TritonDecoder`: a stored model on the GPU, one graph replay for each decoded token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from models.architecture import forward
+from runtime.backends.triton.forward import Buffers, Pass
+from runtime.backends.triton.kernels.select import Selection, recall, select
+from runtime.backends.triton.model import GpuModel, Linear
+from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
+from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, RequestError
+from runtime.operations.channels import LAYER_KINDS, k_chunk_of
+from runtime.weights import Weights
+
+_GRAPHS = 8
+"""Captured steps that are kept, so that a timer can go back and forth between two settings, and a draft between its own
+and the model's."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _explained(call: Callable[P, T]) -> Callable[P, T]:
+    """Say what the driver's errors mean and what to do."""
+
+    @wraps(call)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"the GPU's memory does not suffice ({str(error).splitlines()[0]}): use a shorter context, fewer bits "
+                "or a smaller model, or close other programs that use the GPU"
+            ) from error
+        except torch.AcceleratorError as error:
+            raise BackendError(
+                f"the GPU stopped working ({str(error).splitlines()[0]}): load the model again; if that fails, restart "
+                "the program, or use the CPU backend"
+            ) from error
+
+    return explained
+
+
+class TritonDecoder:
+    """Implements `runtime.decoder.Decoder` with Triton kernels.
+
+    A step of one row with its logits, a decoded token, is captured once for every setting of k_chunk and then replayed:
+    the host writes three numbers, starts the graph and waits for the logits. Every other step launches kernel by
+    kernel.
+
+    Args:
+        model: The stored model.
+        options: How to run it.
+        device: Where: a CUDA device, or `cpu` under Triton's interpreter, for tests.
+
+    Raises:
+        RequestError: an option is out of range, or compensation is asked for and the model keeps no residuals.
+        OutOfMemoryError: the device's memory does not suffice.
+    """
+
+    backend = "triton"
+
+    @_explained
+    def __init__(self, model: Weights, options: DecoderOptions, device: torch.device | str = "cuda") -> None:
+        if options.context < 1 or options.slots < 1 or options.max_rows < 1:
+            raise RequestError("context, slots and max_rows must be at least 1")
+        self.spec, self.options = model.spec, options
+        self._device = torch.device(device)
+        self._model = GpuModel(model, options, self._device)
+        self._model.set_k_chunk(options.k_chunk, options.n_tb)
+        self._buffers = Buffers(self._model, options.max_rows)
+        self._on_gpu = self._device.type == "cuda"
+        self._side = torch.cuda.Stream(self._device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        pinned = self._on_gpu
+        self._inputs = torch.zeros((3, 1), dtype=torch.int32, pin_memory=pinned)
+        self._logits = torch.zeros((1, self.spec.vocab_size), pin_memory=pinned)
+        self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, list[Selection | None]]] = {}
+        self._recall_sum, self._selections = 0.0, 0
+        self.cache = self._model.cache
+        self.kv_bytes = self.cache.store.nbytes
+        self.weight_bytes = self._model.weight_bytes
+
+    @property
+    def model(self) -> GpuModel:
+        """The model on the device."""
+        return self._model
+
+    @property
+    def buffers(self) -> Buffers:
+        """The activations on the device."""
+        return self._buffers
+
+    @property
+    def side(self) -> torch.cuda.Stream | None:
+        """The stream on which compensation runs; None under the interpreter."""
+        return self._side
+
+    @property
+    def recall(self) -> float | None:
+        """Mean recall of all selections so far, against exact top-k of the whole row; None if unmeasured."""
+        return self._recall_sum / self._selections if self._selections else None
+
+    @_explained
+    def forward(self, step: Step) -> Float32Array:
+        """See `runtime.decoder.Decoder.forward`."""
+        check_step(step, self.spec, self.options)
+        self.cache.begin(step.slots, step.positions, flush=step.flush)
+        decoding = step.tokens.size == 1 and step.logit_rows.size == 1
+        if self._on_gpu and decoding and not self.options.measure_recall:
+            logits = self._decode(step)
+        else:
+            logits = self._launch(step)
+        if int(self._flag[0]):
+            self._buffers.flag.zero_()
+            raise InvalidActivationError(
+                "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its "
+                "activations leave the range of half precision; run `lowbit-chat show NAME --verify`, or use the CPU "
+                "backend"
+            )
+        return logits
+
+    def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
+        """See `runtime.decoder.Decoder.set_k_chunk`."""
+        self._model.set_k_chunk(k_chunk, n_tb or {})
+        self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
+
+    def session(self) -> AbstractContextManager[None]:
+        """Nothing to keep ready: the device waits for free."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """See `runtime.decoder.Decoder.close`."""
+        self._graphs.clear()
+        self._model.close()
+
+    def _decode(self, step: Step) -> Float32Array:
+        """One token: launched the first time, so that every kernel is compiled, then captured, then replayed."""
+        key = (int(step.compensate), int(step.draft), *self._setting())
+        if key not in self._graphs:
+            logits = self._launch(step)
+            while len(self._graphs) >= _GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            selections = [
+                linear.selection for linear in self._model.linears.values()
+            ]  # the graph holds their addresses
+            self._graphs[key] = (self._capture(compensate=step.compensate, draft=step.draft), selections)
+            return logits
+        for i, values in enumerate((step.tokens, step.slots, step.positions)):
+            self._inputs[i, 0] = int(values[0])
+        self._graphs[key][0].replay()
+        torch.cuda.current_stream(self._device).synchronize()
+        return self._logits.numpy()
+
+    def _capture(self, *, compensate: bool, draft: bool) -> torch.cuda.CUDAGraph:
+        """Capture a decoded token, from the inputs in page-locked memory to the logits in page-locked memory."""
+        buffers, graph = self._buffers, torch.cuda.CUDAGraph()
+        buffers.logit_rows[:1] = 0
+        with torch.cuda.graph(graph):
+            for i, values in enumerate((buffers.tokens, buffers.slots, buffers.positions)):
+                values[:1].copy_(self._inputs[i], non_blocking=True)
+            run = Pass(self._model, buffers, M=1, R=1, compensated=compensate, draft=draft, side=self._side)
+            logits = run.finish(forward(run, self.spec))
+            self._logits.copy_(logits, non_blocking=True)
+            self._flag.copy_(buffers.flag, non_blocking=True)
+        return graph
+
+    def _launch(self, step: Step) -> Float32Array:
+        """Any step, kernel by kernel."""
+        M, R = step.tokens.size, step.logit_rows.size
+        buffers = self._buffers
+        inputs = (buffers.tokens, buffers.slots, buffers.positions, buffers.logit_rows)
+        for to, values in zip(inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
+            to[: values.size].copy_(torch.from_numpy(np.ascontiguousarray(values)))
+        watch = self._measure if self.options.measure_recall else None
+        run = Pass(
+            self._model,
+            buffers,
+            M=M,
+            R=R,
+            compensated=step.compensate,
+            draft=step.draft,
+            side=self._side,
+            watch=watch,
+        )
+        logits = run.finish(forward(run, self.spec))
+        self._flag.copy_(buffers.flag)
+        return logits.to("cpu").numpy()
+
+    def _measure(self, linear: Linear, x: torch.Tensor, positions: torch.Tensor) -> None:
+        """Compare a selection with exact top-k."""
+        assert linear.selection is not None
+        indices = torch.empty((x.shape[0], linear.selection.k), dtype=torch.int32, device=x.device)
+        values = torch.empty_like(indices, dtype=torch.float32)
+        select(x, linear.selection, indices, values, self._buffers.flag, positions=positions)
+        self._recall_sum += float(recall(x, indices).sum())
+        self._selections += x.shape[0]
+
+    def _setting(self) -> tuple[int, ...]:
+        n_tb = self.options.n_tb
+        return tuple(v for kind in LAYER_KINDS for v in (k_chunk_of(self.options.k_chunk, kind), n_tb.get(kind, 0)))

@@ -1,0 +1,275 @@
+"""One step of a model as kernel launches: `models.architecture.Operations` on the device.
+
+What belongs together is one launch: the addition of a linear layer's output to the residual stream and the norm that
+follows; head norms, rotation and the cache's append. Launches are asynchronous and depend on nothing that the host
+would have to wait for, so that the whole step can be captured in a CUDA graph.
+
+A linear layer's compensation runs on a second stream beside the base product and writes a buffer of its own; the kernel
+that reads the layer's output adds the two. So nothing depends on which of them ends first.
+
+Source: QDEC §4.1 (Fig. 6), §4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from models.architecture import Operations
+from runtime.backends.triton.kernels.attention.kernel import attend
+from runtime.backends.triton.kernels.compensate import compensate
+from runtime.backends.triton.kernels.embed import embed
+from runtime.backends.triton.kernels.gate import gate
+from runtime.backends.triton.kernels.gemm import gemm
+from runtime.backends.triton.kernels.gemv import gemv
+from runtime.backends.triton.kernels.head import finish
+from runtime.backends.triton.kernels.norm import add_norm
+from runtime.backends.triton.kernels.rope import heads
+from runtime.backends.triton.model import GpuModel, Linear
+from runtime.backends.triton.workspace import Workspace
+from runtime.operations.channels import layer_kind
+
+Watch = Callable[[Linear, torch.Tensor, torch.Tensor], None]
+
+
+class Buffers:
+    """Activations of the widest step, the step's inputs on the device, and what kernels need beside them.
+
+    Args:
+        model: The model.
+        rows: Most rows of a step (M).
+    """
+
+    def __init__(self, model: GpuModel, rows: int) -> None:
+        spec, device = model.spec, model.device
+        kinds = ("qkv", "o", "gate_up", "down")
+        self._inputs = torch.zeros(rows * max(spec.linear_shape(kind)[1] for kind in kinds), dtype=torch.float16)
+        self._inputs = self._inputs.to(device)
+        self._queries = torch.zeros(rows * spec.q_width, dtype=torch.float16, device=device)
+        self._stream = torch.zeros(rows * spec.hidden_size, device=device)
+        widths = {kind: spec.linear_shape(kind)[0] for kind in (*kinds, "head")}
+        self._outputs = {kind: torch.zeros(rows * width, device=device) for kind, width in widths.items()}
+        self._compensations: dict[str, torch.Tensor] = {}
+        inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
+        self.tokens: torch.Tensor = inputs[0]
+        self.slots: torch.Tensor = inputs[1]
+        self.positions: torch.Tensor = inputs[2]
+        self.logit_rows: torch.Tensor = inputs[3]
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        """int32 [1], 1 once a NaN or infinity was met."""
+        self.main, self.side = Workspace(device), Workspace(device)
+        """Workspaces of the two streams."""
+
+    def stream(self, M: int, C: int) -> torch.Tensor:
+        """float32 [M, C], the residual stream."""
+        return self._stream[: M * C].view(M, C)
+
+    def input(self, M: int, K: int) -> torch.Tensor:
+        """float16 [M, K], the input of a linear layer."""
+        return self._inputs[: M * K].view(M, K)
+
+    def queries(self, M: int, width: int) -> torch.Tensor:
+        """float16 [M, H * D]."""
+        return self._queries[: M * width].view(M, width)
+
+    def output(self, kind: str, M: int, N: int) -> torch.Tensor:
+        """float32 [M, N], the output of a linear layer of that type."""
+        return self._outputs[kind][: M * N].view(M, N)
+
+    def compensation(self, kind: str, M: int, N: int) -> torch.Tensor:
+        """float32 [M, N], its compensation; made where it is first needed, outside of any capture."""
+        if kind not in self._compensations:
+            self._compensations[kind] = torch.zeros_like(self._outputs[kind])
+        return self._compensations[kind][: M * N].view(M, N)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A [rows, width] matrix of activations, and what is still to be done to it."""
+
+    tensor: torch.Tensor
+    """The residual stream (float32), the input of a linear layer (float16), or its output (float32)."""
+    dec: torch.Tensor | None = None
+    """The compensation of an output, still to be added."""
+    added: Value | None = None
+    """An output that is still to be added to this residual stream."""
+    norm: str = ""
+    """The norm of these heads, still to be applied."""
+    gathered: bool = False
+    """Whether these are the rows whose logits are asked for, or only those are wanted."""
+
+
+class Pass(Operations[Value]):
+    """Launches the kernels of one step.
+
+    Args:
+        model: The model.
+        buffers: Holds the step's inputs, and takes everything else.
+        M: Rows.
+        R: Rows whose logits are wanted.
+        compensated: Whether error compensation applies.
+        draft: Whether attention reads what a draft reads.
+        side: The second stream; None runs everything on the current one.
+        watch: Sees every selecting layer's input, and the positions of its rows.
+    """
+
+    def __init__(
+        self,
+        model: GpuModel,
+        buffers: Buffers,
+        *,
+        M: int,
+        R: int,
+        compensated: bool,
+        draft: bool,
+        side: torch.cuda.Stream | None,
+        watch: Watch | None = None,
+    ) -> None:
+        self._model, self._spec, self._buffers = model, model.spec, buffers
+        self._M, self._R, self._compensated, self._draft = M, R, compensated, draft
+        self._side, self._watch = side, watch
+
+    def embed(self) -> Value:
+        """See `models.architecture.Operations`."""
+        h = self._buffers.stream(self._M, self._spec.hidden_size)
+        embed(self._buffers.tokens[: self._M], self._model.table, h)
+        return Value(h)
+
+    def norm(self, x: Value, name: str) -> Value:
+        """See `models.architecture.Operations`. Adds what is still to be added to the residual stream first."""
+        h, C = x.tensor, self._spec.hidden_size
+        y, dec = (None, None) if x.added is None else (x.added.tensor, x.added.dec)
+        rows = self._buffers.logit_rows[: self._R] if x.gathered else None
+        out = self._buffers.input(self._R if x.gathered else self._M, C)
+        if out.numel():
+            add_norm(h, y, dec, self._model.norms[name], self._spec.norm_eps, out, rows)
+        return Value(out, gathered=x.gathered)
+
+    def linear(self, x: Value, name: str) -> Value:
+        """See `models.architecture.Operations`."""
+        linear, kind = self._model.linears[name], layer_kind(name)
+        M, N = x.tensor.shape[0], linear.packed.shape[0]
+        out = self._buffers.output(kind, M, N)
+        if not M:
+            return Value(out)
+        if not self._compensated or linear.selection is None:
+            product(linear, x.tensor, out, self._buffers)
+            return Value(out)
+        dec, positions = self._buffers.compensation(kind, M, N), self._positions(x)
+        if self._watch is not None:
+            self._watch(linear, x.tensor, positions)
+        compensated_product(linear, x.tensor, positions, out, dec, self._buffers, self._side)
+        return Value(out, dec)
+
+    def split(self, x: Value, widths: tuple[int, ...]) -> tuple[Value, ...]:
+        """See `models.architecture.Operations`. The parts stay together: the kernels that read them read all."""
+        return tuple(x for _ in widths)
+
+    def head_norm(self, x: Value, name: str) -> Value:
+        """See `models.architecture.Operations`. Applied by `attend`'s first kernel."""
+        return replace(x, norm=name)
+
+    def rotate(self, x: Value) -> Value:
+        """See `models.architecture.Operations`. Applied by `attend`'s first kernel."""
+        return x
+
+    def attend(self, q: Value, k: Value, v: Value, layer: int) -> Value:
+        """See `models.architecture.Operations`."""
+        model, spec, buffers, M = self._model, self._spec, self._buffers, self._M
+        assert q.tensor is v.tensor
+        pages, window = model.cache.layers[layer], spec.windows[layer]
+        positions, slots = buffers.positions[:M], buffers.slots[:M]
+        queries, out = buffers.queries(M, spec.q_width), buffers.input(M, spec.q_width)
+        q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
+        rope = (model.cos, model.sin)
+        heads(v.tensor, v.dec, q_norm, k_norm, spec.norm_eps, *rope, positions, slots, pages, queries)
+        context, draft = model.options.context, self._draft
+        attend(queries, pages, positions, slots, window, out, buffers.main, context=context, draft=draft)
+        return Value(out)
+
+    def gate(self, gate_value: Value, up: Value) -> Value:
+        """See `models.architecture.Operations`."""
+        assert gate_value.tensor is up.tensor
+        out = self._buffers.input(self._M, self._spec.intermediate_size)
+        gate(up.tensor, up.dec, out)
+        return Value(out)
+
+    def add(self, x: Value, y: Value) -> Value:
+        """See `models.architecture.Operations`. Done by the norm that reads the sum."""
+        return Value(x.tensor, added=y)
+
+    def logit_rows(self, x: Value) -> Value:
+        """See `models.architecture.Operations`. Done by the norm that reads the rows."""
+        return replace(x, gathered=True)
+
+    def finish(self, logits: Value) -> torch.Tensor:
+        """Logits float32 [R, V], compensation added; raises the flag where one is not finite."""
+        if logits.tensor.numel():
+            finish(logits.tensor, logits.dec, self._buffers.flag)
+        return logits.tensor
+
+    def _positions(self, x: Value) -> torch.Tensor:
+        """Positions of the rows of x, int32."""
+        positions = self._buffers.positions[: self._M]
+        if not x.gathered or self._M == 1:
+            return positions
+        return positions[self._buffers.logit_rows[: self._R].long()]
+
+
+def product(linear: Linear, x: torch.Tensor, out: torch.Tensor, buffers: Buffers) -> None:
+    """The base product.
+
+    Args:
+        linear: The layer.
+        x: float16 [M, K].
+        out: float32 [M, N]; overwritten.
+        buffers: For the workspace.
+    """
+    if x.shape[0] == 1:
+        gemv(x[0], linear.weight, out[0], buffers.main)
+    else:
+        gemm(x, linear.weight, out, buffers.main)
+
+
+def compensated_product(
+    linear: Linear,
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    dec: torch.Tensor,
+    buffers: Buffers,
+    side: torch.cuda.Stream | None,
+) -> None:
+    """The base product, and its compensation beside it on another stream; both are done when the current stream is.
+
+    Args:
+        linear: The layer, with residual and selection.
+        x: float16 [M, K].
+        positions: int32 [M].
+        out: float32 [M, N], takes the base product.
+        dec: float32 [M, N], takes the compensation.
+        buffers: Workspaces and the flag.
+        side: Stream of the compensation; None runs it before the product.
+    """
+    assert linear.selection is not None
+    assert linear.residual is not None
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # first, so that its blocks find room before the product fills the device
+        compensate(
+            x,
+            linear.selection,
+            linear.residual,
+            dec,
+            base=None,
+            n_tb=linear.n_tb,
+            workspace=buffers.side,
+            flag=buffers.flag,
+            positions=positions,
+            fused=side is not None and x.shape[0] == 1,
+        )
+    product(linear, x, out, buffers)
+    if side is not None:
+        torch.cuda.current_stream().wait_stream(side)

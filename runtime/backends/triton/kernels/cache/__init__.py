@@ -1,0 +1,1 @@
+"""Writing the paged cache on the GPU."""

@@ -1,0 +1,432 @@
+"""Error compensation on the GPU: choose channels, fetch their residual rows over PCIe, multiply and add.
+
+Residuals lie in page-locked memory of the CPU and are read where they lie (zero-copy). A row is a sequence of lines of
+32 words = 128 bytes, the largest read that a GPU asks of the bus; at 4 bits a line holds the 256 outputs of one segment
+of QDEC's appendix A.1. Program p of n_tb takes ceil(lines / n_tb) neighbouring lines of every chosen row, ROWS rows at
+a time: eight threads read one line with 16 bytes each, so that it crosses the bus as one request.
+
+What limits a fetch is how many bytes are on their way: 16 to 32 GB/s at a latency near 1.5 µs are 24 to 48 KB, from all
+programs together. So the fetch is one flat loop over the tiles of all lines of a program, a pipeline of DEPTH stages:
+the compiler turns the loads into asynchronous copies to shared memory, four tiles = 8 KB ahead of their use, and across
+the border from one line to the next. Four to eight programs fill a link. (Tiles kept in registers were tried: in the
+machine code, moves that pass a tile on to the next round wait for it to arrive, so that one was on its way, not four.)
+
+Words are loaded with `.cg`: a line is read once in a step, so it has no business in the first-level cache, which the
+product beside this kernel uses; it is also what asynchronous copies of 16 bytes do. `.cv` was the other candidate. It
+would fetch a line again for each of its sectors that is asked for apart, and protect from writes that never happen.
+
+Every output is summed in one order: ROWS partial sums over the rows in steps of ROWS, then one tree. It does not depend
+on n_tb or on whether selection and fetch share a launch, so all variants give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+import triton
+import triton.language as tl
+from runtime.backends.triton.kernels.select import (
+    MODES,
+    NUM_WARPS,
+    RANDOM,
+    SIGNATURE,
+    Selection,
+    check_input,
+    select,
+    select_chunk,
+)
+from runtime.backends.triton.residual import LINE_WORDS, GpuResidual
+from runtime.backends.triton.workspace import Workspace
+from runtime.operations.channels import CHUNK
+
+if TYPE_CHECKING:
+    from runtime.backends.triton.ahead import Ahead
+
+ROWS = 16
+"""Residual rows of a tile: with 128 threads, 16 bytes for each."""
+DEPTH = 6
+"""Stages of the fetch: one for the channels, which are the addresses, four for their words, one to add."""
+_CHUNK, _LINE = tl.constexpr(CHUNK), tl.constexpr(LINE_WORDS)
+_ALIGNMENT = 16
+"""Elements to which parts of the workspace buffer are aligned, so that every call compiles to the same kernel."""
+_TWO_TO_23 = tl.constexpr(0x4B000000)
+
+
+@triton.jit
+def _load_rows(indices_ptr, values_ptr, tile, k, ROWS: tl.constexpr):
+    """Channels int32 [ROWS], -1 where there is none, and activations float32 [ROWS] of a tile of the chosen channels.
+
+    Other programs of the same launch may have written them just before. The first-level cache is not kept coherent
+    between multiprocessors, so `.cg` asks to read past it. As asynchronous copies of 4 bytes these loads go through it
+    all the same, and are right because the acquire of `_wait_for_all` empties it and nothing reads the buffers earlier.
+    """
+    places = tile * ROWS + tl.arange(0, ROWS)
+    inside = places < k
+    channels = tl.load(indices_ptr + places, mask=inside, other=-1, cache_modifier=".cg")
+    return channels, tl.load(values_ptr + places, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _load_words(codes_ptr, channels, line, lines):
+    """One line of each row of a tile, int32 [ROWS, 32, 1]; nothing is fetched where the channel is -1.
+
+    The axis of length 1 is where the values of a word will lie: so the compiler keeps all of a word's values in the
+    thread that loaded it, and moves nothing between threads until a line's sum is complete.
+    """
+    rows = (codes_ptr + (channels.to(tl.int64) * lines + line) * _LINE)[:, None, None]
+    inside = (channels >= 0)[:, None, None]
+    return tl.load(rows + tl.arange(0, _LINE)[None, :, None], mask=inside, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _unpack(words, BITS: tl.constexpr):
+    """Words [ROWS, 32, 1] -> the values they hold, float32 [ROWS, 32, 32 / BITS], before the output channel's scale.
+
+    A code goes into the low bits of the float 2^23, from which 2^23 and the codes' offset are then subtracted: exact,
+    and without the slow conversion of integers.
+    """
+    fields = words >> (BITS * tl.arange(0, 32 // BITS))[None, None, :]
+    if BITS == 16:
+        values = (fields & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        codes = (fields & ((1 << BITS) - 1)) | _TWO_TO_23
+        values = codes.to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))
+    return values
+
+
+@triton.jit
+def _write_line(total, scales_ptr, base_ptr, out_ptr, line, N, BITS: tl.constexpr):
+    """Scale the sums of one line, float32 [32, 32 / BITS], add them to the base and write them."""
+    WIDTH: tl.constexpr = _LINE * (32 // BITS)
+    offs_n = line * WIDTH + tl.arange(0, WIDTH)
+    mask_n = offs_n < N
+    sums = tl.reshape(total, [WIDTH])
+    if scales_ptr is not None:
+        sums *= tl.load(scales_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    if base_ptr is not None:
+        sums += tl.load(base_ptr + offs_n, mask=mask_n, other=0.0)
+    tl.store(out_ptr + offs_n, sums, mask=mask_n)
+
+
+@triton.jit
+def _fetch_rows(
+    codes_ptr,
+    scales_ptr,
+    base_ptr,
+    out_ptr,
+    indices_ptr,
+    values_ptr,
+    k,
+    N,
+    lines,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """This program's lines of one row of x: out [N] = base + sum of the chosen activations times residual rows.
+
+    One flat loop over the tiles of all its lines: a line's first tile does not wait for the end of the line before.
+    """
+    share = tl.cdiv(lines, tl.num_programs(0))
+    first = tl.program_id(0) * share
+    tiles = tl.cdiv(k, ROWS)
+    total = tiles * tl.maximum(tl.minimum(share, lines - first), 0)
+    sums = tl.zeros([ROWS, _LINE, 32 // BITS], tl.float32)
+    for step in tl.range(0, total, num_stages=DEPTH):
+        tile = step % tiles
+        line = first + step // tiles
+        channels, x = _load_rows(indices_ptr, values_ptr, tile, k, ROWS)
+        words = _load_words(codes_ptr, channels, line, lines)
+        sums += _unpack(words, BITS) * x[:, None, None]
+        if tile == tiles - 1:
+            _write_line(tl.sum(sums, axis=0), scales_ptr, base_ptr, out_ptr, line, N, BITS)
+            sums = tl.zeros([ROWS, _LINE, 32 // BITS], tl.float32)
+
+
+@triton.jit
+def _wait_for_all(counters_ptr):
+    """Wait until every program of the launch is here. counters: int32 [2], programs that arrived and that left.
+
+    What this program wrote is ordered before its arrival: the block's own barrier puts all its threads' writes before
+    the one thread that counts, and that thread's release makes them visible to the whole GPU. The wait ends with an
+    acquire in that same thread, which also empties the multiprocessor's first-level cache, and the block's barrier
+    passes that on to the other threads; so what is read after it is what all programs wrote. No compiler moves those
+    reads up: to all of them, atomics and barriers write memory. Cooperative launch guarantees that all programs run at
+    the same time, so the wait ends.
+    """
+    programs = tl.num_programs(0)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu") + 1
+    while arrived < programs:
+        arrived = tl.atomic_add(counters_ptr, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _leave(counters_ptr):
+    """Set both counters back to zero once every program has waited; at the end, where nothing waits for it.
+
+    The last program to leave does it: no other touches the counters any more, and the next launch on the stream starts
+    after this one. Nothing of that needs the CPU, so a captured graph replays it.
+    """
+    left = tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu") + 1
+    if left == tl.num_programs(0):
+        tl.store(counters_ptr, 0)
+        tl.store(counters_ptr + 1, 0)
+
+
+@triton.jit(do_not_specialize=["k", "N", "lines"])
+def _fetch_kernel(
+    codes_ptr,
+    scales_ptr,
+    base_ptr,
+    out_ptr,
+    indices_ptr,
+    values_ptr,
+    k,
+    N,
+    lines,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Program (p, m) of n_tb x M writes its lines of row m. codes [K, lines * 32], indices [M, k], out [M, N]."""
+    row = tl.program_id(1).to(tl.int64)
+    if base_ptr is not None:
+        base_ptr += row * N
+    _fetch_rows(
+        codes_ptr,
+        scales_ptr,
+        base_ptr,
+        out_ptr + row * N,
+        indices_ptr + row * k,
+        values_ptr + row * k,
+        k,
+        N,
+        lines,
+        BITS,
+        ROWS,
+        DEPTH,
+    )
+
+
+@triton.jit(do_not_specialize=["k", "N", "lines", "k_chunk", "seed", "layer"])
+def _compensate_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    base_ptr,
+    out_ptr,
+    indices_ptr,
+    values_ptr,
+    flag_ptr,
+    counters_ptr,
+    channels_ptr,
+    positions_ptr,
+    K,
+    k,
+    N,
+    lines,
+    k_chunk,
+    b15,
+    upper_scale,
+    lower_scale,
+    seed,
+    layer,
+    MODE: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Selection, barrier between all n_tb programs, fetch and product of one row. x [K], indices and values [k]."""
+    position = tl.full([], 0, tl.int32)
+    if MODE == RANDOM:
+        position = tl.load(positions_ptr)
+    for chunk in range(tl.program_id(0), tl.cdiv(K, _CHUNK), tl.num_programs(0)):
+        select_chunk(
+            x_ptr,
+            indices_ptr,
+            values_ptr,
+            flag_ptr,
+            channels_ptr,
+            chunk,
+            K,
+            k_chunk,
+            b15,
+            upper_scale,
+            lower_scale,
+            seed,
+            layer,
+            position,
+            MODE,
+        )
+    _wait_for_all(counters_ptr)
+    _fetch_rows(codes_ptr, scales_ptr, base_ptr, out_ptr, indices_ptr, values_ptr, k, N, lines, BITS, ROWS, DEPTH)
+    _leave(counters_ptr)
+
+
+def compensate(
+    x: torch.Tensor,
+    selection: Selection,
+    residual: GpuResidual,
+    out: torch.Tensor,
+    *,
+    base: torch.Tensor | None = None,
+    n_tb: int,
+    workspace: Workspace,
+    fused: bool,
+    flag: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> None:
+    """Choose channels and write out = (base or 0) + the sum over them of x[c] times their residual rows.
+
+    Nothing waits for the device, so it can be captured in a graph. Calls on two streams at the same time need two
+    workspaces. All ways to launch it, and all n_tb, give the same bits.
+
+    Args:
+        x: float16 [M, K], contiguous, the layer's input; M = 1 if fused.
+        selection: How to choose.
+        residual: The layer's residuals.
+        out: float32 [M, N], contiguous; overwritten.
+        base: float32 [M, N], contiguous, output of the low-bit product; may be `out` itself.
+        n_tb: Programs that fetch a row; more than a row has lines of 128 bytes are idle in the fetch.
+        workspace: Gives the buffer of chosen channels and activations, and the barrier's counters.
+        fused: Whether one cooperative launch does all; else one launch selects and one fetches. Under the interpreter,
+            whose programs run one after another, only with n_tb = 1.
+        flag: int32 [1]; set to 1 where x holds a NaN or infinity, else left alone. None: nobody asks.
+        positions: int32 [M], position of every row in its sequence, for the random selector.
+
+    Raises:
+        ValueError: operands that do not belong together.
+
+    Source: QDEC §4.3, Fig. 10.
+    """
+    check_input(x, selection, positions)
+    _check(x, selection, residual, out, base, n_tb, fused)
+    rows, k = x.shape[0], selection.k
+    places = triton.cdiv(rows * k, _ALIGNMENT) * _ALIGNMENT
+    buffer = workspace.scratch(2 * places + 1, torch.int32)
+    indices, values = buffer[: rows * k], buffer[places : places + rows * k].view(torch.float32)
+    flag = buffer[2 * places :] if flag is None else flag
+    N, lines = residual.shape[0], residual.lines
+    if fused:
+        _compensate_kernel[(n_tb,)](
+            x,
+            residual.codes,
+            residual.scales,
+            base,
+            out,
+            indices,
+            values,
+            flag,
+            workspace.counters(2),
+            selection.channels,
+            positions,
+            selection.width,
+            k,
+            N,
+            lines,
+            selection.k_chunk,
+            selection.b15,
+            selection.upper_scale,
+            selection.lower_scale,
+            selection.signed_seed,
+            selection.layer,
+            MODE=MODES[selection.mode],
+            BITS=residual.bits,
+            ROWS=ROWS,
+            DEPTH=DEPTH,
+            num_warps=NUM_WARPS,
+            launch_cooperative_grid=True,
+        )
+        return
+    select(x, selection, indices.view(rows, k), values.view(rows, k), flag, positions=positions)
+    _fetch_kernel[(n_tb, rows)](
+        residual.codes,
+        residual.scales,
+        base,
+        out,
+        indices,
+        values,
+        k,
+        N,
+        lines,
+        BITS=residual.bits,
+        ROWS=ROWS,
+        DEPTH=DEPTH,
+        num_warps=NUM_WARPS,
+    )
+
+
+def _check(
+    x: torch.Tensor,
+    selection: Selection,
+    residual: GpuResidual,
+    out: torch.Tensor,
+    base: torch.Tensor | None,
+    n_tb: int,
+    fused: bool,
+) -> None:
+    rows, N = x.shape[0], residual.shape[0]
+    if residual.shape[1] != selection.width:
+        raise ValueError(f"the selection is over {selection.width} channels, the residuals over {residual.shape[1]}")
+    for name, tensor in (("out", out), ("base", base)):
+        if tensor is not None and (
+            tensor.shape != (rows, N) or tensor.dtype != torch.float32 or not tensor.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} must be contiguous float32 [{rows}, {N}], not {tensor.dtype} {list(tensor.shape)}"
+            )
+    if n_tb < 1:
+        raise ValueError(f"n_tb is {n_tb}; at least one program has to fetch")
+    if fused and rows != 1:
+        raise ValueError(f"one launch compensates one row, not {rows}; select and fetch in two launches")
+    if fused and n_tb > 1 and x.device.type == "cpu":
+        raise ValueError(f"the interpreter runs one program after another: {n_tb} can't wait for each other")
+
+
+def ahead() -> tuple[Ahead, ...]:
+    """Fused at 4 and 2 bits, two launches at 4 and 16 bits; widths, k and n_tb are run-time numbers."""
+    from runtime.backends.triton.ahead import Ahead
+
+    fetch = {
+        "codes_ptr": "*i32",
+        "scales_ptr": "*fp16",
+        "base_ptr": "constexpr",
+        "out_ptr": "*fp32",
+        "indices_ptr": "*i32",
+        "values_ptr": "*fp32",
+        "k": "i32",
+        "N": "i32",
+        "lines": "i32",
+        "BITS": "constexpr",
+        "ROWS": "constexpr",
+        "DEPTH": "constexpr",
+    }
+    fused = fetch | SIGNATURE | {"counters_ptr": "*i32"}
+    constants = {"base_ptr": None, "ROWS": ROWS, "DEPTH": DEPTH}
+    no_tables = {"channels_ptr": None, "positions_ptr": None, "MODE": MODES["approx"]}
+    launches = [
+        Ahead(
+            name=f"compensate-b{bits}-fused",
+            kernel=_compensate_kernel,
+            signature=fused,
+            constants=constants | no_tables | {"BITS": bits},
+            num_warps=NUM_WARPS,
+            cooperative=True,
+        )
+        for bits in (4, 2)
+    ]
+    launches += [
+        Ahead(
+            name=f"compensate-b{bits}-fetch",
+            kernel=_fetch_kernel,
+            signature=fetch | ({"scales_ptr": "constexpr"} if bits == 16 else {}),
+            constants=constants | {"BITS": bits} | ({"scales_ptr": None} if bits == 16 else {}),
+            num_warps=NUM_WARPS,
+        )
+        for bits in (4, 16)
+    ]
+    return tuple(launches)

@@ -1,0 +1,68 @@
+"""The gate of the MLP on the GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from runtime.backends.triton.ahead import Ahead
+
+BLOCK_I = 512
+"""Channels of one program: 4 for each of its 128 threads, so that one row already fills many multiprocessors."""
+
+
+@triton.jit
+def _gate_kernel(y_ptr, dec_ptr, x_ptr, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Program (m, block) handles channels [block * BLOCK_I, ...) of row m. y, dec [M, 2 WIDTH], x [M, WIDTH]."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask_i = offs_i < WIDTH
+    offs_gate = row * 2 * WIDTH + offs_i
+    gate = tl.load(y_ptr + offs_gate, mask=mask_i, other=0.0)
+    up = tl.load(y_ptr + offs_gate + WIDTH, mask=mask_i, other=0.0)
+    if dec_ptr is not None:
+        gate += tl.load(dec_ptr + offs_gate, mask=mask_i, other=0.0)
+        up += tl.load(dec_ptr + offs_gate + WIDTH, mask=mask_i, other=0.0)
+    falling = tl.exp(-tl.abs(gate))  # never overflows
+    sigmoid = tl.where(gate >= 0, 1.0, falling) / (1.0 + falling)
+    x = gate * sigmoid * up
+    tl.store(x_ptr + row * WIDTH + offs_i, x.to(tl.float16), mask=mask_i)
+
+
+def gate(y: torch.Tensor, dec: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Write silu(g) * u to x, rounded to half precision, where g and u are the halves of y + dec.
+
+    Args:
+        y: float32 [M, 2 * intermediate_size], output of the fused projection: gate, then up.
+        dec: float32, shaped like y, its compensation, or None.
+        x: float16 [M, intermediate_size]; overwritten.
+    """
+    M, width = x.shape
+    assert y.shape == (M, 2 * width)
+    grid = (M, triton.cdiv(width, BLOCK_I))
+    _gate_kernel[grid](y, dec, x, WIDTH=width, BLOCK_I=BLOCK_I, num_warps=4)
+
+
+def ahead() -> tuple[Ahead, ...]:
+    """The specialization for Llama-3-8B's MLP, with compensation."""
+    from runtime.backends.triton.ahead import Ahead
+
+    return (
+        Ahead(
+            name="gate I14336",
+            kernel=_gate_kernel,
+            signature={
+                "y_ptr": "*fp32",
+                "dec_ptr": "*fp32",
+                "x_ptr": "*fp16",
+                "WIDTH": "constexpr",
+                "BLOCK_I": "constexpr",
+            },
+            constants={"WIDTH": 14336, "BLOCK_I": BLOCK_I},
+        ),
+    )

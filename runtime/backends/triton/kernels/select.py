@@ -1,0 +1,392 @@
+"""Choice of the salient channels on the GPU: one program for each chunk of 1024 channels of each row.
+
+Every selector is brought to one form, an integer `order` in which less is better: the bucket (5 bits), what a magnitude
+lacks to the largest half (15 bits), or what a random key lacks to the largest (53 bits). As many halvings as there are
+bits find the order up to which there are enough channels, each a count over the chunk; a running count then gives every
+chosen channel its place, so that the indices ascend and the order that overflows gives its lowest channels. This is the
+result of `runtime.operations.select`, from the same float32 arithmetic, whatever the number of programs.
+
+A program keeps its chunk in registers and writes only what it chose. NaN and infinity set a flag; such a channel has a
+place in the order like any other, so a damaged activation never makes the kernels read what is not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+import triton
+import triton.language as tl
+from models.packed import PackedLinear
+from runtime.decoder import Selector
+from runtime.operations.channels import BUCKETS, CHUNK, HALF, buckets, static_channels, total_budget
+
+if TYPE_CHECKING:
+    from runtime.backends.triton.ahead import Ahead
+
+APPROX, EXACT, STATIC, RANDOM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+MODES: dict[Selector, int] = {"approx": 0, "exact": 1, "static": 2, "random": 3}
+"""The number of each selector in the kernels."""
+_CHUNK, _BUCKETS, _HALF = tl.constexpr(CHUNK), tl.constexpr(BUCKETS), tl.constexpr(HALF)
+_INFINITY = tl.constexpr(0x7C00)
+_ORDER_BITS = tl.constexpr((5, 15, 0, 53))
+SIGNATURE = {
+    "x_ptr": "*fp16",
+    "indices_ptr": "*i32",
+    "values_ptr": "*fp32",
+    "flag_ptr": "*i32",
+    "channels_ptr": "constexpr",
+    "positions_ptr": "constexpr",
+    "K": "i32",
+    "k": "i32",
+    "k_chunk": "i32",
+    "b15": "fp32",
+    "upper_scale": "fp32",
+    "lower_scale": "fp32",
+    "seed": "i32",
+    "layer": "i32",
+    "MODE": "constexpr",
+}
+"""Types of a selection's arguments where neither a table nor positions are given, for `Ahead`."""
+NUM_WARPS = 4
+"""Warps of a program: 8 channels of a chunk for each of its 128 threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """How the salient channels of one linear layer are chosen."""
+
+    width: int
+    """K, input channels of the layer."""
+    k_chunk: int
+    """Salient channels per 1024, in [1, 1024]; a layer with 0 is not compensated and has no Selection."""
+    k: int
+    """Channels chosen in a row, `budget.total_budget(width, k_chunk)`."""
+    mode: Selector = "approx"
+    """Which selector."""
+    b15: float = 0.0
+    """See `budget.Buckets`, as the next two; approx only."""
+    upper_scale: float = 0.0
+    """Buckets per unit from b15 up."""
+    lower_scale: float = 0.0
+    """Buckets per unit below b15."""
+    channels: torch.Tensor | None = None
+    """int32 [k] on the device, ascending: the channels of the static selector, else None."""
+    seed: int = 0
+    """`DecoderOptions.seed`, for the random selector; its low 64 bits count."""
+    layer: int = 0
+    """Index of the layer in `ModelSpec.linear_names`, for the random selector."""
+
+    def __post_init__(self) -> None:
+        """Check that the numbers belong together.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if self.mode not in MODES:
+            raise ValueError(f"there is no selector {self.mode!r}; the selectors are {', '.join(MODES)}")
+        if not 1 <= self.k_chunk <= CHUNK:
+            raise ValueError(f"k_chunk is {self.k_chunk}; a selection takes 1 to {CHUNK} channels of {CHUNK}")
+        if self.k != total_budget(self.width, self.k_chunk):
+            raise ValueError(
+                f"k is {self.k}; at k_chunk {self.k_chunk}, {self.width} channels give "
+                f"{total_budget(self.width, self.k_chunk)}"
+            )
+        if (self.mode == "static") != (self.channels is not None):
+            raise ValueError("the static selector takes a table of channels, and no other does")
+
+    @property
+    def signed_seed(self) -> int:
+        """The seed's low 64 bits as a signed integer, as a kernel takes it."""
+        return (self.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+    @property
+    def chunks(self) -> int:
+        """Local searches of a row."""
+        return -(-self.width // CHUNK)
+
+
+def make_selection(
+    packed: PackedLinear,
+    *,
+    k_chunk: int,
+    mode: Selector = "approx",
+    seed: int = 0,
+    layer: int = 0,
+    device: torch.device | str,
+) -> Selection:
+    """The selection of one stored linear layer.
+
+    Args:
+        packed: The layer, with the calibration's statistics.
+        k_chunk: Salient channels per 1024, in [1, 1024].
+        mode: Which selector.
+        seed: `DecoderOptions.seed`, for the random selector.
+        layer: Index of the layer in `ModelSpec.linear_names`, for the random selector.
+        device: Where the kernels run.
+
+    Raises:
+        ValueError: the layer has no statistics, or a number is out of range.
+    """
+    if packed.rank_maximum is None or packed.mean_square is None:
+        raise ValueError(f"{packed.name} was stored without residuals, so there is nothing to select for")
+    width = packed.shape[1]
+    k = total_budget(width, k_chunk)
+    edges = buckets(packed.rank_maximum, k) if k and mode == "approx" else None
+    table = torch.from_numpy(static_channels(packed.mean_square, k_chunk)).to(device) if mode == "static" else None
+    return Selection(
+        width=width,
+        k_chunk=k_chunk,
+        k=k,
+        mode=mode,
+        b15=edges.b15 if edges else 0.0,
+        upper_scale=edges.upper_scale if edges else 0.0,
+        lower_scale=edges.lower_scale if edges else 0.0,
+        channels=table,
+        seed=seed,
+        layer=layer,
+    )
+
+
+@triton.jit
+def _mix(state):
+    """The finalizer of splitmix64 on uint64, as in `runtime.operations.channels`."""
+    state = state + 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
+
+
+@triton.jit
+def _order_of(x, channels, b15, upper_scale, lower_scale, seed, layer, position, MODE: tl.constexpr):
+    """Place of every channel in the selector's order, less is better; x float16 [CHUNK], channels int32 [CHUNK]."""
+    magnitude_bits = x.to(tl.int16, bitcast=True) & 0x7FFF
+    if MODE == RANDOM:
+        state = _mix(_mix(seed.to(tl.int64).to(tl.uint64, bitcast=True)) ^ layer.to(tl.uint64))
+        key = _mix(_mix(state ^ position.to(tl.uint64)) ^ channels.to(tl.uint64)) >> 11
+        order = (1 << 53) - 1 - key.to(tl.int64)
+    elif MODE == EXACT:
+        order = 0x7FFF - magnitude_bits.to(tl.int32)
+    else:
+        # A bad value counts as 0 here: what NaN becomes as an integer is undefined.
+        magnitude = tl.where(magnitude_bits < _INFINITY, tl.abs(x.to(tl.float32)), 0.0)
+        above = tl.minimum(tl.maximum(tl.floor((magnitude - b15) * upper_scale), 0.0), _HALF - 1.0)
+        below = tl.minimum(tl.maximum(tl.floor(magnitude * lower_scale), 0.0), _HALF - 1.0)
+        order = tl.where(magnitude >= b15, _HALF - 1.0 - above, _BUCKETS - 1.0 - below).to(tl.int32)
+    return order
+
+
+@triton.jit
+def _choose(order, take, BITS: tl.constexpr):
+    """Which channels are the `take` first of the order, and the place of each among the chosen.
+
+    `limit` is the largest order below which there are fewer than `take` channels: those are chosen, and of the channels
+    at `limit` the lowest, as many as there is room for.
+    """
+    limit = tl.full([], 0, order.dtype)
+    step = tl.full([], 1 << (BITS - 1), order.dtype)
+    before = tl.full([], 0, tl.int32)
+    for _ in range(BITS):
+        below = tl.sum((order < limit + step).to(tl.int32))
+        fewer = below < take
+        limit = tl.where(fewer, limit + step, limit)
+        before = tl.where(fewer, below, before)
+        step = step >> 1
+    room = take - before
+    certain = (order < limit).to(tl.int32)
+    equal = (order == limit).to(tl.int32)
+    # One running count of both: at most 1024 certain channels in the low half, the equal ones in the high half.
+    counted = tl.cumsum(certain + (equal << 16))
+    certain_before = (counted & 0xFFFF) - certain
+    equal_before = (counted >> 16) - equal
+    chosen = (certain + equal * (equal_before < room).to(tl.int32)) > 0
+    return chosen, certain_before + tl.minimum(equal_before, room)
+
+
+@triton.jit
+def select_chunk(
+    x_ptr,
+    indices_ptr,
+    values_ptr,
+    flag_ptr,
+    channels_ptr,
+    chunk,
+    K,
+    k_chunk,
+    b15,
+    upper_scale,
+    lower_scale,
+    seed,
+    layer,
+    position,
+    MODE: tl.constexpr,
+):
+    """Select in one chunk of one row: x [K], indices and values [k]; a full chunk always gives k_chunk channels."""
+    start = chunk * _CHUNK
+    width = tl.minimum(_CHUNK, K - start)
+    take = tl.minimum(width, (k_chunk * width + _CHUNK - 1) // _CHUNK)
+    offs = tl.arange(0, _CHUNK)
+    # Read one half a lane instead of eight: what follows then keeps one layout, where it would be moved through shared
+    # memory for each of the scattered writes.
+    channels = tl.max_contiguous(start + offs, 1)
+    mask = channels < K
+    x = tl.load(x_ptr + channels, mask=mask, other=0.0)
+    bad = (x.to(tl.int16, bitcast=True) & 0x7FFF) >= _INFINITY
+    tl.store(flag_ptr + tl.zeros_like(offs), 1, mask=bad)
+    first = chunk * k_chunk
+    if MODE == STATIC:
+        kept = offs < take
+        listed = tl.load(channels_ptr + first + offs, mask=kept, other=0)
+        value = tl.load(x_ptr + listed, mask=kept, other=0.0)
+        tl.store(indices_ptr + first + offs, listed, mask=kept)
+        tl.store(values_ptr + first + offs, value.to(tl.float32), mask=kept)
+    else:
+        order = _order_of(x, channels, b15, upper_scale, lower_scale, seed, layer, position, MODE)
+        BITS: tl.constexpr = _ORDER_BITS[MODE]
+        order = tl.where(mask, order, 1 << BITS)
+        chosen, place = _choose(order, take, BITS)
+        tl.store(indices_ptr + first + place, channels, mask=chosen)
+        tl.store(values_ptr + first + place, x.to(tl.float32), mask=chosen)
+
+
+@triton.jit(do_not_specialize=["k", "k_chunk", "seed", "layer"])
+def _select_kernel(
+    x_ptr,
+    indices_ptr,
+    values_ptr,
+    flag_ptr,
+    channels_ptr,
+    positions_ptr,
+    K,
+    k,
+    k_chunk,
+    b15,
+    upper_scale,
+    lower_scale,
+    seed,
+    layer,
+    MODE: tl.constexpr,
+):
+    """Program (chunk, m) selects in one chunk of row m. x [M, K], indices and values [M, k], positions [M]."""
+    row = tl.program_id(1).to(tl.int64)
+    position = tl.full([], 0, tl.int32)
+    if MODE == RANDOM:
+        position = tl.load(positions_ptr + row)
+    select_chunk(
+        x_ptr + row * K,
+        indices_ptr + row * k,
+        values_ptr + row * k,
+        flag_ptr,
+        channels_ptr,
+        tl.program_id(0),
+        K,
+        k_chunk,
+        b15,
+        upper_scale,
+        lower_scale,
+        seed,
+        layer,
+        position,
+        MODE,
+    )
+
+
+def select(
+    x: torch.Tensor,
+    selection: Selection,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    flag: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+) -> None:
+    """Choose the salient channels of every row; nothing waits for the device, so it can be captured in a graph.
+
+    Args:
+        x: float16 [M, K], contiguous, the layer's input.
+        selection: How to choose.
+        indices: int32 [M, k]; overwritten with the chosen channels, ascending.
+        values: float32 [M, k]; overwritten with their activations.
+        flag: int32 [1]; set to 1 where x holds a NaN or infinity, else left alone. Whoever reads it raises
+            `InvalidActivationError`.
+        positions: int32 [M], position of every row in its sequence, for the random selector.
+
+    Raises:
+        ValueError: shapes or types that do not belong together, or no positions for the random selector.
+
+    Source: QDEC §4.3, Fig. 8.
+    """
+    check_input(x, selection, positions)
+    rows = x.shape[0]
+    for name, tensor, dtype in (("indices", indices, torch.int32), ("values", values, torch.float32)):
+        if tensor.shape != (rows, selection.k) or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous {dtype} [{rows}, {selection.k}], not {tensor.dtype} {list(tensor.shape)}"
+            )
+    _select_kernel[(selection.chunks, rows)](
+        x,
+        indices,
+        values,
+        flag,
+        selection.channels,
+        positions,
+        selection.width,
+        selection.k,
+        selection.k_chunk,
+        selection.b15,
+        selection.upper_scale,
+        selection.lower_scale,
+        selection.signed_seed,
+        selection.layer,
+        MODE=MODES[selection.mode],
+        num_warps=NUM_WARPS,
+    )
+
+
+def check_input(x: torch.Tensor, selection: Selection, positions: torch.Tensor | None) -> None:
+    """Check what a selection reads; see `select`.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if x.ndim != 2 or x.shape[1] != selection.width or x.dtype != torch.float16 or not x.is_contiguous():
+        raise ValueError(f"x must be contiguous float16 [M, {selection.width}], not {x.dtype} {list(x.shape)}")
+    if selection.mode == "random" and (positions is None or positions.shape != x.shape[:1]):
+        raise ValueError(f"the random selector needs the positions of all {x.shape[0]} rows, int32")
+
+
+def recall(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Share of the chosen channels that are among the k largest magnitudes of their whole row.
+
+    Args:
+        x: float16 [M, K], activations.
+        indices: int32 [M, k], chosen channels.
+
+    Returns:
+        float32 [M] on the same device, not waited for; channels of equal magnitude count alike.
+
+    Source: QDEC Fig. 15.
+    """
+    magnitude = x.abs()
+    threshold = magnitude.topk(indices.shape[1], dim=1).values[:, -1:]
+    return (magnitude.gather(1, indices.long()) >= threshold).float().mean(1)
+
+
+def ahead() -> tuple[Ahead, ...]:
+    """All four selectors; widths and k are run-time numbers."""
+    from runtime.backends.triton.ahead import Ahead
+
+    tables = {"static": {"channels_ptr": "*i32"}, "random": {"positions_ptr": "*i32"}}
+    signatures = {mode: SIGNATURE | tables.get(mode, {}) for mode in MODES}
+    return tuple(
+        Ahead(
+            name=f"select-{mode}",
+            kernel=_select_kernel,
+            signature=signature,
+            constants={name: None for name, kind in signature.items() if kind == "constexpr"} | {"MODE": MODES[mode]},
+            num_warps=NUM_WARPS,
+        )
+        for mode, signature in signatures.items()
+    )

@@ -1,0 +1,163 @@
+"""A stored model on the device: weights in the kernels' layout, residuals in page-locked memory, cache and buffers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from models.packed import PackedLinear
+from models.rope import tables
+from runtime.backends.triton.cache import GpuCache
+from runtime.backends.triton.kernels.select import Selection, make_selection
+from runtime.backends.triton.layout import GpuLinear, repack
+from runtime.backends.triton.residual import REMEDY, GpuResidual, PageLockError, load_residuals, page_locked
+from runtime.decoder import DecoderOptions
+from runtime.errors import RequestError
+from runtime.kv.kinds import KINDS
+from runtime.operations.channels import k_chunk_of, layer_kind
+from runtime.tuning import Problem
+from runtime.weights import Weights
+from tuner.candidates import n_tb_candidates
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_N_TB = 8
+"""Thread blocks of a compensation that nobody tuned: in QDEC Fig. 17, 8 is near the best on every device."""
+
+
+@dataclass(slots=True)
+class Linear:
+    """A linear layer on the device."""
+
+    packed: PackedLinear
+    """As it is stored (mapped)."""
+    index: int
+    """Its place in `ModelSpec.linear_names`."""
+    weight: GpuLinear
+    """In the kernels' layout."""
+    residual: GpuResidual | None = None
+    """Fetched from the CPU's memory; None until the layer is compensated for the first time, and where memory could not
+    be page-locked."""
+    selection: Selection | None = None
+    """How its channels are chosen; None where it is not compensated."""
+    n_tb: int = 0
+    """Thread blocks of its compensation."""
+
+
+class GpuModel:
+    """Everything of one model that lies still between steps.
+
+    Args:
+        weights: The stored model.
+        options: How it is to be run.
+        device: `cuda`, or `cpu` under Triton's interpreter.
+    """
+
+    def __init__(self, weights: Weights, options: DecoderOptions, device: torch.device) -> None:
+        spec = weights.spec
+        self.device, self.spec, self.options = device, spec, options
+        self._refused: set[str] = set()
+        self.problems: tuple[Problem, ...] = ()
+        """What could not be page-locked, and what to do about it."""
+        self.linears = {
+            name: Linear(packed, index, repack(packed, device))
+            for index, name in enumerate(spec.linear_names())
+            for packed in (weights.linear(name),)
+        }
+        blocks = range(spec.num_layers)
+        per_block = ["input_norm", "post_norm", *(["q_norm", "k_norm"] if spec.qk_norm else [])]
+        names = [*(f"layers.{layer}.{norm}" for layer in blocks for norm in per_block), "norm"]
+        self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in names}
+        self.table = self._table(weights)
+        self.cos, self.sin = (self._move(table) for table in tables(spec.rope, options.context))
+        self.cache = GpuCache(
+            KINDS[options.kv],
+            spec,
+            context=options.context,
+            slots=options.slots,
+            max_rows=options.max_rows,
+            pages=options.pages,
+            device=device,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one decoded token reads on the device."""
+        linears = sum(linear.weight.nbytes for linear in self.linears.values())
+        return linears + sum(norm.nbytes for norm in self.norms.values())
+
+    def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int]) -> None:
+        """Compensate so many channels; residuals that are wanted for the first time are brought into memory.
+
+        Raises:
+            RequestError: k_chunk or n_tb is malformed, or the model keeps no residuals.
+        """
+        wanted = {name: k_chunk_of(k_chunk, name) for name in self.linears}
+        for name, number in wanted.items():
+            if number and self.linears[name].packed.residual is None:
+                raise RequestError(
+                    f"k_chunk is {number}, but {name} was stored without residuals; use k_chunk 0, or quantize the "
+                    "model again with residual bits"
+                )
+        blocks = {name: self._blocks(linear, n_tb) for name, linear in self.linears.items()}
+        self._load_residuals([name for name, number in wanted.items() if number])
+        options = self.options
+        for name, linear in self.linears.items():
+            linear.n_tb, linear.selection = blocks[name], None
+            if wanted[name] and linear.residual is not None:
+                linear.selection = make_selection(
+                    linear.packed,
+                    k_chunk=wanted[name],
+                    mode=options.select,
+                    seed=options.seed,
+                    layer=linear.index,
+                    device=self.device,
+                )
+
+    def close(self) -> None:
+        """Release what can be released before the last reference goes."""
+        self.linears.clear()
+        self.cache.close()
+
+    def _load_residuals(self, names: Sequence[str]) -> None:
+        """Bring residuals into page-locked memory that are wanted for the first time."""
+        missing = [name for name in names if self.linears[name].residual is None and name not in self._refused]
+        if not missing:
+            return
+        loaded = load_residuals([self.linears[name].packed for name in missing], self.device)
+        for name in missing:
+            self.linears[name].residual = loaded.layers.get(name)
+        if loaded.warning:
+            self._refused.update(name for name in missing if name not in loaded.layers)
+            logger.warning("%s", loaded.warning)
+            what, _, fix = loaded.warning.partition(f". {REMEDY}")
+            self.problems += (Problem(what=what, fix=f"{REMEDY}{fix}", failure=True),)
+
+    def _blocks(self, linear: Linear, n_tb: Mapping[str, int]) -> int:
+        N, K = linear.packed.shape
+        kind = layer_kind(linear.packed.name)
+        asked = n_tb.get(kind, _DEFAULT_N_TB)
+        if asked < 1:
+            raise RequestError(f"n_tb of {kind} is {asked}: compensation needs at least one thread block")
+        return max(count for count in n_tb_candidates(N, K) if count <= asked)
+
+    def _table(self, weights: Weights) -> torch.Tensor:
+        """The embedding table, float16 [V, C], in page-locked memory; on the device where that is refused."""
+        table = torch.from_numpy(np.array(weights.embedding(), np.float16))
+        if self.device.type == "cpu":
+            return table
+        try:
+            locked = page_locked(table.nbytes).view(torch.float16).view(table.shape)
+        except PageLockError as error:
+            what = f"the embedding table takes the GPU's memory: {error}"
+            logger.warning("%s", what)
+            self.problems += (Problem(what=what, fix="close other programs, or raise the limit with `ulimit -l`"),)
+            return table.to(self.device)
+        return locked.copy_(table)
+
+    def _move(self, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

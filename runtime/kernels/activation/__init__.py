@@ -1,1 +1,0 @@
-"""INT8 quantization of activations, the left operand of the integer matrix products."""

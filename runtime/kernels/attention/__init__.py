@@ -1,1 +1,0 @@
-"""Causal attention of grouped query heads over the cache."""

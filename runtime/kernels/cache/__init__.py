@@ -1,1 +1,0 @@
-"""What the KV cache stores of a key or a value."""

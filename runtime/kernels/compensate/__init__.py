@@ -1,1 +1,0 @@
-"""Error compensation: the residual rows of the selected channels, multiplied and added (QDEC §4)."""

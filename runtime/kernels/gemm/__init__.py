@@ -1,1 +1,0 @@
-"""Low-bit matrix times many rows of activations (prefill, verification, batches)."""

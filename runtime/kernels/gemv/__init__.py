@@ -1,1 +1,0 @@
-"""Products of activations with a packed low-bit matrix."""

@@ -1,1 +1,0 @@
-"""From the codes of a matrix with codebooks to the codebooks' entries."""

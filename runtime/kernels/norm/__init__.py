@@ -1,1 +1,0 @@
-"""Root-mean-square normalization."""

@@ -1,0 +1,114 @@
+"""Pages as records of bytes and windows in half precision, in torch buffers on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from models.spec import ModelSpec
+from runtime.kv.kinds import PARTS, CacheKind, Part, page_fields
+from runtime.kv.oracle.page import Stored, dequantize, quantize
+from runtime.kv.transfer import Arrays
+
+
+class TorchStore:
+    """The numbers of all pages and windows. Implements `PageStore`, and `SavingStore` but for the layout's name.
+
+    A page is one record of bytes for each layer, head and half: codes first, scales and zeros behind them.
+
+    Args:
+        kind: What is stored.
+        spec: The model.
+        pages: Number of pages.
+        slots: Number of windows.
+        window: Tokens that a window has room for.
+        device: Where the buffers lie.
+    """
+
+    def __init__(
+        self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int, device: torch.device | str
+    ) -> None:
+        self._kind, self._D, self._layers = kind, spec.head_dim, spec.num_layers
+        L, H_kv, D = spec.num_layers, spec.num_kv_heads, spec.head_dim
+        records = {part: sum(field.nbytes for field in page_fields(kind, part, D)) for part in PARTS}
+        self.pools: dict[Part, torch.Tensor] = {
+            part: torch.zeros((pages, L, H_kv, records[part]), dtype=torch.uint8, device=device) for part in PARTS
+        }
+        """uint8 [pages, layers, H_kv, record bytes]."""
+        self.windows: dict[Part, torch.Tensor] = {
+            part: torch.zeros((slots, L, H_kv, window, D), dtype=torch.float16, device=device) for part in PARTS
+        }
+        """float16 [slots, layers, H_kv, tokens, D]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(array.nbytes for buffers in (self.pools, self.windows) for array in buffers.values())
+
+    def fields(self, part: Part, records: torch.Tensor) -> Stored:
+        """The fields of records uint8 [..., bytes], in the records' own memory."""
+        views, at = {}, 0
+        for field in page_fields(self._kind, part, self._D):
+            raw = records[..., at : at + field.nbytes]
+            views[field.name] = raw.view(getattr(torch, field.dtype)).view(*raw.shape[:-1], *field.shape)
+            at += field.nbytes
+        return views
+
+    def flush(self, slot: int, page: int, rest: int) -> None:
+        """See `PageStore.flush`."""
+        self._quantize(slot, page)
+        for windows in self.windows.values():
+            window = windows[slot]
+            window[:, :, :rest] = window[:, :, self._kind.page : self._kind.page + rest].clone()
+
+    def restore(self, page: int, slot: int, count: int) -> None:
+        """See `PageStore.restore`."""
+        for part in PARTS:
+            stored = self.fields(part, self.pools[part][page])
+            tokens = dequantize(self._kind, part, stored, self._D)[..., :count, :]
+            self.windows[part][slot, :, :, :count] = tokens.to(torch.float16)
+
+    def copy_window(self, source: int, target: int, count: int) -> None:
+        """See `PageStore.copy_window`."""
+        for windows in self.windows.values():
+            windows[target, :, :, :count] = windows[source, :, :, :count]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """See `PageStore.copy_page`."""
+        for pool in self.pools.values():
+            pool[target] = pool[source]
+
+    def read_pages(self, pages: Sequence[int]) -> Arrays:
+        """See `SavingStore.read_pages`: records uint8 [pages, layers, H_kv, bytes]."""
+        return {part: pool[list(pages)].cpu().numpy() for part, pool in self.pools.items()}
+
+    def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
+        """See `SavingStore.write_pages`."""
+        for part, pool in self.pools.items():
+            pool[list(pages)] = torch.tensor(arrays[part], device=pool.device)
+
+    def read_window(self, slot: int, count: int) -> Arrays:
+        """See `SavingStore.read_window`: float16 [layers, H_kv, count, D]."""
+        if not self._kind.windowed:
+            return {}
+        return {part: windows[slot, :, :, :count].cpu().contiguous().numpy() for part, windows in self.windows.items()}
+
+    def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
+        """See `SavingStore.write_window`."""
+        if self._kind.windowed:
+            for part, windows in self.windows.items():
+                windows[slot, :, :, :count] = torch.tensor(arrays[part], device=windows.device)
+
+    def close(self) -> None:
+        """Release the buffers. Safe to call twice."""
+        self.pools.clear()
+        self.windows.clear()
+
+    def _quantize(self, slot: int, page: int) -> None:
+        """Quantize the first page of tokens of a window."""
+        for part in PARTS:
+            tokens = self.windows[part][slot, :, :, : self._kind.page].float()
+            stored = self.fields(part, self.pools[part][page])
+            for name, array in quantize(self._kind, part, tokens).items():
+                stored[name].copy_(array)

@@ -1,0 +1,203 @@
+"""Runs single instructions of the CPU backend, so that tests exercise the very machine code that models run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from runtime.backends.cpu.cache import CpuCache
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.tiles import aligned_zeros, padded
+from runtime.backends.cpu.machine import sync
+from runtime.backends.cpu.pool import Pool
+from runtime.backends.reference.cache import ReferenceCache
+from runtime.decoder import DecoderOptions
+from runtime.kv.kinds import KINDS, PARTS, KVKind
+
+torch.set_num_threads(1)
+
+
+class Machine:
+    """A control block with room for `rows` rows, and a way to run hand-written instructions."""
+
+    def __init__(self, rows: int, *, threads: int = 2, logit_rows: int = 0) -> None:
+        self.threads = threads
+        self.control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        self.inputs = aligned_zeros((5, max(rows, 1) * 2), np.int32)
+        self.scratch = aligned_zeros((threads, 1 << 18), np.uint8)
+        for word, array in zip(
+            (op.TOKENS, op.SLOTS, op.POSITIONS, op.LOGIT_ROWS, op.RUN_ROWS), self.inputs, strict=True
+        ):
+            self.control[word] = array.ctypes.data
+        self.control[op.SCRATCH], self.control[op.SCRATCH_STRIDE] = self.scratch.ctypes.data, self.scratch.strides[0]
+        self.control[op.M_ROWS], self.control[op.R_ROWS] = rows, logit_rows
+        self.control[op.SPLITS], self.control[op.COMPENSATE] = 1, 1
+
+    def run(self, operation: int, **operands: Any) -> None:
+        """Run one instruction; arrays stand for their addresses, floats for their bits, absent operands are 0."""
+        program = aligned_zeros((1, op.WIDTH), np.int64)
+        program[0, 0] = operation
+        for name, value in operands.items():
+            if isinstance(value, np.ndarray):
+                value = value.ctypes.data
+            elif isinstance(value, float):
+                value = op.float_bits(value)
+            program[0, 1 + op.OPERANDS[operation].index(name)] = value
+        Pool(self.control, self.threads).step(program)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.control[sync.FAILED])
+
+
+class Attention:
+    """One layer's heads, cache and attention, run as instructions and by the reference."""
+
+    def __init__(self, kind: KVKind, **sizes: Any) -> None:
+        self.heads, self.kv_heads, self.dim = sizes.get("heads", 4), sizes.get("kv_heads", 2), sizes.get("dim", 64)
+        self.window, self.layers = sizes.get("window"), 2
+        options = DecoderOptions(
+            kv=kind, context=sizes.get("context", 1024), slots=sizes.get("slots", 2), max_rows=sizes.get("max_rows", 16)
+        )
+        spec: Any = type("Spec", (), {"num_layers": self.layers, "num_kv_heads": self.kv_heads, "head_dim": self.dim})()
+        self.cpu = CpuCache(spec, options, 2)
+        self.reference = ReferenceCache(
+            KINDS[kind], spec, context=options.context, slots=options.slots, max_rows=options.max_rows
+        )
+        self.splits = sizes.get("splits", 1)
+        self.rng = np.random.default_rng(0)
+        self.channel_scale = np.ones(self.dim, np.float32)
+        """Of the keys' channels."""
+        self.draft = False
+
+    def step(
+        self, slots: list[int], positions: list[int], x: npt.NDArray[np.float32] | None = None, layer: int = 1
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Append random rows to both and attend. Returns both outputs [M, H, D]."""
+        M, H, K, D = len(slots), self.heads, self.kv_heads, self.dim
+        slot, position = np.array(slots, np.int32), np.array(positions, np.int32)
+        for cache in (self.cpu, self.reference):
+            cache.begin(slot, position)
+        if x is None:
+            x = self.rng.standard_normal((M, H + 2 * K, D)).astype(np.float32)
+            x[:, H : H + K] *= self.channel_scale
+        expected = self._reference(x, slot, position, layer)
+        return self.compiled(x, slot, position, layer), expected
+
+    def append(self, slot: int, x: npt.NDArray[np.float32]) -> None:
+        """Append rows to both without attending to them."""
+        first = self.cpu.length(slot)
+        slots = np.full(len(x), slot, np.int32)
+        positions = np.arange(first, first + len(x), dtype=np.int32)
+        for cache in (self.cpu, self.reference):
+            cache.begin(slots, positions)
+        self._reference(x, slots, positions, 1, attend=False)
+        self.compiled(x, slots, positions, 1, attend=False)
+
+    def _reference(
+        self, x: Any, slots: Any, positions: Any, layer: int, *, attend: bool = True
+    ) -> npt.NDArray[np.float32]:
+        q, k, v = (torch.from_numpy(part) for part in np.split(x, [self.heads, self.heads + self.kv_heads], axis=1))
+        slot, position = torch.from_numpy(slots.astype(np.int64)), torch.from_numpy(positions.astype(np.int64))
+        self.reference.append(layer, slot, position, k, v)
+        if not attend:
+            return q.numpy()
+        return self.reference.attend(layer, q, slot, position, self.window, draft=self.draft).numpy()
+
+    def compiled(
+        self, x: Any, slots: Any, positions: Any, layer: int, *, attend: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """Run the CPU backend's instructions for rows that its cache has begun. Returns its output [M, H, D]."""
+        M, H, K, D = len(slots), self.heads, self.kv_heads, self.dim
+        machine = Machine(M)
+        machine.scratch = aligned_zeros((2, 1 << 20), np.uint8)
+        machine.control[op.SCRATCH], machine.control[op.SCRATCH_STRIDE] = machine.scratch.ctypes.data, 1 << 20
+        machine.inputs[1][:M], machine.inputs[2][:M] = slots, positions
+        runs, row = [], 0
+        while row < M:
+            count = 1
+            while row + count < M and slots[row + count] == slots[row] and count < 8:
+                count += 1
+            runs += [row, count]
+            row += count
+        machine.inputs[4][: len(runs)] = runs
+        machine.control[op.RUNS], machine.control[op.SPLITS] = len(runs) // 2, self.splits
+        machine.control[op.DRAFT] = int(self.draft)
+        qkv = aligned_zeros((M, (H + 2 * K) * D + 16), np.float32)
+        qkv[:, : (H + 2 * K) * D] = x.reshape(M, -1)
+        cache = dict(zip(("cache", "pages", "window_keys", "window_values"), self.cpu.addresses(layer), strict=True))
+        shape = {"qkv": qkv, "stride": qkv.strides[0], "heads": H, "kv_heads": K, "dim": D}
+        machine.run(op.HEADS, **shape, half=0, scale=D**-0.5, **cache)
+        if not attend:
+            return x
+        partial = aligned_zeros((M * self.splits * H * (padded(D, 16) + 16),), np.float32)
+        partial[:] = np.nan
+        machine.run(op.ATTEND, **shape, window=self.window or 0, out=partial, **cache)
+        wide = padded(H * D, 32)
+        out, codes = aligned_zeros((M, wide), np.float32), aligned_zeros((padded(M, 16), wide), np.int8)
+        scales = aligned_zeros((2, padded(M, 16), wide // 32), np.float32)
+        machine.run(
+            op.MERGE,
+            x=partial,
+            width=H * D,
+            out=out,
+            out_stride=out.strides[0],
+            codes=codes,
+            scales=scales[0],
+            shifts=scales[1],
+            group_blocks=1,
+            heads=H,
+            dim=D,
+        )
+        return out[:, : H * D].reshape(M, H, D)
+
+    def check_stored(self) -> None:
+        """Assert that pages and windows hold the same, bit for bit."""
+        for slot in range(2):
+            pages = self.cpu.table.held(slot)
+            assert pages == self.reference.table.held(slot)
+            valid = self.cpu.length(slot)
+            for part in PARTS:
+                mine = self.cpu.store.fields(part, pages)
+                theirs = self.reference.store.stored(part, 1, pages)
+                for name, array in theirs.items():
+                    expected = array.numpy()
+                    actual = mine[name][1]
+                    if not self.cpu.kind.windowed and len(pages):
+                        unused = len(pages) * self.cpu.kind.page - valid
+                        if unused:
+                            actual = actual.copy()
+                            actual[-1, :, -unused:] = expected[-1, :, -unused:]
+                    if name in ("a", "b", "outliers"):  # sums that are added up in another order
+                        np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-3, err_msg=name)
+                        continue
+                    np.testing.assert_array_equal(actual, expected, err_msg=name)
+
+
+def _distance(actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
+    """Error relative to the root mean square of what is expected."""
+    assert np.isfinite(actual).all()
+    return float(np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2)))
+
+
+@pytest.fixture(scope="session")
+def machine() -> Callable[..., Machine]:
+    """`Machine`, to be made with a number of rows."""
+    return Machine
+
+
+@pytest.fixture(scope="session")
+def attending() -> Callable[..., Attention]:
+    """`Attention`, to be made of a kind of cache and sizes."""
+    return Attention
+
+
+@pytest.fixture(scope="session")
+def distance() -> Callable[..., float]:
+    """How far an output is off, relative to the root mean square of what is expected."""
+    return _distance

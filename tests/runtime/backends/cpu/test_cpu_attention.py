@@ -1,0 +1,176 @@
+"""Attention over packed pages where it is hardest: long contexts, outliers, odd shapes, pages anywhere, real models.
+
+Bounds are shares of the output's root mean square. What is compared is what the reference makes of the same stored
+numbers, so they bound what integer queries and weights add to the error of the stored numbers themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import assets
+from models.quantize import quantize as quantize_model
+from models.recipe import Recipe
+from models.store import Store, StoredModel
+from runtime.backends.reference.decoder import ReferenceDecoder
+from runtime.decoder import DecoderOptions, Step
+from runtime.kv.kinds import KINDS, PARTS, KVKind
+from runtime.tokenizer import Tokenizer
+
+BOUNDS: dict[KVKind, float] = {"fp16": 5e-6, "int8": 6e-4, "hierarchical": 3e-4}
+ONE_PLANE = 5e-2
+PACKED: list[KVKind] = [kind for kind in KINDS if kind != "fp16"]
+Distance = Callable[..., float]
+Array = npt.NDArray[np.float32]
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_any_number_of_heads_and_rows(attending: Callable[..., Any], distance: Distance, kind: KVKind) -> None:
+    """One to eight query heads share a key-value head, over channels that fill no vector."""
+    for heads in range(1, 9):
+        attention = attending(kind, heads=heads, kv_heads=1, dim=(40, 18)[heads % 2], max_rows=64)
+        for _ in range(5):
+            attention.append(0, attention.rng.standard_normal((64, heads + 2, attention.dim)).astype(np.float32))
+        length, worst = 320, 0.0
+        for rows in (1, heads):
+            worst = max(worst, distance(*attention.step([0] * rows, list(range(length, length + rows)))))
+            length += rows
+        assert worst < BOUNDS.get(kind, 1.3 * ONE_PLANE), heads
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_rows_of_a_step_get_what_they_get_alone(attending: Callable[..., Any], kind: KVKind) -> None:
+    """A check of five drafted tokens gives what five steps give."""
+    x = np.random.default_rng(3).standard_normal((5, 12, 64)).astype(np.float32)
+    outputs = []
+    for together in (True, False):
+        attention = attending(kind, heads=8, window=290)
+        for start in range(0, 384, 16):
+            attention.append(0, np.random.default_rng(start).standard_normal((16, 12, 64)).astype(np.float32))
+        if together:
+            outputs.append(attention.step([0] * 5, list(range(384, 389)), x)[0])
+        else:
+            outputs.append(np.concatenate([attention.step([0], [384 + i], x[i : i + 1])[0] for i in range(5)]))
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_channels_far_off_and_single_outliers(attending: Callable[..., Any], distance: Distance, kind: KVKind) -> None:
+    """A key channel of 30 times the others' size and off zero, a large value channel, and a spike in every token."""
+    attention = attending(kind, heads=8, kv_heads=2, dim=64, splits=2)
+    rng = np.random.default_rng(7)
+
+    def rows(count: int) -> Array:
+        x = rng.standard_normal((count, 12, 64)).astype(np.float32)
+        x[:, :8] *= 0.3
+        x[:, 8:10, 17] = 30 + 3 * x[:, 8:10, 17]
+        x[:, 10:, 40] *= 12
+        x[np.arange(count), 10, rng.integers(0, 64, count)] += 20
+        x[np.arange(count), 8, rng.integers(0, 64, count)] += 8
+        return x
+
+    for _ in range(26):
+        attention.append(1, rows(16))
+    worst = max(distance(*attention.step([1], [416 + i], rows(1))) for i in range(3))
+    assert worst < {"int8": 4e-4, "hierarchical": 4e-4}.get(kind, 2e-2)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "hierarchical", "kivi2"])
+def test_sixty_four_thousand_tokens(attending: Callable[..., Any], distance: Distance, kind: KVKind) -> None:
+    """Thousands of weights of much less than a step of INT8 each, and one token that has half of all."""
+    attention = attending(kind, heads=2, kv_heads=1, dim=32, context=1 << 16, slots=1, max_rows=2048, splits=4)
+    rng = np.random.default_rng(5)
+    for start in range(0, (1 << 16) - 2048, 2048):
+        x = rng.standard_normal((2048, 4, 32)).astype(np.float32)
+        x[:, 3] += 0.5  # A mean that does not average out
+        if start == 1 << 15:
+            x[77, 2] = 2.0
+        attention.append(0, x)
+    x = rng.standard_normal((3, 4, 32)).astype(np.float32)
+    x[1, :2] = 1.0
+    length = attention.cpu.length(0)
+    actual, expected = attention.step([0] * 3, list(range(length, length + 3)), x)
+    assert distance(actual, expected) < {"int8": 1e-3, "hierarchical": 1e-3}.get(kind, 2e-2)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_pages_may_lie_anywhere(attending: Callable[..., Any], kind: KVKind) -> None:
+    """The same numbers in pages of any order give the same output."""
+    attention = attending(kind, splits=2)
+    for start in range(0, 1000, 16):
+        attention.append(0, np.random.default_rng(start).standard_normal((16, 8, 64)).astype(np.float32))
+    x = np.random.default_rng(1).standard_normal((1, 8, 64)).astype(np.float32)
+    slots, positions = np.zeros(1, np.int32), np.full(1, attention.cpu.length(0), np.int32)
+    attention.cpu.begin(slots, positions)
+    before = attention.compiled(x, slots, positions, 1)
+    store, tables = attention.cpu.store, attention.cpu.table.tables
+    order = np.random.default_rng(2).permutation(store.records.shape[1]).astype(np.int32)
+    moved = np.empty_like(store.records)
+    moved[:, order] = store.records
+    store.records[:] = moved
+    tables[tables >= 0] = order[tables[tables >= 0]]
+    np.testing.assert_array_equal(attention.compiled(x, slots, positions, 1), before)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What attention of a model met with a text, by layers."""
+
+    heads: int
+    kv_heads: int
+    layers: list[Array]
+    """Queries, keys and values: float32 [tokens, H + 2 H_kv, D]."""
+
+
+@pytest.fixture(scope="module", params=["demo", "babyllama105"])
+def recorded(request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """The bundled model has heads of 64 channels, the other of 16."""
+    words = (shared_data / "text/tinystories.txt").read_text()[:20_000]
+    if request.param == "demo":
+        model = StoredModel.open_folder(assets.demo_path(), "demo")
+    else:
+        store = Store(tmp_path_factory.mktemp("store"))
+        recipe = Recipe(bits=4, residual_bits=4, group_size=32)
+        quantize_model(shared_data / "models" / request.param, store, recipe, name="small", calibration=words)
+        model = store.open("small")
+    count = min(400, model.spec.max_context)
+    tokens = np.array(Tokenizer(model.tokenizer_path).encode(words)[:count], np.int32)
+    decoder = ReferenceDecoder(model, DecoderOptions(context=count, max_rows=count))
+    queries: list[torch.Tensor] = []
+    attend = decoder.cache.attend
+
+    def recording(layer: int, q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        queries.append(q.clone())
+        return attend(layer, q, *arguments, **options)
+
+    decoder.cache.attend = recording  # type: ignore[method-assign]
+    rows = np.arange(count, dtype=np.int32)
+    decoder.forward(Step(tokens=tokens, slots=np.zeros_like(rows), positions=rows, logit_rows=rows[:1]))
+    layers = [
+        torch.cat([q, *(decoder.cache.read(part, layer, 0) for part in PARTS)], dim=1).numpy()
+        for layer, q in enumerate(queries)
+    ]
+    return Recorded(heads=model.spec.num_heads, kv_heads=model.spec.num_kv_heads, layers=layers)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("kind", PACKED)
+def test_real_queries_keys_and_values(
+    attending: Callable[..., Any], distance: Distance, recorded: Recorded, kind: KVKind
+) -> None:
+    for x in (recorded.layers[0], recorded.layers[-1]):
+        sizes = {"heads": recorded.heads, "kv_heads": recorded.kv_heads, "dim": x.shape[2]}
+        attention = attending(kind, **sizes, max_rows=64)
+        length = len(x) - 64
+        for start in range(0, length, 64):
+            attention.append(0, x[start : min(start + 64, length)])
+        actual, expected = attention.step([0] * 64, list(range(length, len(x))), x[length:])
+        assert distance(actual, expected) < BOUNDS.get(kind, ONE_PLANE)

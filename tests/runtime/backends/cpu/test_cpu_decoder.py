@@ -1,0 +1,277 @@
+"""The CPU decoder against the reference decoder, and its variants against each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.spec import RopeSpec
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
+from runtime.backends.reference.decoder import ReferenceDecoder
+from runtime.backends.reference.linear import ReferenceLinear
+from runtime.decoder import DecoderOptions, Step
+from runtime.errors import BackendError, InvalidActivationError, RequestError
+from runtime.operations import activation
+from runtime.operations.linear import gemv
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def step(tokens: Any, start: int, *, slot: int = 0, rows: Any = None, compensate: bool = True) -> Step:
+    """Rows of one slot at consecutive positions; the logits of all rows unless `rows` names some."""
+    count = len(tokens)
+    return Step(
+        tokens=np.asarray(tokens, np.int32),
+        slots=np.full(count, slot, np.int32),
+        positions=np.arange(start, start + count, dtype=np.int32),
+        logit_rows=np.asarray(range(count) if rows is None else rows, np.int32),
+        compensate=compensate,
+    )
+
+
+class Int8Linear(ReferenceLinear):
+    """The reference's layer as the CPU path computes it: the base product sees activations rounded to INT8."""
+
+    def __init__(self, inner: ReferenceLinear, group_size: int) -> None:
+        self.__dict__.update(inner.__dict__)
+        self._group_size = group_size
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, compensated: bool) -> torch.Tensor:
+        rounded = activation.dequantize(*activation.quantize(x, self._group_size), self._group_size)
+        correction = gemv(rounded, self._weight) - gemv(x, self._weight)
+        return super().__call__(x, positions, compensated=compensated) + correction
+
+
+def with_int8_activations(decoder: ReferenceDecoder, group_size: int) -> ReferenceDecoder:
+    """Let the reference's matrix products see activations as the CPU's do."""
+    decoder.linears = {name: Int8Linear(inner, group_size) for name, inner in decoder.linears.items()}
+    return decoder
+
+
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ragged": ({"bits": 4}, {}),
+    "3bit": ({"bits": 3, "residual_bits": 4}, {"num_kv_heads": 4}),
+    "biases-qknorm-window": ({"bits": 4}, {"qkv_bias": True, "o_bias": True, "qk_norm": True, "windows": (5, None)}),
+    "head-dim-8": ({"bits": 4, "residual_bits": 16}, {"head_dim": 8, "num_heads": 8}),
+    "heads-narrower-than-a-block": ({"bits": 4}, {"head_dim": 8, "num_heads": 5, "num_kv_heads": 1}),
+    "head-dim-80": ({"bits": 3, "residual_bits": 2}, {"head_dim": 80, "num_heads": 5, "num_kv_heads": 1}),
+    "partial-rope": ({"bits": 4}, {"head_dim": 32, "rope": RopeSpec(rotary_dim=12)}),
+    "codebooks": ({"bits": 4, "codebook": True}, {"qkv_bias": True}),
+    "codebooks-3bit": ({"bits": 3, "codebook": True, "residual_bits": 4, "group_size": 64}, {"num_kv_heads": 1}),
+    "wide-groups": ({"bits": 3, "group_size": 128}, {"hidden_size": 256, "head_dim": 64}),
+}
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str, kv: Any) -> None:
+    """Equal arithmetic but for the order of additions, so where no INT8 code lies near a tie logits agree to 1e-6.
+
+    A difference in the last bit can move a code (of an activation, or of the cache) across a tie, by 1/127 of its
+    group's largest value: 1.5 % of the spread on average, 15 % at the worst. Attention over INT8 codes is an integer
+    product, 6e-5 off by itself (`test_cpu_attention` holds it to 4e-4), which moves codes in every step: 1 to 2 % for
+    any seed. A wrong mask, rotation or scale is off by the spread itself. Static selection, for the dynamic selectors
+    flip near-equal channels in the same way.
+    """
+    model_changes, spec_changes = SHAPES[shape]
+    model = tiny_model(tiny_spec(**spec_changes), **model_changes)
+    group_size = model_changes.get("group_size", 32)
+    options = DecoderOptions(kv=kv, context=100, k_chunk=200, select="static", max_rows=40, threads=2)
+    reference = with_int8_activations(ReferenceDecoder(model, options), group_size)
+    decoder = CpuDecoder(model, options)
+    tokens = np.random.default_rng(3).integers(0, model.spec.vocab_size, 100)
+    position = 0
+    errors = []
+    for count in (37, 1, 1, 3, 7, 40, 1, 1):
+        one = step(tokens[position : position + count], position)
+        expected, actual = reference.forward(one), decoder.forward(one)
+        assert actual.shape == expected.shape
+        errors.append(np.abs(actual - expected).ravel() / expected.std())
+        position += count
+    assert np.concatenate(errors).mean() <= (0.015 if kv == "fp16" else 0.03)
+    assert max(error.max() for error in errors) <= 0.15
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int8"])
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_long_context_is_split_and_merged(tiny_model: Any, tiny_spec: Any, kv: Any, window: int | None) -> None:
+    """One token at position 700 with one key-value head: its context is cut into four pieces with maxima of their own.
+
+    Keys are made large, so that the softmax is far from uniform and a piece that is weighed wrongly shows. A code
+    that falls to the other side of a tie weighs more then too: over INT8, whose own loss is 4 to 18 % here, single
+    tokens are up to 6 % off, most of them 1 %.
+    """
+    model = tiny_model(tiny_spec(num_kv_heads=1, max_context=1024, windows=(None, window), qkv_bias=True))
+    model.vectors["layers.0.input_norm"] *= 4
+    model.vectors["layers.1.input_norm"] *= 4
+    options = DecoderOptions(kv=kv, context=1024, max_rows=128, threads=2)
+    reference, decoder = with_int8_activations(ReferenceDecoder(model, options), 32), CpuDecoder(model, options)
+    tokens = np.random.default_rng(5).integers(0, model.spec.vocab_size, 704)
+    for start in range(0, 700, 100):
+        for one in (reference, decoder):
+            one.forward(step(tokens[start : start + 100], start, rows=[99]))
+    errors = []
+    for position in range(700, 704):
+        one = step(tokens[position : position + 1], position)
+        expected, actual = reference.forward(one), decoder.forward(one)
+        assert decoder._control[op.SPLITS] == 4
+        errors.append(np.abs(actual - expected).mean() / expected.std())
+    assert max(errors) <= (0.02 if kv == "fp16" else 0.1)
+    assert np.median(errors) <= 0.02
+
+
+@pytest.mark.parametrize("select", ["approx", "exact", "random"])
+def test_selectors_agree_with_the_reference_on_average(tiny_model: Any, select: Any) -> None:
+    model = tiny_model(bits=3)
+    options = DecoderOptions(
+        context=64, k_chunk=128, select=select, max_rows=40, threads=2, measure_recall=True, seed=4
+    )
+    reference = with_int8_activations(ReferenceDecoder(model, options), 32)
+    decoder = CpuDecoder(model, options)
+    tokens = np.random.default_rng(3).integers(0, model.spec.vocab_size, 40)
+    expected, actual = reference.forward(step(tokens, 0)), decoder.forward(step(tokens, 0))
+    # A flipped channel moves a logit by a residual's worth; the mean stays put.
+    assert np.abs(actual - expected).mean() <= 0.02 * expected.std()
+    assert decoder.recall == pytest.approx(reference.recall, abs=0.02)
+
+
+@pytest.mark.parametrize("codebook", [False, True])
+def test_all_channels_at_8_bits_restore_the_full_precision_logits(tiny_model: Any, codebook: bool) -> None:
+    model = tiny_model(bits=3, residual_bits=8, codebook=codebook)
+    tokens = np.random.default_rng(3).integers(0, model.spec.vocab_size, 24)
+    plain = CpuDecoder(model, DecoderOptions(context=64, threads=2)).forward(step(tokens, 0)).copy()
+    full = CpuDecoder(model, DecoderOptions(context=64, k_chunk=1024, threads=2)).forward(step(tokens, 0)).copy()
+    exact = ReferenceDecoder(model, DecoderOptions(context=64, k_chunk=1024)).forward(step(tokens, 0))
+    assert np.abs(full - exact).mean() < 0.1 * np.abs(plain - exact).mean()
+
+
+def test_compensation_can_be_left_out_of_a_step(tiny_model: Any) -> None:
+    model = tiny_model(bits=3)
+    with_none = CpuDecoder(model, DecoderOptions(context=64, threads=2)).forward(step([5, 6, 7], 0)).copy()
+    decoder = CpuDecoder(model, DecoderOptions(context=64, k_chunk=512, threads=2))
+    assert np.array_equal(decoder.forward(step([5, 6, 7], 0, compensate=False)), with_none)
+    assert not np.array_equal(decoder.forward(step([5, 6, 7], 0)), with_none)
+
+
+def test_slots_do_not_see_each_other_and_positions_are_overwritten(tiny_model: Any) -> None:
+    model = tiny_model()
+    options = DecoderOptions(context=64, slots=2, threads=2)
+    decoder = CpuDecoder(model, options)
+    alone = CpuDecoder(model, options)
+    expected = [alone.forward(step([5, 6, 7], 0)).copy(), alone.forward(step([8], 3)).copy()]
+    decoder.forward(step([9] * 20, 0, slot=1))
+    decoder.forward(step([1, 2, 3, 4, 5, 6], 0))  # cut back by writing again from position 0
+    assert np.array_equal(decoder.forward(step([5, 6, 7], 0)), expected[0])
+    both = Step(
+        tokens=np.array([8, 9], np.int32),
+        slots=np.array([0, 1], np.int32),
+        positions=np.array([3, 20], np.int32),
+        logit_rows=np.array([0], np.int32),
+    )
+    # A step of two rows takes the kernel for row blocks, which adds in another order.
+    np.testing.assert_allclose(decoder.forward(both), expected[1], atol=1e-4)
+
+
+def test_the_logits_of_some_rows_only(tiny_model: Any) -> None:
+    decoder = CpuDecoder(tiny_model(), DecoderOptions(context=64, k_chunk=100, select="random", threads=2))
+    everything = decoder.forward(step(range(20), 0)).copy()
+    some = decoder.forward(step(range(20), 0, rows=[3, 19]))
+    np.testing.assert_allclose(some, everything[[3, 19]], atol=1e-4)
+
+
+def test_the_number_of_threads_does_not_change_prefill(tiny_model: Any) -> None:
+    results = [
+        CpuDecoder(tiny_model(), DecoderOptions(context=64, k_chunk=64, threads=threads)).forward(step(range(20), 0))
+        for threads in (1, 2, 3)
+    ]
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], results[2])
+
+
+def test_wrong_steps_are_refused(tiny_model: Any) -> None:
+    decoder = CpuDecoder(tiny_model(), DecoderOptions(context=16, max_rows=8, threads=2))
+    for bad in (step([], 0), step(range(9), 0), step([96], 0), step([-1], 0), step([1], 16), step([1], 0, slot=1)):
+        with pytest.raises(RequestError):
+            decoder.forward(bad)
+
+
+def test_compensation_without_residuals_is_refused(tiny_model: Any) -> None:
+    with pytest.raises(RequestError, match="stored without residuals"):
+        CpuDecoder(tiny_model(residual_bits=0), DecoderOptions(context=16, k_chunk=4))
+
+
+@pytest.mark.parametrize("k_chunk", [0, 64])
+def test_a_damaged_model_raises(tiny_model: Any, k_chunk: int) -> None:
+    model = tiny_model(seed=9)
+    model.vectors["layers.1.post_norm"][3] = np.nan
+    decoder = CpuDecoder(model, DecoderOptions(context=16, k_chunk=k_chunk, threads=2))
+    with pytest.raises(InvalidActivationError, match="not finite"):
+        decoder.forward(step([1], 0))
+
+
+def test_an_unknown_or_impossible_variant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendError, match="LOWBIT_CHAT_CPU_VARIANT is 'sse9'"):
+        choose_variant("sse9")
+    monkeypatch.setattr("runtime.backends.cpu.machine.isa.supported_variants", lambda: ("generic",))
+    with pytest.raises(BackendError, match="cannot run the 'avx512' kernels"):
+        choose_variant("avx512")
+
+
+_VARIANT_SCRIPT = """
+import importlib.util, json, sys
+import numpy as np
+place = importlib.util.spec_from_file_location("tiny", "tests/runtime/conftest.py")
+tiny = importlib.util.module_from_spec(place)
+sys.modules["tiny"] = tiny
+place.loader.exec_module(tiny)
+from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.decoder import DecoderOptions, Step
+results = []
+for bits, codebook in ((3, False), (4, False), (3, True), (4, True)):
+    model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=bits, codebook=codebook)
+    options = DecoderOptions(context=64, k_chunk=64, select="static", kv="int8", threads=2)
+    decoder = CpuDecoder(model, options)
+    for count in (19, 1, 3, 7):
+        numbers = np.arange(count, dtype=np.int32)
+        one = Step(tokens=numbers + 1, slots=numbers * 0, positions=numbers, logit_rows=numbers)
+        results.append(decoder.forward(one).tolist())
+print(json.dumps({"variant": decoder.variant, "logits": results}))
+"""
+
+
+def run_variant(variant: str) -> dict[str, Any]:
+    """Logits of a few steps in a process with a forced variant."""
+    result = subprocess.run(
+        [sys.executable, "-c", _VARIANT_SCRIPT],
+        cwd=ROOT,
+        env={**os.environ, "LOWBIT_CHAT_CPU_VARIANT": variant},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(json.loads(result.stdout))
+
+
+@pytest.fixture(scope="module")
+def best_variant() -> dict[str, Any]:
+    return run_variant(VARIANT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [name for name in supported_variants() if name != VARIANT])
+def test_every_variant_computes_the_same(best_variant: dict[str, Any], variant: str) -> None:
+    """Integer sums are exact, so variants differ by how the compiler fuses float additions at most."""
+    result = run_variant(variant)
+    assert result["variant"] == variant
+    for actual, expected in zip(result["logits"], best_variant["logits"], strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-4)

@@ -1,0 +1,418 @@
+"""Every compiled CPU kernel against its plain reference.
+
+Tolerances: integer results (codes, selections) are equal; sums of float32 products differ only in the order of
+addition, so they are held to 1e-5 of the largest magnitude (float32 has 6e-8, and a sum has up to a thousand terms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models.checkpoint import Checkpoint
+from models.packed import PackedLinear
+from models.packing import pack
+from models.quantizers import squeezellm
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.tiles import TiledLinear, aligned_zeros, padded, tile_linear
+from runtime.backends.cpu.kernels.gemm import row_block
+from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
+from runtime.operations import activation
+from runtime.operations import channels as budget
+from runtime.operations import compensate as compensation
+from runtime.operations import select as selection
+from runtime.operations.gate import silu_gate
+from runtime.operations.linear import gemv_int8
+from runtime.operations.norm import rms_norm
+
+ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33)
+
+
+def wide(values: npt.NDArray[Any], rows: int = 0) -> npt.NDArray[np.float32]:
+    """A matrix in a buffer with whole blocks of channels and, poisoned, whole blocks of rows."""
+    out = aligned_zeros((padded(max(rows, values.shape[0]), 16), padded(values.shape[1], 32)), np.float32)
+    out[values.shape[0] :] = np.nan
+    out[: values.shape[0], : values.shape[1]] = values
+    return out
+
+
+class Activations:
+    """Buffers for the quantized activations of some rows."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.rows, self.width = rows, width
+        self.codes = aligned_zeros((padded(rows, 16), padded(width, 32)), np.int8)
+        self.scales = aligned_zeros((padded(rows, 16), padded(width, 32) // 32), np.float32)
+        self.shifts = aligned_zeros((padded(rows, 16), padded(width, 32) // 32), np.float32)
+
+    def fill(self, codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], group: int) -> None:
+        """Write codes [M, K] and scales [M, G] in the layout of the kernels."""
+        side, K, G = row_block(self.rows), padded(self.width, 32), scales.shape[1]
+        sums = np.add.reduceat(codes.astype(np.int64), range(0, self.width, group), axis=1)
+        for row in range(self.rows):
+            block, lane = divmod(row, side)
+            full = np.zeros(K, np.int8)
+            full[: self.width] = codes[row]
+            flat = self.codes.reshape(-1)[block * side * K : (block + 1) * side * K].reshape(K // 4, side, 4)
+            flat[:, lane] = full.reshape(-1, 4)
+            for array, values in ((self.scales, scales[row]), (self.shifts, -scales[row] * sums[row])):
+                array.reshape(-1)[block * side * G : (block + 1) * side * G].reshape(G, side)[:, lane] = values
+
+    def read(self, group: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Codes [M, K], scales [M, G] and shifts [M, G] from the layout of the kernels."""
+        side, K = row_block(self.rows), padded(self.width, 32)
+        G = -(-K // group)
+        codes, numbers = [], []
+        for row in range(self.rows):
+            block, lane = divmod(row, side)
+            flat = self.codes.reshape(-1)[block * side * K : (block + 1) * side * K].reshape(K // 4, side, 4)
+            codes.append(flat[:, lane].reshape(-1)[: self.width])
+            numbers.append(
+                [
+                    a.reshape(-1)[block * side * G : (block + 1) * side * G].reshape(G, side)[:, lane]
+                    for a in (self.scales, self.shifts)
+                ]
+            )
+        return np.array(codes), np.array([n[0] for n in numbers]), np.array([n[1] for n in numbers])
+
+
+def product_operands(tiled: TiledLinear, inputs: Activations) -> dict[str, Any]:
+    """Operands of a LINEAR instruction that say what is multiplied."""
+    return {
+        "codes": tiled.codes,
+        "scales": tiled.scales,
+        "zeros": 0 if tiled.zeros is None else tiled.zeros,
+        "x_codes": inputs.codes,
+        "x_scales": inputs.scales,
+        "x_shifts": inputs.shifts,
+        "blocks": tiled.blocks,
+        "group_blocks": tiled.group_blocks,
+        "groups": tiled.groups,
+        "tiles": tiled.tiles,
+        "bits": tiled.bits,
+        "codebooks": 0 if tiled.codebooks is None else tiled.codebooks,
+    }
+
+
+def assert_close(actual: npt.NDArray[Any], expected: npt.NDArray[Any], tolerance: float = 1e-5) -> None:
+    """Largest error against the largest magnitude; names the worst place."""
+    error = np.abs(actual.astype(np.float64) - expected)
+    worst = np.unravel_index(np.nanargmax(error), error.shape)
+    scale = max(float(np.abs(expected).max()), 1e-30)
+    assert np.isfinite(actual).all()
+    assert error[worst] <= tolerance * scale, f"{actual[worst]} instead of {expected[worst]} at {worst}"
+
+
+@pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("N", "K", "group"), [(16, 32, 32), (40, 96, 32), (33, 172, 64), (96, 1088, 128), (16, 100, 128)]
+)
+def test_matrix_product(
+    request: pytest.FixtureRequest,
+    machine: Callable[..., Any],
+    kind: str,
+    bits: int,
+    rows: int,
+    N: int,
+    K: int,
+    group: int,
+) -> None:
+    rng = np.random.default_rng(rows * N)
+    bias = rng.standard_normal(N).astype(np.float32)
+    pack_linear: Callable[..., PackedLinear] = request.getfixturevalue(kind)
+    linear = pack_linear(rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, bias=bias)
+    x = torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32))
+    codes, scales = activation.quantize(x, group)
+    expected = gemv_int8(codes, scales, linear).numpy()
+    tiled, inputs = tile_linear(linear), Activations(rows, K)
+    inputs.fill(codes.numpy(), scales.numpy(), group)
+    before = rng.standard_normal((rows, N)).astype(np.float32)
+    wide_bias = aligned_zeros((padded(N, 16),), np.float32)
+    wide_bias[:N] = bias
+    for accumulate in (0, 1):
+        out = wide(before, rows)
+        machine(rows).run(
+            op.LINEAR,
+            **product_operands(tiled, inputs),
+            bias=wide_bias,
+            out=out,
+            out_stride=out.strides[0],
+            accumulate=accumulate,
+        )
+        assert_close(out[:rows, :N], expected + (before if accumulate else 0))
+        assert np.isnan(out[rows:]).all()
+
+
+def product(machine: Callable[..., Any], linear: PackedLinear, codes: Any, scales: Any) -> npt.NDArray[np.float32]:
+    """Run a LINEAR instruction on INT8 activations [M, K] with scales [M, G]. Returns float32 [M, N]."""
+    rows, N = codes.shape[0], linear.shape[0]
+    inputs, out = Activations(rows, linear.shape[1]), wide(np.zeros((rows, N), np.float32))
+    inputs.fill(codes, scales, linear.group_size)
+    operands = product_operands(tile_linear(linear), inputs)
+    machine(rows).run(op.LINEAR, **operands, out=out, out_stride=out.strides[0])
+    return out[:rows, :N]
+
+
+def with_codebooks(
+    codes: npt.NDArray[np.uint8], codebook: npt.NDArray[np.int8], scales: npt.NDArray[np.float16], group: int
+) -> PackedLinear:
+    """A matrix of codes [N, K]."""
+    bits = codebook.shape[1].bit_length() - 1
+    return PackedLinear(
+        name="layers.0.o",
+        shape=(codes.shape[0], codes.shape[1]),
+        bits=bits,
+        group_size=group,
+        codes=pack(codes, bits),
+        scales=scales,
+        zeros=None,
+        codebook=codebook,
+        bias=None,
+        residual=None,
+        rank_maximum=None,
+        mean_square=None,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_the_largest_entries_meet_the_largest_activations(machine: Callable[..., Any], bits: int, rows: int) -> None:
+    """Nothing saturates, also where products are added up in 16 bits."""
+    N, K, group = 32, 256, 128
+    rng = np.random.default_rng(bits)
+    levels = np.full((N, 2**bits), 127, np.int8)
+    levels[::3, ::2] = -127
+    codes = rng.integers(0, 2**bits, (N, K)).astype(np.uint8)
+    linear = with_codebooks(codes, levels, np.ones((N, 1), np.float16), group)
+    x = np.full((rows, K), 127, np.int8)
+    x[::2, ::3] = -127
+    found = product(machine, linear, x, np.ones((rows, K // group), np.float32))
+    expected = x.astype(np.int64) @ np.take_along_axis(levels, codes.astype(np.intp), 1).astype(np.int64).T
+    assert np.array_equal(found, expected)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    N=st.integers(1, 70),
+    K=st.integers(1, 700),
+    bits=st.sampled_from([3, 4]),
+    group=st.sampled_from([32, 96, 128]),
+    rows=st.integers(1, 20),
+    seed=st.integers(0, 1000),
+)
+def test_any_codebooks(
+    machine: Callable[..., Any], N: int, K: int, bits: int, group: int, rows: int, seed: int
+) -> None:
+    """Random entries, and activations with a mean, which an offset of the entries would add up."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 2**bits, (N, K)).astype(np.uint8)
+    levels = rng.integers(-127, 128, (N, 2**bits)).astype(np.int8)
+    linear = with_codebooks(codes, levels, rng.uniform(1e-4, 1e-2, (N, 1)).astype(np.float16), group)
+    x = torch.from_numpy((rng.standard_normal((rows, K)) + 3).astype(np.float32))
+    x_codes, x_scales = activation.quantize(x, group)
+    expected = gemv_int8(x_codes, x_scales, linear).numpy()
+    largest = 128 * x.abs().sum(1, keepdim=True).numpy() * linear.scales.T.astype(np.float64)
+    error = np.abs(product(machine, linear, x_codes.numpy(), x_scales.numpy()) - expected)
+    assert (error <= 1e-6 * largest).all()
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("name", ["layers.0.qkv", "layers.1.down"])
+def test_codebooks_of_real_weights(machine: Callable[..., Any], shared_data: Path, name: str, bits: int) -> None:
+    weight = Checkpoint.open(shared_data / "models" / "english3m").linear(name)[0].float().numpy()
+    found = squeezellm.quantize(weight, np.ones_like(weight), bits)
+    linear = with_codebooks(found.codes, found.codebook, found.scales, 128)
+    rng = np.random.default_rng(bits)
+    x = torch.from_numpy((rng.standard_normal((17, weight.shape[1])) ** 3).astype(np.float32))
+    codes, scales = activation.quantize(x, 128)
+    for rows in (1, 17):
+        expected = gemv_int8(codes[:rows], scales[:rows], linear).numpy()
+        assert_close(product(machine, linear, codes[:rows].numpy(), scales[:rows].numpy()), expected)
+        plain = x[:rows].double().numpy() @ weight.T
+        assert np.abs(expected - plain).mean() <= {3: 0.25, 4: 0.12}[bits] * plain.std()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("K", [64, 172, 1088])
+def test_norm_and_quantization(machine: Callable[..., Any], rows: int, K: int) -> None:
+    rng = np.random.default_rng(K + rows)
+    x = (rng.standard_normal((rows, K)) * np.exp(rng.standard_normal(K))).astype(np.float32)
+    weight = aligned_zeros((padded(K, 32),), np.float32)
+    weight[:K] = 1 + 0.3 * rng.standard_normal(K)
+    source, out, quantized = wide(x), wide(np.zeros((rows, K), np.float32)), Activations(rows, K)
+    machine(rows).run(
+        op.NORM,
+        x=source,
+        x_stride=source.strides[0],
+        width=K,
+        out=out,
+        out_stride=out.strides[0],
+        codes=quantized.codes,
+        scales=quantized.scales,
+        shifts=quantized.shifts,
+        group_blocks=2,
+        weight=weight,
+        eps=1e-5,
+    )
+    expected = rms_norm(torch.from_numpy(x), torch.from_numpy(weight[:K].copy()), 1e-5).numpy()
+    assert_close(out[:rows, :K], expected)
+    check_quantized(quantized, out[:rows, :K], 64)
+
+
+def check_quantized(quantized: Activations, values: npt.NDArray[np.float32], group: int) -> None:
+    """Codes and scales are what the reference makes of the very values that were written."""
+    codes, scales = activation.quantize(torch.from_numpy(values.copy()), group)
+    actual_codes, actual_scales, shifts = quantized.read(group)
+    # One division apart, so a code may fall on the other side of a tie.
+    assert np.abs(actual_codes.astype(int) - codes.numpy()).max() <= 1
+    assert (actual_codes != codes.numpy()).mean() < 1e-3
+    assert_close(actual_scales, scales.numpy())
+    sums = np.add.reduceat(actual_codes.astype(np.int64), range(0, values.shape[1], group), axis=1)
+    assert_close(shifts, -actual_scales * sums)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gate_and_quantization(machine: Callable[..., Any], rows: int) -> None:
+    rng, width = np.random.default_rng(rows), 172
+    x = (rng.standard_normal((rows, 2 * width)) * 4).astype(np.float32)
+    x[0, :4] = (90, -90, 0, -1e-3)
+    source, out, quantized = wide(x), wide(np.full((rows, 192), 7, np.float32)), Activations(rows, width)
+    machine(rows).run(
+        op.GATE,
+        x=source,
+        x_stride=source.strides[0],
+        width=width,
+        out=out,
+        out_stride=out.strides[0],
+        codes=quantized.codes,
+        scales=quantized.scales,
+        shifts=quantized.shifts,
+        group_blocks=1,
+    )
+    gates, ups = torch.from_numpy(x[:, :width].copy()), torch.from_numpy(x[:, width:].copy())
+    assert_close(out[:rows, :width], silu_gate(gates, ups).numpy())
+    assert not out[:rows, width:192].any()
+    check_quantized(quantized, out[:rows, :width], 32)
+
+
+def run_select(
+    machine: Callable[..., Any], x: npt.NDArray[np.float32], k_chunk: int, mode: int, **operands: Any
+) -> tuple[npt.NDArray[np.int32], Any]:
+    """Run a selection over all rows. Returns the channels [M, k] and the machine."""
+    rows, K = x.shape
+    total = budget.total_budget(K, k_chunk)
+    chosen, source = aligned_zeros((rows, total), np.int32), wide(x)
+    runner = machine(rows)
+    runner.inputs[2, :rows] = np.arange(100, 100 + rows)
+    runner.run(
+        op.SELECT,
+        x=source,
+        x_stride=source.strides[0],
+        width=K,
+        k_chunk=k_chunk,
+        total=total,
+        chosen=chosen,
+        chosen_stride=chosen.strides[0],
+        mode=mode,
+        **operands,
+    )
+    return chosen, runner
+
+
+@pytest.mark.parametrize("K", [64, 1000, 1024, 2500])
+@pytest.mark.parametrize("k_chunk", [1, 16, 300, 1024])
+def test_selectors(machine: Callable[..., Any], K: int, k_chunk: int) -> None:
+    rng = np.random.default_rng(K + k_chunk)
+    x = (rng.standard_normal((3, K)) ** 3).astype(np.float32)
+    x[1, ::3] = 0.5  # ties
+    x[2] = 0
+    ranks = np.sort(np.abs(rng.standard_normal(K) ** 3).astype(np.float32))[::-1].copy()
+    found = budget.buckets(ranks, budget.total_budget(K, k_chunk))
+    tensor = torch.from_numpy(x)
+    chosen, _ = run_select(machine, x, k_chunk, SELECT_EXACT)
+    assert np.array_equal(chosen, np.sort(selection.exact(tensor, k_chunk).numpy(), axis=1))
+    border = {"b15": found.b15, "upper": found.upper_scale, "lower": found.lower_scale}
+    chosen, _ = run_select(machine, x, k_chunk, SELECT_APPROX, **border)
+    assert np.array_equal(chosen, np.sort(selection.approximate(tensor, k_chunk, found).numpy(), axis=1))
+    static = budget.static_channels(rng.random(K).astype(np.float32), k_chunk)
+    chosen, _ = run_select(machine, x, k_chunk, SELECT_STATIC, static=static)
+    assert np.array_equal(chosen, np.broadcast_to(static, chosen.shape))
+    chosen, _ = run_select(machine, x, k_chunk, SELECT_RANDOM, seed=5, layer=3)
+    for row, position in enumerate((100, 101, 102)):
+        assert np.array_equal(chosen[row], budget.random_channels(K, k_chunk, seed=5, layer=3, position=position))
+
+
+@pytest.mark.parametrize("mode", [SELECT_EXACT, SELECT_APPROX])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_noticed(machine: Callable[..., Any], mode: int, bad: float) -> None:
+    x = np.ones((2, 1100), np.float32)
+    border = {"b15": 0.5, "upper": 15.0, "lower": 32.0}
+    assert not run_select(machine, x, 8, mode, **border)[1].failed
+    x[1, 1050] = bad
+    assert run_select(machine, x, 8, mode, **border)[1].failed
+
+
+def test_recall_is_measured_against_the_whole_row(machine: Callable[..., Any]) -> None:
+    x = np.random.default_rng(0).standard_normal((4, 3000)).astype(np.float32)
+    sums = aligned_zeros((16,), np.float32)
+    chosen, _ = run_select(machine, x, 40, SELECT_EXACT, measure=1, hits=sums)
+    expected = [budget.recall(row, channels) for row, channels in zip(x, chosen, strict=True)]
+    assert 0.5 < np.mean(expected) < 1
+    assert_close(sums[:4], np.array(expected))
+
+
+@pytest.mark.parametrize("residual_bits", [2, 4, 8, 16])
+@pytest.mark.parametrize(("N", "K", "k"), [(16, 64, 1), (40, 172, 7), (200, 96, 96), (600, 64, 13)])
+def test_compensation(
+    machine: Callable[..., Any],
+    packed_linear: Callable[..., PackedLinear],
+    residual_bits: int,
+    N: int,
+    K: int,
+    k: int,
+) -> None:
+    rng, rows = np.random.default_rng(N + k), 3
+    linear = packed_linear(rng.standard_normal((N, K)).astype(np.float32), bits=3, residual_bits=residual_bits)
+    assert linear.residual is not None
+    x = rng.standard_normal((rows, K)).astype(np.float32)
+    chosen = np.sort(np.array([rng.permutation(K)[:k] for _ in range(rows)]), axis=1).astype(np.int32)
+    residual = compensation.dequantize_residual(linear.residual, N)
+    zero = torch.zeros(rows, N)
+    expected = compensation.compensate(zero, torch.from_numpy(x), torch.from_numpy(chosen).long(), residual).numpy()
+    tiles = padded(N, 16) // 16
+    scales = aligned_zeros((16 * tiles,), np.float16)
+    codes = linear.residual.codes
+    if linear.residual.scales is None:
+        codes = aligned_zeros((K, 16 * tiles), np.float16)
+        codes[:, :N] = linear.residual.codes
+    else:
+        scales[:N] = linear.residual.scales
+    inputs, tiled = Activations(rows, K), tile_linear(linear)  # zero activations: only the compensation remains
+    source, out = wide(x), wide(np.zeros((rows, N), np.float32))
+    machine(rows).run(
+        op.LINEAR,
+        **product_operands(tiled, inputs),
+        out=out,
+        out_stride=out.strides[0],
+        residual=codes,
+        residual_scales=scales,
+        residual_bits=residual_bits,
+        residual_row=codes.strides[0],
+        x=source,
+        x_stride=source.strides[0],
+        chosen=chosen,
+        chosen_stride=chosen.strides[0],
+        total=k,
+    )
+    assert_close(out[:rows, :N], expected)

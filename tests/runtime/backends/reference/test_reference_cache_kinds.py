@@ -1,0 +1,134 @@
+"""Every kind of cache under the reference decoder: steps, slots, rollbacks, refusals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.backends.reference.decoder import ReferenceDecoder
+from runtime.decoder import DecoderOptions, Step, check_kind
+from runtime.errors import ContextOverflowError, RequestError
+from runtime.kv.kinds import KINDS, KVKind
+from runtime.measure import fill, measure_at
+
+Factory = Callable[..., Any]
+WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
+TOKENS = np.random.default_rng(5).integers(0, 96, 420).tolist()
+
+
+def run(decoder: ReferenceDecoder, tokens: list[int], *, start: int = 0, slot: int = 0) -> np.ndarray:
+    M = len(tokens)
+    step = Step(
+        tokens=np.array(tokens, np.int32),
+        slots=np.full(M, slot, np.int32),
+        positions=np.arange(start, start + M, dtype=np.int32),
+        logit_rows=np.arange(M, dtype=np.int32),
+    )
+    return decoder.forward(step).copy()
+
+
+def in_steps(decoder: ReferenceDecoder, size: int, *, first: int = 0) -> np.ndarray:
+    """All tokens in steps of so many rows, the first maybe shorter."""
+    edges = sorted({0, *range(first, len(TOKENS), size), len(TOKENS)})
+    return np.concatenate([run(decoder, TOKENS[a:b], start=a) for a, b in itertools.pairwise(edges)])
+
+
+def options(**changes: Any) -> DecoderOptions:
+    return DecoderOptions(**{"context": 512, **changes})
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Factory, tiny_spec: Factory) -> Any:
+    return tiny_model(tiny_spec(max_context=512))
+
+
+def test_steps_of_a_page_see_what_decoding_sees(model: Any) -> None:
+    """Sums in another order turn a few codes over, which at 2 bits is seen; rows that see other tokens differ more."""
+    decoded = in_steps(ReferenceDecoder(model, options(kv="kivi2")), 1)
+    off = {}
+    for name, size, first in (("page", 128, 0), ("quarter", 32, 0), ("crossing", 128, 50)):
+        found = in_steps(ReferenceDecoder(model, options(kv="kivi2")), size, first=first)
+        off[name] = float(np.median(np.abs(found - decoded)[128:]))
+    assert off["page"] < 0.1 * off["crossing"]
+    assert off["quarter"] < 0.1 * off["crossing"]
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_slots_of_different_length_do_not_see_each_other(kv: KVKind, model: Any) -> None:
+    decoder = ReferenceDecoder(model, options(kv=kv, slots=3))
+    lengths = {0: 1, 1: 300, 2: 128}
+    alone = {}
+    for slot, length in lengths.items():
+        single = ReferenceDecoder(model, options(kv=kv))
+        for start in range(0, length, 128):
+            run(decoder, TOKENS[start : min(start + 128, length)], start=start, slot=slot)
+            run(single, TOKENS[start : min(start + 128, length)], start=start)
+        alone[slot] = run(single, [7], start=length)
+    step = Step(
+        tokens=np.array([7, 7, 7], np.int32),
+        slots=np.array([2, 0, 1], np.int32),
+        positions=np.array([128, 1, 300], np.int32),
+        logit_rows=np.arange(3, dtype=np.int32),
+    )
+    found = decoder.forward(step)
+    for row, slot in enumerate([2, 0, 1]):
+        np.testing.assert_allclose(found[row], alone[slot][0], atol=5e-3)
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_rolled_back_rows_leave_no_trace(kv: KVKind, model: Any) -> None:
+    plain, rolled = (ReferenceDecoder(model, options(kv=kv)) for _ in range(2))
+    rng = np.random.default_rng(2)
+    for start in range(0, 384, 128):
+        run(plain, TOKENS[start : start + 128], start=start)
+        run(rolled, TOKENS[start : start + 128], start=start)
+    for position in range(384, 400):
+        wrong = rng.integers(0, 96, 4).tolist()
+        found = run(rolled, [TOKENS[position], *wrong], start=position)[0]
+        np.testing.assert_allclose(found, run(plain, [TOKENS[position]], start=position)[0], atol=5e-3)
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_a_fork_goes_on_as_its_source_would(kv: KVKind, model: Any) -> None:
+    decoder = ReferenceDecoder(model, options(kv=kv, slots=2))
+    for start in range(0, 384, 128):
+        run(decoder, TOKENS[start : start + 128], start=start)
+    decoder.cache.fork(0, 1, 384)
+    ours = run(decoder, [3], start=384, slot=1)
+    run(decoder, [9], start=385, slot=1)
+    np.testing.assert_array_equal(ours, run(decoder, [3], start=384, slot=0))
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_a_gap_is_refused_and_changes_nothing(kv: KVKind, model: Any) -> None:
+    decoder = ReferenceDecoder(model, options(kv=kv))
+    first = run(decoder, TOKENS[:5])
+    with pytest.raises(RequestError, match="has 5 tokens"):
+        run(decoder, [1], start=6)
+    with pytest.raises(RequestError, match="out of range"):
+        run(decoder, [1], start=512)
+    np.testing.assert_array_equal(run(decoder, TOKENS[:5]), first)
+
+
+def test_a_backend_without_a_kind_says_which_it_has() -> None:
+    check_kind("int8", "CPU", ("fp16", "int8"))
+    with pytest.raises(RequestError, match="the CPU backend has no gear2 cache: choose fp16, int8, or the reference"):
+        check_kind("gear2", "CPU", ("fp16", "int8"))
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_a_cache_is_filled_without_a_prompt_of_its_length(kv: KVKind, tiny_model: Factory, tiny_spec: Factory) -> None:
+    decoder = ReferenceDecoder(tiny_model(tiny_spec(max_context=2100)), options(kv=kv, context=2100))
+    fill(decoder, 2000)
+    assert decoder.cache.length(0) == 2000
+    kind = KINDS[kv]
+    assert decoder.cache.paged_length(0) >= 2000 - 2 * kind.page - kind.keep
+    found = measure_at(decoder, tokens=2000, decode_tokens=4)
+    assert (found.tokens, found.decode_tokens) == (2000, 4)
+    assert found.kv_bytes == pytest.approx(found.bytes_per_token - decoder.weight_bytes, rel=0.2)
+    with pytest.raises(ContextOverflowError, match="2097 tokens in the cache"):
+        measure_at(decoder, tokens=2097, decode_tokens=4)

@@ -1,0 +1,181 @@
+"""The reference decoder: chunks and slots do not change the numbers, compensation restores the full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.architecture import forward
+from models.packed import PackedLinear
+from runtime.backends.reference.decoder import ReferenceDecoder, _Pass
+from runtime.decoder import DecoderOptions, Step
+from runtime.errors import InvalidActivationError, RequestError
+
+Factory = Callable[..., Any]
+TOKENS = [1, 7, 8, 9, 50, 95, 3, 3, 20, 41]
+
+
+def run(decoder: ReferenceDecoder, tokens: list[int], *, start: int = 0, slot: int = 0, **options: Any) -> np.ndarray:
+    M = len(tokens)
+    step = Step(
+        tokens=np.array(tokens, np.int32),
+        slots=np.full(M, slot, np.int32),
+        positions=np.arange(start, start + M, dtype=np.int32),
+        logit_rows=np.arange(M, dtype=np.int32),
+        **options,
+    )
+    return decoder.forward(step).copy()
+
+
+def options(**changes: Any) -> DecoderOptions:
+    return DecoderOptions(**{"context": 32, **changes})
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int8"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_any_chunking_gives_the_same_logits(
+    tiny_model: Factory, tiny_spec: Factory, kv: str, window: int | None
+) -> None:
+    model = tiny_model(tiny_spec(windows=(window, None)))
+    whole = run(ReferenceDecoder(model, options(kv=kv)), TOKENS)
+    decoder = ReferenceDecoder(model, options(kv=kv))
+    parts = [run(decoder, TOKENS[a:b], start=a) for a, b in ((0, 3), (3, 4), (4, 9), (9, 10))]
+    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_slots_do_not_see_each_other(tiny_model: Factory) -> None:
+    model = tiny_model()
+    decoder = ReferenceDecoder(model, options(slots=3))
+    alone = [run(ReferenceDecoder(model, options()), tokens) for tokens in (TOKENS, TOKENS[::-1])]
+    step = Step(
+        tokens=np.array(TOKENS + TOKENS[::-1], np.int32),
+        slots=np.array([2] * 10 + [0] * 10, np.int32),
+        positions=np.array([*range(10), *range(10)], np.int32),
+        logit_rows=np.arange(20, dtype=np.int32),
+    )
+    np.testing.assert_allclose(decoder.forward(step), np.concatenate(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_writing_at_a_lower_position_cuts_the_sequence_back(tiny_model: Factory) -> None:
+    decoder = ReferenceDecoder(tiny_model(), options())
+    run(decoder, TOKENS)
+    again = run(decoder, [60, 61], start=4)
+    fresh = run(ReferenceDecoder(tiny_model(), options()), [*TOKENS[:4], 60, 61])[4:]
+    np.testing.assert_allclose(again, fresh, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("select", ["approx", "random"])
+def test_only_the_rows_asked_for_come_back(tiny_model: Factory, select: str) -> None:
+    decoder = ReferenceDecoder(tiny_model(), options(k_chunk=64, select=select))
+    every = run(decoder, TOKENS)
+    step = Step(
+        tokens=np.array(TOKENS, np.int32),
+        slots=np.zeros(10, np.int32),
+        positions=np.arange(10, dtype=np.int32),
+        logit_rows=np.array([2, 9], np.int32),
+    )
+    np.testing.assert_allclose(decoder.forward(step), every[[2, 9]], rtol=1e-4, atol=1e-4)
+
+
+class FullPrecision(_Pass):
+    """The same pass on the weights before quantization."""
+
+    full: dict[str, np.ndarray]
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ torch.from_numpy(self.full[name]).T
+
+
+@pytest.mark.parametrize("codebook", [False, True])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_every_channel_at_8_bits_restores_full_precision(tiny_model: Factory, bits: int, codebook: bool) -> None:
+    model = tiny_model(bits=bits, codebook=codebook)
+
+    def error(k_chunk: int, **more: Any) -> float:
+        logits = run(ReferenceDecoder(model, options(k_chunk=k_chunk, select="exact")), TOKENS, **more)
+        return float(np.sqrt(np.mean((logits - full) ** 2)))
+
+    step = Step(
+        tokens=np.array(TOKENS, np.int32),
+        slots=np.zeros(10, np.int32),
+        positions=np.arange(10, dtype=np.int32),
+        logit_rows=np.arange(10, dtype=np.int32),
+    )
+    oracle = FullPrecision(ReferenceDecoder(model, options()), step)
+    oracle.full = model.full
+    full = forward(oracle, model.spec).numpy()
+    errors = [error(k_chunk) for k_chunk in (0, 64, 256, 1024)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.02 * errors[0]
+    assert error(1024, compensate=False) == errors[0]
+
+
+def test_compensated_rows_use_their_own_activations(tiny_model: Factory) -> None:
+    model = tiny_model(bits=3)
+    for select in ("approx", "exact", "static", "random"):
+        whole = run(ReferenceDecoder(model, options(k_chunk=100, select=select)), TOKENS)
+        decoder = ReferenceDecoder(model, options(k_chunk=100, select=select))
+        single = np.concatenate([run(decoder, [token], start=i) for i, token in enumerate(TOKENS)])
+        np.testing.assert_allclose(whole, single, atol=2e-3)  # halves of the cache may round the other way
+
+
+def test_selectors_differ_and_recall_is_measured(tiny_model: Factory) -> None:
+    model = tiny_model(bits=3)
+    recalls = {}
+    for select in ("approx", "exact", "static", "random"):
+        decoder = ReferenceDecoder(model, options(k_chunk=128, select=select, measure_recall=True))
+        assert decoder.recall is None
+        run(decoder, TOKENS)
+        recalls[select] = decoder.recall
+    assert recalls["exact"] == 1.0
+    assert recalls["random"] < 0.4 < recalls["approx"] < 1.0
+
+
+def test_k_chunk_by_layer_type_touches_only_that_type(tiny_model: Factory) -> None:
+    model = tiny_model(bits=3)
+    base, head = (run(ReferenceDecoder(model, options(k_chunk=k)), TOKENS) for k in (0, {"head": 1024}))
+    assert not np.allclose(base, head)
+    np.testing.assert_array_equal(base, run(ReferenceDecoder(model, options(k_chunk={"down": 0})), TOKENS))
+
+
+def test_families_quirks_run(tiny_model: Factory, tiny_spec: Factory) -> None:
+    model = tiny_model(tiny_spec(qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True, head_dim=8))
+    assert run(ReferenceDecoder(model, options()), TOKENS).shape == (10, 96)
+
+
+def test_compensation_without_residuals_is_refused(tiny_model: Factory) -> None:
+    with pytest.raises(RequestError, match="without residuals"):
+        ReferenceDecoder(tiny_model(residual_bits=0), options(k_chunk=8))
+    assert ReferenceDecoder(tiny_model(residual_bits=0), options()).recall is None
+
+
+def test_a_damaged_model_is_noticed(tiny_model: Factory) -> None:
+    model = tiny_model()
+    model.vectors["layers.1.post_norm"][3] = np.nan
+    with pytest.raises(InvalidActivationError, match="logits"):
+        run(ReferenceDecoder(model, options()), TOKENS)
+    with pytest.raises(InvalidActivationError, match="channel"):
+        run(ReferenceDecoder(model, options(k_chunk=8)), TOKENS)
+
+
+def test_sizes_are_those_of_the_buffers(tiny_model: Factory) -> None:
+    model = tiny_model()
+    half, int8 = (ReferenceDecoder(model, options(kv=kv, slots=2, context=128)) for kv in ("fp16", "int8"))
+    assert half.kv_bytes == 2 * 2 * 2 * 128 * 2 * 16 * 2  # K and V, layers, slots, context, heads, dim, bytes
+    assert int8.kv_bytes == 2 * 2 * 2 * 128 * 2 * (16 + 4)
+    linears: list[PackedLinear] = list(model.linears.values())
+    packed = sum(p.codes.nbytes + p.scales.nbytes + p.zeros.nbytes for p in linears)
+    assert half.weight_bytes == packed + 5 * 64 * 4
+    half.close()
+    half.close()
+
+
+def test_codebooks_count_as_weights(tiny_model: Factory) -> None:
+    model = tiny_model(codebook=True)
+    linears: list[PackedLinear] = list(model.linears.values())
+    packed = sum(p.codes.nbytes + p.scales.nbytes + p.codebook.nbytes for p in linears)
+    assert ReferenceDecoder(model, options()).weight_bytes == packed + 5 * 64 * 4

@@ -1,0 +1,132 @@
+"""Every Triton kernel compiles for every device this program is for, without spilling a register."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import triton
+import triton.language as tl
+
+from runtime.backends.triton import ahead
+from runtime.backends.triton.ahead import SHARED_LIMIT, TARGETS, Ahead, Compiled, code_bytes, compile_ahead, compile_all
+from runtime.errors import BackendError
+
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "kernels.md"
+CACHE = PAGE.parents[1] / ".pytest_cache" / "triton"
+WITHOUT_OPT_IN = 48 << 10
+
+
+@pytest.fixture(scope="module")
+def everything() -> tuple[tuple[Compiled, ...], tuple[str, ...]]:
+    """All specializations for all targets. Triton's cache knows sources and versions: only what changed is compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(CACHE))
+        return compile_all()
+
+
+def test_every_kernel_compiles(everything):
+    compiled, failed = everything
+    assert not failed, "\n".join(failed)
+    names = {row.name for row in compiled}
+    assert {(row.name, row.target) for row in compiled} == {(name, target) for name in names for target in TARGETS}
+
+
+def test_every_kernel_module_is_compiled(everything):
+    room = PAGE.parents[1] / "runtime" / "backends" / "triton" / "kernels"
+    names = {path.stem for path in room.glob("[!_]*")}
+    assert "gemv" in names
+    assert "attention" in names
+    assert {row.operation for row in everything[0]} == names
+
+
+def test_nothing_spills(everything):
+    spilled = [row for row in everything[0] if row.spill_bytes]
+    assert not spilled, spilled
+
+
+def test_registers_fit_a_thread_and_programs_fit_a_multiprocessor(everything):
+    greedy = [row for row in everything[0] if row.registers > 255 or row.registers * row.threads > 65536]
+    assert not greedy, greedy
+
+
+def test_shared_memory_fits_the_device(everything):
+    large = [
+        row
+        for row in everything[0]
+        if row.shared_bytes > (WITHOUT_OPT_IN if row.operation == "compensate" else SHARED_LIMIT[row.target] << 10)
+    ]
+    assert not large, large
+
+
+def test_the_page_lists_every_kernel(everything):
+    listed = re.findall(r"^\| ([^|]+) \| \d+ \| (sm_\d+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert listed == [(row.name, row.target) for row in everything[0]], "run `python -m tests.bench.kernels`"
+
+
+def test_the_page_shows_no_spill():
+    spills = re.findall(r"\| (\d+) \| [\d,]+ \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(spills) == {"0"}
+
+
+@triton.jit
+def _twice_kernel(x_ptr, N, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(x_ptr + offsets, 2 * tl.load(x_ptr + offsets, offsets < N), offsets < N)
+
+
+def test_a_constant_must_be_described_in_both_places():
+    with pytest.raises(ValueError, match=r"twice: BLOCK must be in both"):
+        Ahead(name="twice", kernel=_twice_kernel, signature={"x_ptr": "*fp32", "N": "i32", "BLOCK": "constexpr"})
+
+
+def test_warps_are_a_power_of_two():
+    with pytest.raises(ValueError, match="num_warps is 3"):
+        Ahead(name="twice", kernel=_twice_kernel, signature={}, num_warps=3)
+
+
+def test_a_kernel_of_the_interpreter_is_refused():
+    interpreted = Ahead(
+        name="twice",
+        kernel=triton.runtime.interpreter.InterpretedFunction(_twice_kernel.fn),
+        signature={"x_ptr": "*fp32", "N": "i32", "BLOCK": "constexpr"},
+        constants={"BLOCK": 16},
+    )
+    with pytest.raises(BackendError, match="decorated for the interpreter"):
+        compile_ahead(interpreted, "sm_80")
+
+
+def test_two_specializations_need_two_names(monkeypatch):
+    first = ahead.kernels()
+    monkeypatch.setattr(ahead.pkgutil, "iter_modules", lambda path, walk=ahead.pkgutil.iter_modules: [*walk(path)] * 2)
+    assert first
+    with pytest.raises(BackendError, match="two kernel specializations are called"):
+        ahead.kernels()
+
+
+def test_a_child_that_dies_is_reported(monkeypatch):
+    monkeypatch.setattr(ahead.sys, "executable", shutil.which("false"))
+    with pytest.raises(BackendError, match="ended with 1"):
+        compile_all(targets=("sm_80",), workers=1)
+
+
+def test_what_does_not_compile_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    name = ahead.kernels()[0].name
+    compiled, failed = compile_all((name,), ("sm_x",), 1)
+    assert not compiled
+    assert len(failed) == 1
+    assert failed[0].startswith(f"{name} does not compile for sm_x: ")
+
+
+def test_only_code_counts_as_instructions():
+    section = 64
+    header = bytearray(64)
+    header[0x28:0x30] = (64).to_bytes(8, "little")
+    header[0x3A:0x3C], header[0x3C:0x3E] = section.to_bytes(2, "little"), (2).to_bytes(2, "little")
+    data, code = bytearray(section), bytearray(section)
+    data[32:40], code[32:40] = (999).to_bytes(8, "little"), (160).to_bytes(8, "little")
+    data[8:16], code[8:16] = (2).to_bytes(8, "little"), (6).to_bytes(8, "little")
+    assert code_bytes(bytes(header + data + code)) == 160

@@ -1,0 +1,230 @@
+"""Attention on the GPU, held against the plain torch operation on the same half-precision queries, keys and values.
+
+Tolerance: the output is a mean of values of size 1, weighted with numbers rounded to half precision (2^-11 each, so at
+most 4.9e-4 of the mean magnitude), and is itself rounded to half precision (2^-11). Sums are float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.backends.triton.kernels.attention import kernel as kernels
+from runtime.backends.triton.kernels.attention.configs import (
+    MAX_SPLITS,
+    SPLIT_ROWS,
+    launch_config,
+    power_of_two,
+)
+from runtime.backends.triton.kernels.attention.kernel import attend
+from runtime.backends.triton.workspace import Workspace
+from runtime.operations import attention as reference
+
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
+
+
+class _Case:
+    """A cache that is NaN wherever no step has written, and the rows of one step: (slot, position) each."""
+
+    def __init__(
+        self, rows: list[tuple[int, int]], H: int, H_kv: int, D: int, T: int, window: int | None = None
+    ) -> None:
+        generator = torch.Generator().manual_seed(len(rows) + D)
+        self.shape = (len(rows), H, D)
+        self.window = window
+        self.slots, self.positions = torch.tensor(rows, dtype=torch.int32).T.contiguous()
+        self.q = torch.randn(*self.shape, generator=generator).half()
+        self.cache = torch.randn(2, int(self.slots.max()) + 1, H_kv, T, D, generator=generator).half()
+        for slot in range(self.cache.shape[1]):
+            written = self.positions[self.slots == slot]
+            self.cache[:, slot, :, int(written.max()) + 1 if len(written) else 0 :] = torch.nan
+
+    def expected(self) -> torch.Tensor:
+        """float32 [M, H, D]."""
+        out = torch.empty(self.shape)
+        for slot in set(self.slots.tolist()):
+            rows = (self.slots == slot).nonzero().flatten()
+            positions = self.positions[rows].long()
+            k, v = self.cache[:, slot, :, : int(positions.max()) + 1].transpose(1, 2).float()
+            out[rows] = reference.attend(self.q[rows].float(), k, v, positions, self.window)
+        return out
+
+    def run(self, device: str, half_pages: Any, workspace: Workspace | None = None) -> torch.Tensor:
+        """The same from the kernel."""
+        M, H, D = self.shape
+        x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=device)
+        pages, T = half_pages(self.cache, device).pages, self.cache.shape[3]
+        q, positions, slots = (one.to(device) for one in (self.q.view(M, H * D), self.positions, self.slots))
+        attend(q, pages, positions, slots, self.window, x, workspace or Workspace(device), context=T)
+        return x.cpu().float().view(M, H, D)
+
+    def check(self, device: str, half_pages: Any) -> None:
+        """Compare the two."""
+        torch.testing.assert_close(self.run(device, half_pages), self.expected(), **TOLERANCE)
+
+
+def _run_of(slot: int, first: int, count: int) -> list[tuple[int, int]]:
+    """Consecutive rows of one slot."""
+    return [(slot, first + step) for step in range(count)]
+
+
+HEADS = {
+    "H1-1-D32": (1, 1, 32),
+    "H4-2-D64": (4, 2, 64),
+    "H7-1-D80": (7, 1, 80),
+    "H3-3-D96": (3, 3, 96),
+    "H8-1-D128": (8, 1, 128),
+    "H6-2-D40": (6, 2, 40),
+    "H2-1-D256": (2, 1, 256),
+    "H17-1-D32": (17, 1, 32),
+    "H3-1-D8": (3, 1, 8),
+}
+MIXED = [(0, 130), *_run_of(2, 0, 6), *_run_of(1, 40, 3), (3, 149)]
+
+
+@pytest.mark.parametrize("position", [0, 1, 63, 64, 149])
+def test_decode_sees_every_position_up_to_its_own(device: str, half_pages: Any, position: int) -> None:
+    _Case([(0, position)], 2, 1, 64, 150).check(device, half_pages)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_decode_of_any_head_shape(device: str, half_pages: Any, heads: str) -> None:
+    _Case([(0, 140)], *HEADS[heads], 150).check(device, half_pages)
+
+
+@pytest.mark.parametrize("heads", ["H4-2-D64", "H7-1-D80", "H3-1-D8", "H2-1-D256", "H17-1-D32"])
+def test_many_rows_of_any_head_shape(device: str, half_pages: Any, heads: str) -> None:
+    _Case(MIXED, *HEADS[heads], 150).check(device, half_pages)
+
+
+@pytest.mark.parametrize("M", [SPLIT_ROWS, SPLIT_ROWS + 1])
+def test_rows_of_several_slots_at_several_lengths(device: str, half_pages: Any, M: int) -> None:
+    lengths = [0, 299, 5, 64, 130, 1, 250, 33, 298]
+    _Case([(M - 1 - slot, lengths[slot]) for slot in range(M)], 2, 1, 32, 300).check(device, half_pages)
+
+
+def test_a_few_rows_of_one_slot_each_see_their_own_past(device: str, half_pages: Any) -> None:
+    _Case(_run_of(1, 60, 5), 4, 2, 32, 150).check(device, half_pages)
+
+
+@pytest.mark.parametrize("first", [0, 70])
+def test_prefill_in_pieces(device: str, half_pages: Any, first: int) -> None:
+    """Rows that fill a tile of 25, and one of the next."""
+    _Case(_run_of(0, first, 26), 5, 1, 32, 110).check(device, half_pages)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("rows", [[(1, 149)], MIXED], ids=["decode", "mixed"])
+def test_any_number_of_splits(
+    device: str, half_pages: Any, rows: list[tuple[int, int]], splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        kernels, "launch_config", lambda *shape, **how: replace(launch_config(*shape, **how), splits=splits)
+    )
+    _Case(rows, 2, 1, 64, 150).check(device, half_pages)
+
+
+@pytest.mark.parametrize(
+    ("rows", "window"),
+    [([(0, 149)], 1), ([(0, 149)], 65), ([(0, 0)], 2), (MIXED, 2), (MIXED, 65), (MIXED, 4096)],
+    ids=["last-1", "last-65", "first-2", "mixed-2", "mixed-65", "mixed-4096"],
+)
+def test_windows(device: str, half_pages: Any, rows: list[tuple[int, int]], window: int) -> None:
+    _Case(rows, 2, 1, 64, 150, window).check(device, half_pages)
+
+
+def test_a_window_of_one_gives_the_value_itself(device: str, half_pages: Any) -> None:
+    case = _Case(MIXED, 2, 1, 32, 150, 1)
+    own = case.cache[1, case.slots, 0, case.positions].float()
+    assert torch.equal(case.run(device, half_pages), own[:, None].expand(-1, 2, -1))
+
+
+def test_sharp_scores_pick_their_value(device: str, half_pages: Any) -> None:
+    """Scores of a thousand: the softmax must subtract the largest, in every split and in the merge."""
+    case = _Case([(0, 149)], 1, 1, 64, 150)
+    case.cache[0, 0, 0] *= 0.01
+    case.cache[0, 0, 0, 7] = 100 * torch.sign(case.q[0, 0])
+    torch.testing.assert_close(case.run(device, half_pages)[0, 0], case.cache[1, 0, 0, 7].float(), **TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [[(0, 149)], _run_of(0, 130, 12)], ids=["decode", "prefill"])
+def test_a_nan_in_the_past_reaches_the_output(device: str, half_pages: Any, rows: list[tuple[int, int]]) -> None:
+    case = _Case(rows, 2, 2, 64, 150)
+    case.cache[0, 0, 1, 70, 3] = torch.nan
+    x = case.run(device, half_pages)
+    assert not x[:, 0].isnan().any()
+    assert bool(x[:, 1].isnan().all())
+
+
+@pytest.mark.parametrize("rows", [[(0, 149)], MIXED], ids=["decode", "mixed"])
+def test_results_repeat_in_a_workspace_that_holds_anything(
+    device: str, half_pages: Any, rows: list[tuple[int, int]]
+) -> None:
+    case, workspace = _Case(rows, 2, 1, 64, 150), Workspace(device)
+    workspace.scratch(1 << 20, torch.float32).fill_(torch.nan)
+    first = case.run(device, half_pages, workspace)
+    assert torch.equal(case.run(device, half_pages, workspace), first)
+    assert torch.equal(case.run(device, half_pages), first)
+
+
+@pytest.mark.parametrize("seen", [1, 100, 8192, 131072])
+@pytest.mark.parametrize("M", [1, 8, 9, 128, 2048])
+@pytest.mark.parametrize(("group", "kv_heads", "dim"), [(1, 32, 96), (4, 8, 128), (7, 2, 64), (8, 1, 256), (71, 1, 64)])
+def test_launches_cover_every_row_and_keep_to_the_limits(
+    M: int, group: int, kv_heads: int, dim: int, seen: int
+) -> None:
+    config = launch_config(M, group, kv_heads, dim, seen)
+    assert config.rows >= 1
+    assert config.rows * group <= config.block_m
+    assert config.block_m >= 16
+    assert config.block_d >= dim
+    assert config.num_stages >= 2
+    assert 1 <= config.splits <= min(MAX_SPLITS, max(1, -(-seen // config.block_t)))
+    for block in (config.block_m, config.block_t, config.block_d):
+        assert block == power_of_two(block)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("position", [0, 1000, 131071])
+def test_offsets_in_the_cache_are_64_bits_wide(cuda: str, half_pages: Any, position: int) -> None:
+    T, D = 131072, 128
+    keys, values = (torch.zeros(18, 1, T, D, dtype=torch.float16, device=cuda) for _ in range(2))
+    keys[17] = torch.randn(1, T, D, device=cuda)
+    values[17] = torch.randn(1, T, D, device=cuda)
+    q = torch.randn(1, 4 * D, device=cuda).half()
+    place, slot = (torch.tensor([number], dtype=torch.int32, device=cuda) for number in (position, 17))
+    x = torch.full_like(q, torch.nan)
+    pages = half_pages(torch.stack([keys, values]), cuda).pages
+    attend(q, pages, place, slot, None, x, Workspace(cuda), context=T)
+    past = [one[17, :, : position + 1].transpose(0, 1).float().cpu() for one in (keys, values)]
+    expected = reference.attend(q.view(1, 4, D).float().cpu(), *past, place.long().cpu(), None)
+    torch.testing.assert_close(x.cpu().float().view(1, 4, D), expected, **TOLERANCE)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_replays_at_any_position(cuda: str, half_pages: Any) -> None:
+    cases = [_Case([(0, position)], 8, 2, 64, 600) for position in (3, 599, 256)]
+    workspace = Workspace(cuda)
+    static = {name: getattr(cases[1], name).to(cuda) for name in ("q", "positions", "slots")}
+    x = torch.zeros(1, 8 * 64, dtype=torch.float16, device=cuda)
+    caches = [half_pages(case.cache, cuda).pages for case in cases]
+
+    def launch() -> None:
+        q = static["q"].view(1, 512)
+        attend(q, caches[1], static["positions"], static["slots"], None, x, workspace, context=600)
+
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for case, pages in zip(cases, caches, strict=True):
+        for name, tensor in static.items():
+            tensor.copy_(getattr(case, name))
+        for part, pool in caches[1].pools.items():
+            pool.copy_(pages.pools[part])
+        graph.replay()
+        torch.testing.assert_close(x.cpu().float().view(1, 8, 64), case.expected(), **TOLERANCE)

@@ -1,0 +1,244 @@
+"""The GPU's cache of every kind against the reference cache: what is stored, bit for bit, and attention over it.
+
+Tolerance of attention: keys and values are read back in half precision and weights are rounded to it, 2^-11 each, where
+the reference has float32; a wrong scale, plane or mask is off by the size of a value, 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.backends.reference.cache import ReferenceCache
+from runtime.backends.triton.cache import GpuCache
+from runtime.backends.triton.kernels.attention.kernel import attend
+from runtime.backends.triton.kernels.rope import heads
+from runtime.backends.triton.workspace import Workspace
+from runtime.kv.kinds import KINDS, PARTS, KVKind
+
+WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
+TOKENWISE: list[KVKind] = [name for name, kind in KINDS.items() if not kind.windowed]
+SLOTS, ROWS = 3, 128
+TOLERANCE = {"rtol": 4e-3, "atol": 4e-3}
+LARGE_KEYS = {"rtol": 2e-2, "atol": 2e-2}
+"""Keys of 100 are half a 16th off in half precision, and scores by a 6th of that in heads of 32 channels."""
+
+
+class Pair:
+    """The reference cache and the GPU's, given the same tokens."""
+
+    def __init__(self, spec: Any, name: KVKind, device: str, *, context: int = 400, seed: int = 0) -> None:
+        self.spec, self.kind, self.device, self.context = spec, KINDS[name], device, context
+        sizes = {"context": context, "slots": SLOTS, "max_rows": ROWS}
+        self.theirs = ReferenceCache(self.kind, spec, **sizes)
+        self.ours = GpuCache(self.kind, spec, **sizes, device=torch.device(device))
+        for part, pool in self.ours.store.pools.items():
+            pool.fill_(255)  # NaN as halves
+            self.theirs.store.records(part).fill_(255)
+        for part, window in self.ours.store.windows.items():
+            window.fill_(torch.nan)
+            for slot in range(SLOTS):
+                self.theirs.store.window(part, slot).fill_(torch.nan)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def step(self, slot: int, start: int, count: int, *, outlier: float = 1.0, copied: bool = True) -> tuple[Any, Any]:
+        """Write rows of one slot, whose channel 3 has larger keys, in both. Returns slots and positions.
+
+        The interpreter takes a while for a row, so most are `copied` from the reference's cache, which has the same
+        layout, instead of being written by the kernel.
+        """
+        slots = np.full(count, slot, np.int32)
+        positions = np.arange(start, start + count, dtype=np.int32)
+        H_kv, D = self.spec.num_kv_heads, self.spec.head_dim
+        for cache in (self.ours, self.theirs):
+            cache.begin(slots, positions)
+        for layer in range(self.spec.num_layers):
+            k, v = self.normal(2, count, H_kv, D)
+            k[:, :, 3] *= outlier
+            k, v = k + 0.3, v - 0.2
+            self.theirs.append(layer, torch.tensor(slots).long(), torch.tensor(positions).long(), k, v)
+            if not copied:
+                self.append(layer, slots, positions, k, v)
+        if copied:
+            for part in PARTS:
+                if self.kind.windowed:
+                    self.ours.store.windows[part][slot] = self.theirs.store.window(part, slot).to(self.device)
+                else:
+                    pages = self.theirs.table.held(slot)
+                    self.ours.store.pools[part][pages] = self.theirs.store.records(part)[pages].to(self.device)
+        return slots, positions
+
+    def append(self, layer: int, slots: Any, positions: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Through the kernel that splits heads, which here neither normalizes nor rotates."""
+        count, H, D = len(slots), self.spec.num_heads, self.spec.head_dim
+        y = torch.cat([torch.zeros(count, H * D), k.flatten(1), v.flatten(1)], dim=1).to(self.device)
+        nothing = torch.zeros(self.context, 0, device=self.device)
+        q = torch.zeros(count, H * D, dtype=torch.float16, device=self.device)
+        rows = (torch.tensor(positions).to(self.device), torch.tensor(slots).to(self.device))
+        heads(y, None, None, None, 1e-6, nothing, nothing, *rows, self.ours.layers[layer], q)
+
+    def check_stored(self) -> None:
+        """Pages and windows that are in use hold the same bytes."""
+        for slot in range(SLOTS):
+            pages, length = self.theirs.table.held(slot), self.theirs.paged_length(slot)
+            assert self.ours.table.held(slot) == pages
+            whole = length // self.kind.page
+            for part in PARTS:
+                ours = self.ours.store.pools[part].cpu()[pages[:whole]]
+                assert torch.equal(ours, self.theirs.store.records(part)[pages[:whole]]), part
+                count = self.theirs.window_length(slot)
+                ours = self.ours.store.windows[part].cpu()[slot, :, :, :count]
+                if self.kind.windowed:
+                    assert torch.equal(ours, self.theirs.store.window(part, slot)[:, :, :count]), part
+
+    def attended(self, slots: Any, positions: Any, window: int | None = None, **how: Any) -> tuple[Any, Any]:
+        """Attention of random queries over both caches: float32 [M, H, D] each."""
+        M, H, D = len(slots), self.spec.num_heads, self.spec.head_dim
+        q = self.normal(M, H, D).half()
+        x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=self.device)
+        rows = [torch.tensor(each).to(self.device) for each in (positions, slots)]
+        attend(
+            q.view(M, H * D).to(self.device),
+            self.ours.layers[-1],
+            *rows,
+            window,
+            x,
+            Workspace(self.device),
+            context=self.context,
+            **how,
+        )
+        where = (torch.tensor(slots).long(), torch.tensor(positions).long())
+        expected = self.theirs.attend(self.spec.num_layers - 1, q.float(), *where, window, **how)
+        return x.cpu().float().view(M, H, D), expected
+
+    def check_attended(self, slots: Any, positions: Any, window: int | None = None, **how: Any) -> None:
+        torch.testing.assert_close(*self.attended(slots, positions, window, **how), **TOLERANCE)
+
+    def check_attended_to_large_keys(self, slots: Any, positions: Any) -> None:
+        torch.testing.assert_close(*self.attended(slots, positions), **LARGE_KEYS)
+
+
+@pytest.fixture
+def pair(tiny_spec: Any, device: str) -> Any:
+    """Makes pairs of caches."""
+
+    def make(name: KVKind, *, D: int = 32, H: int = 4, H_kv: int = 2, layers: int = 2, **sizes: Any) -> Pair:
+        spec = tiny_spec(head_dim=D, num_heads=H, num_kv_heads=H_kv, num_layers=layers, windows=(None,) * layers)
+        return Pair(spec, name, device, **sizes)
+
+    return make
+
+
+@pytest.mark.parametrize("D", [8, 40, 64])
+@pytest.mark.parametrize("name", TOKENWISE)
+def test_tokens_are_stored_as_the_reference_stores_them(pair: Any, name: KVKind, D: int) -> None:
+    """Two slots in turns, a position written again, a page that two slots share and one then writes."""
+    caches = pair(name, D=D, H=1)
+    caches.step(1, 0, 62)
+    for slot, start, count in ((1, 62, 3), (0, 0, 3), (0, 2, 2)):
+        caches.step(slot, start, count, copied=False)
+    for cache in (caches.ours, caches.theirs):
+        cache.fork(1, 2, 65)
+    caches.step(2, 65, 2, copied=False)
+    caches.check_stored()
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_pages_are_flushed_as_the_reference_flushes_them(pair: Any, name: KVKind) -> None:
+    """Whole pages leave the window; a cut that opens one brings its tokens back."""
+    caches = pair(name, D=80 if name == "kivi2" else 40, H=1, H_kv=1, context=700)
+    caches.step(1, 0, 128, outlier=20.0)
+    caches.step(1, 128, 128)
+    caches.step(1, 256, 3, copied=False)
+    caches.check_stored()
+    for cache in (caches.ours, caches.theirs):
+        cache.fork(1, 0, 100)
+    caches.step(0, 100, 2, copied=False)
+    caches.check_stored()
+
+
+def test_equal_numbers_have_scale_zero(pair: Any) -> None:
+    for name in ("int8", "int4", "hierarchical"):
+        caches = pair(name, H=1, H_kv=1, layers=1, context=700)
+        caches.normal = lambda *shape: torch.full(shape, 0.5)
+        for start in (0, 128, 256):
+            caches.step(0, start, 128)
+        caches.step(0, 384, 1, copied=False)
+        caches.check_stored()
+        assert torch.isfinite(caches.attended(np.array([0], np.int32), np.array([384], np.int32))[0]).all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_attention_over_every_kind(pair: Any, name: KVKind) -> None:
+    """A decoded token and a few drafted ones behind pages and a window, with a planted outlier channel."""
+    caches = pair(name, context=700)
+    for start in (0, 128, 256):
+        caches.step(2, start, 128, outlier=30.0)
+    caches.step(1, 0, 7)
+    caches.check_attended_to_large_keys(*caches.step(2, 384, 1, copied=False))
+    caches.check_attended_to_large_keys(*caches.step(2, 385, 3))
+
+
+@pytest.mark.parametrize("D", [8, 80, 128])
+@pytest.mark.parametrize("name", ["int8", "int4", "hierarchical", "gear2"])
+def test_attention_with_other_heads(pair: Any, name: KVKind, D: int) -> None:
+    caches = pair(name, D=D, H=7, H_kv=1, layers=1)
+    for start in (0, 128):
+        caches.step(0, start, 128)
+    caches.check_attended(*caches.step(0, 256, 2))
+
+
+@pytest.mark.parametrize("window", [1, 70, 200])
+@pytest.mark.parametrize("name", ["int4", "kivi2"])
+def test_sliding_windows_begin_in_pages_and_in_the_window(pair: Any, name: KVKind, window: int) -> None:
+    caches = pair(name, layers=1)
+    for start in (0, 128):
+        caches.step(0, start, 128)
+    caches.check_attended(*caches.step(0, 256, 3), window)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "hierarchical", "gear4"])
+def test_rows_of_several_slots_and_prefill_in_pieces(pair: Any, name: KVKind) -> None:
+    caches = pair(name, H=2, H_kv=1, layers=1)
+    parts = [caches.step(slot, start, count) for slot, start, count in ((2, 0, 128), (0, 0, 7), (1, 0, 1))]
+    parts += [caches.step(2, 128, 128), caches.step(2, 256, 3)]
+    slots, positions = (np.concatenate(each) for each in zip(*[parts[4], parts[1], parts[2]], strict=True))
+    caches.check_attended(slots, positions)
+    caches.check_attended(slots[:5], positions[:5])
+
+
+def test_a_draft_reads_the_upper_plane_alone(pair: Any) -> None:
+    caches = pair("hierarchical", layers=1, context=700)
+    for start in (0, 128, 256):
+        caches.step(0, start, 128)
+    last = caches.step(0, 384, 1)
+    caches.check_attended(*last, draft=True)
+    whole, draft = (caches.theirs.attend(0, torch.ones(1, 4, 32), *_longs(last), None, draft=d) for d in (False, True))
+    assert (whole - draft).abs().max() > 2 * TOLERANCE["atol"]
+
+
+def _longs(rows: Any) -> list[torch.Tensor]:
+    return [torch.tensor(each).long() for each in rows]
+
+
+def test_what_leaves_the_cache_comes_back(pair: Any) -> None:
+    caches = pair("hierarchical", layers=1)
+    for start in (0, 128, 256):
+        caches.step(0, start, 128)
+    pieces = [{name: array.copy() for name, array in piece.items()} for piece in caches.ours.export(0)]
+    caches.ours.load(1, 384, 128, pieces)
+    assert [{name: array.tobytes() for name, array in piece.items()} for piece in caches.ours.export(1)] == [
+        {name: array.tobytes() for name, array in piece.items()} for piece in pieces
+    ]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_buffers_are_as_large_as_they_are_said_to_be(pair: Any, name: KVKind) -> None:
+    caches = pair(name)
+    assert caches.ours.store.nbytes == caches.ours.capacity_bytes

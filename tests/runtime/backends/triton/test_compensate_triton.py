@@ -1,0 +1,294 @@
+"""The GPU's compensation against the plain reference, and its variants against one another, bit by bit.
+
+Tolerance: sums of float32 products differ only in the order of addition, so they are held to 1e-5 of the largest
+magnitude, as on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.packed import PackedLinear
+from runtime.backends.triton.kernels.compensate import compensate
+from runtime.backends.triton.kernels.select import Selection, make_selection
+from runtime.backends.triton.residual import GpuResidual, residual_to_device
+from runtime.backends.triton.workspace import Workspace
+from runtime.operations import channels as budget
+from runtime.operations import compensate as plain
+from runtime.operations import select as selectors
+
+BITS = [2, 4, 8, 16]
+
+
+class Layer:
+    """A quantized layer with residuals on the device, and what the reference says about it."""
+
+    def __init__(self, packed: PackedLinear, device: str, k_chunk: int, mode: Any = "approx") -> None:
+        self.packed, self.device, self.k_chunk = packed, device, k_chunk
+        self.N, self.K = packed.shape
+        self.workspace = Workspace(device)
+        assert packed.residual is not None
+        self.residual: GpuResidual = residual_to_device(packed.residual, packed.shape, device)
+        self.selection: Selection = make_selection(packed, k_chunk=k_chunk, mode=mode, device=device)
+
+    def expected(self, x: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
+        assert self.packed.residual is not None
+        assert self.packed.rank_maximum is not None
+        edges = budget.buckets(self.packed.rank_maximum, self.selection.k)
+        channels = selectors.approximate(x.float(), self.k_chunk, edges)
+        start = torch.zeros(x.shape[0], self.N) if base is None else base
+        return plain.compensate(start, x.float(), channels, plain.dequantize_residual(self.packed.residual, self.N))
+
+    def run(self, x: torch.Tensor, *, n_tb: int = 1, fused: bool = False, **more: Any) -> torch.Tensor:
+        """The output, written over poison; counters are checked to be zero afterwards."""
+        out = torch.full((x.shape[0], self.N), torch.nan, device=self.device)
+        more = {key: value.to(self.device) if key == "base" else value for key, value in more.items()}
+        compensate(
+            x.to(self.device),
+            self.selection,
+            self.residual,
+            out,
+            n_tb=n_tb,
+            workspace=self.workspace,
+            fused=fused,
+            **more,
+        )
+        assert self.workspace.counters(2).tolist() == [0, 0]
+        return out.cpu()
+
+
+@pytest.fixture
+def layer(device: str, packed_linear: Any) -> Any:
+    """Builds a `Layer` of random weights."""
+
+    def build(N: int, K: int, *, bits: int = 4, k_chunk: int = 16, mode: Any = "approx") -> Layer:
+        weight = np.random.default_rng(N + K).standard_normal((N, K)).astype(np.float32)
+        return Layer(packed_linear(weight, bits=3, residual_bits=bits), device, k_chunk, mode)
+
+    return build
+
+
+def activations(rows: int, K: int, seed: int = 0) -> torch.Tensor:
+    """Normal activations with a few large ones among them, half precision [rows, K]."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, K, generator=generator)
+    x[:, torch.randperm(K, generator=generator)[: max(1, K // 50)]] *= 20
+    return x.half()
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("N", "K", "k_chunk"),
+    [(1, 96, 16), (40, 96, 1024), (256, 96, 200), (300, 1100, 16), (70, 2500, 20), (1030, 64, 100)],
+)
+def test_both_variants_are_the_reference(layer: Any, bits: int, N: int, K: int, k_chunk: int) -> None:
+    one = layer(N, K, bits=bits, k_chunk=k_chunk)
+    x = activations(1, K)
+    found = one.run(x, fused=True)
+    assert_close(found, one.expected(x))
+    assert torch.equal(found, one.run(x, n_tb=3))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_numbers_do_not_depend_on_the_programs(layer: Any, bits: int) -> None:
+    one = layer(5 * 1024 // bits + 3, 96, bits=bits, k_chunk=200)  # six lines of two tiles
+    x = activations(1, 96)
+    expected = one.run(x, fused=True)
+    assert_close(expected, one.expected(x))
+    for n_tb in (1, 4, 5, 8):
+        assert torch.equal(one.run(x, n_tb=n_tb), expected), n_tb
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_base_is_added(layer: Any, fused: bool) -> None:
+    one = layer(300, 96, k_chunk=100)
+    x, base = activations(1, 96), torch.randn(1, 300, generator=torch.Generator().manual_seed(1))
+    found = one.run(x, base=base, fused=fused)
+    assert_close(found, one.expected(x, base))
+    assert_close(found, base + one.run(x, fused=fused))
+
+
+def test_the_base_may_be_the_output(layer: Any, device: str) -> None:
+    one = layer(300, 96, k_chunk=100)
+    x, out = activations(1, 96), torch.ones(1, 300, device=device)
+    compensate(x.to(device), one.selection, one.residual, out, base=out, n_tb=2, workspace=one.workspace, fused=False)
+    assert_close(out.cpu(), one.expected(x, torch.ones(1, 300)))
+
+
+def test_rows_select_for_themselves(layer: Any) -> None:
+    one = layer(300, 1100)
+    x, base = activations(3, 1100), torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
+    found = one.run(x, base=base, n_tb=2)
+    assert_close(found, one.expected(x, base))
+    for row in range(3):
+        assert torch.equal(found[row : row + 1], one.run(x[row : row + 1], base=base[row : row + 1], n_tb=1))
+
+
+@pytest.mark.parametrize("k_chunk", [1, 15, 16, 17, 160, 1023, 1024])
+def test_every_number_of_channels(layer: Any, k_chunk: int) -> None:
+    one = layer(40, 1024, k_chunk=k_chunk)
+    x = activations(1, 1024)
+    found = one.run(x, fused=True)
+    assert_close(found, one.expected(x))
+    assert torch.equal(found, one.run(x, n_tb=2))
+
+
+def test_all_channels_restore_the_weight(layer: Any) -> None:
+    one = layer(40, 96, bits=16, k_chunk=1024)
+    x = activations(1, 96)
+    residual = plain.dequantize_residual(one.packed.residual, 40)
+    assert_close(one.run(x, fused=True), x.float() @ residual)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_activations_that_are_all_equal(layer: Any, value: float) -> None:
+    one = layer(40, 1100)
+    x = torch.full((1, 1100), value, dtype=torch.half)
+    found = one.run(x, fused=True)
+    torch.testing.assert_close(found, one.expected(x), rtol=0, atol=1e-5)
+    assert torch.equal(found, one.run(x, n_tb=2))
+    assert bool(found.any()) == bool(value)
+
+
+@pytest.mark.parametrize("mode", ["exact", "static", "random"])
+def test_the_other_selectors_in_both_variants(layer: Any, device: str, mode: Any) -> None:
+    one = layer(40, 1100, mode=mode)
+    x = activations(1, 1100)
+    positions = torch.tensor([5], dtype=torch.int32, device=device)
+    channels = {
+        "exact": selectors.exact(x.float(), 16),
+        "static": torch.from_numpy(budget.static_channels(one.packed.mean_square, 16)).long()[None],
+        "random": torch.from_numpy(budget.random_channels(1100, 16, seed=0, layer=0, position=5)).long()[None],
+    }[mode]
+    expected = plain.compensate(
+        torch.zeros(1, 40), x.float(), channels, plain.dequantize_residual(one.packed.residual, 40)
+    )
+    found = one.run(x, fused=True, positions=positions)
+    assert_close(found, expected)
+    assert torch.equal(found, one.run(x, n_tb=2, positions=positions))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_activations_set_the_flag(layer: Any, device: str, fused: bool, bad: float) -> None:
+    one = layer(40, 1100)
+    x = activations(1, 1100)
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    one.run(x, fused=fused, flag=flag)
+    assert int(flag) == 0
+    x[0, 1099] = bad
+    one.run(x, fused=fused, flag=flag)
+    assert int(flag) == 1
+
+
+def test_one_workspace_serves_layers_of_all_sizes(layer: Any) -> None:
+    """What a larger layer left in the buffer of channels is not read by a smaller one, nor the other way round."""
+    layers = [layer(40, 1100, k_chunk=200), layer(300, 96, k_chunk=20), layer(40, 2500, k_chunk=30)]
+    alone = [one.run(activations(1, one.K), fused=True) for one in layers]
+    shared = Workspace(layers[0].device)
+    for _ in range(2):
+        for one, expected in zip(layers, alone, strict=True):
+            one.workspace = shared
+            assert torch.equal(one.run(activations(1, one.K), fused=True), expected)
+    assert shared.nbytes < 3 * 8 * 300 + 1024
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_layers_of_a_model(tiny_model: Any, device: str, bits: int) -> None:
+    model = tiny_model(bits=3, residual_bits=bits)
+    for name in ("layers.0.qkv", "layers.0.down", "head"):
+        one = Layer(model.linear(name), device, 64)
+        x = activations(1, one.K)
+        found = one.run(x, fused=True)
+        assert_close(found, one.expected(x))
+        assert torch.equal(found, one.run(x, n_tb=4))
+
+
+def test_operands_that_do_not_fit_are_refused(layer: Any, device: str) -> None:
+    one, other = layer(40, 96), layer(40, 64)
+    x = activations(1, 96)
+    for wrong, message in (
+        ({"n_tb": 0}, "n_tb is 0"),
+        ({"base": torch.zeros(1, 41)}, r"base must be contiguous float32 \[1, 40\]"),
+        ({"base": torch.zeros(1, 40).half()}, "base must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            one.run(x, **wrong)
+    with pytest.raises(ValueError, match="one launch compensates one row, not 2"):
+        one.run(activations(2, 96), fused=True)
+    with pytest.raises(ValueError, match="out must be"):
+        compensate(
+            x.to(device),
+            one.selection,
+            one.residual,
+            torch.zeros(2, 40, device=device),
+            n_tb=1,
+            workspace=one.workspace,
+            fused=True,
+        )
+    one.residual = other.residual
+    with pytest.raises(ValueError, match="over 96 channels, the residuals over 64"):
+        one.run(x)
+
+
+def test_the_interpreter_refuses_programs_that_would_wait_for_each_other(layer: Any, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("a GPU runs them at the same time")
+    with pytest.raises(ValueError, match="can't wait for each other"):
+        layer(40, 96).run(activations(1, 96), fused=True, n_tb=2)
+
+
+def viable(N: int, K: int) -> list[int]:
+    """Numbers of programs none of which is idle in both phases (QDEC A.1)."""
+    segments, chunks = -(-N // 256), -(-K // 1024)
+    fetching = [n for n in range(1, segments + 1) if -(-segments // -(-segments // n)) == n]
+    return sorted({*range(1, chunks + 1), *fetching})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("N", "K"), [(6144, 4096), (4096, 14336), (4000, 4000)])
+@pytest.mark.parametrize("bits", BITS)
+def test_fused_with_every_number_of_programs_on_a_gpu(cuda: str, layer: Any, N: int, K: int, bits: int) -> None:
+    one = layer(N, K, bits=bits)
+    x = activations(1, K)
+    expected = one.run(x, n_tb=8)
+    assert_close(expected, one.expected(x))
+    assert one.residual.codes.is_pinned()
+    for n_tb in viable(N, K):
+        assert torch.equal(one.run(x, n_tb=n_tb, fused=True), expected), n_tb
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_tb", [1, 6, 24])
+def test_a_thousand_replays_of_a_graph(cuda: str, layer: Any, n_tb: int) -> None:
+    one = layer(6144, 4096)
+    rows = [activations(1, 4096, seed) for seed in range(4)]
+    expected = [one.run(x, n_tb=8).to(cuda) for x in rows]
+    x, out = rows[0].to(cuda), torch.zeros(1, 6144, device=cuda)
+    flag = torch.zeros(1, dtype=torch.int32, device=cuda)
+
+    def launch() -> None:
+        compensate(x, one.selection, one.residual, out, n_tb=n_tb, workspace=one.workspace, fused=True, flag=flag)
+
+    launch()  # compile outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    wrong = torch.zeros((), dtype=torch.int64, device=cuda)
+    inputs = [row.to(cuda) for row in rows]
+    for replay in range(1000):
+        x.copy_(inputs[replay % 4])
+        out.fill_(torch.nan)
+        graph.replay()
+        wrong += (out != expected[replay % 4]).sum()
+    assert int(wrong) == 0
+    assert int(flag) == 0
+    assert one.workspace.counters(2).tolist() == [0, 0]

@@ -1,0 +1,37 @@
+"""The gate of the MLP on the GPU.
+
+Tolerance: the result is rounded to half precision, half a unit in the last place is 2^-11 of the number (4.9e-4), and
+the exponential may be off by a few units of float32; numbers under 6e-5 lie on the half-precision grid of 6e-8.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime.backends.triton.kernels.gate import BLOCK_I, gate
+from runtime.operations.gate import silu_gate
+
+TOLERANCE = {"rtol": 5e-4, "atol": 6e-8}
+
+
+@pytest.mark.parametrize("with_dec", [False, True], ids=["plain", "dec"])
+@pytest.mark.parametrize("width", [1, 172, BLOCK_I, BLOCK_I + 8])
+@pytest.mark.parametrize("M", [1, 3])
+def test_gate_follows_the_reference(device: str, M: int, width: int, with_dec: bool) -> None:
+    generator = torch.Generator().manual_seed(width)
+    y = 3 * torch.randn(M, 2 * width, generator=generator)
+    dec = torch.randn(M, 2 * width, generator=generator) if with_dec else None
+    x = torch.full((M, width), torch.nan, dtype=torch.float16, device=device)
+    gate(y.to(device), None if dec is None else dec.to(device), x)
+    total = y if dec is None else y + dec
+    torch.testing.assert_close(x.cpu().float(), silu_gate(total[:, :width], total[:, width:]), **TOLERANCE)
+
+
+def test_large_magnitudes_saturate_and_broken_ones_stay_visible(device: str) -> None:
+    gates = [-200.0, 200.0, torch.nan, torch.inf, 0.0]
+    y = torch.tensor([[*gates, 2.0, 2.0, 1.0, 1.0, torch.nan]], device=device)
+    x = torch.zeros(1, 5, dtype=torch.float16, device=device)
+    gate(y, None, x)
+    assert x[0, :2].tolist() == [0.0, 400.0]
+    assert not torch.isfinite(x[0, 2:]).any()

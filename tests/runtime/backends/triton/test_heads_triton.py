@@ -1,0 +1,136 @@
+"""Heads on the GPU: split, normalization, rotation, append to the cache.
+
+Tolerance: what is stored is rounded to half precision (2^-11 of the number, 4.9e-4); a rotated number is a difference
+of products, so its float32 error (1e-6 of the products) shows where the two cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from models.rope import tables
+from models.spec import RopeSpec
+from runtime.backends.triton.kernels.rope import heads
+from runtime.operations.norm import rms_norm
+from runtime.operations.rope import rotate
+
+TOLERANCE = {"rtol": 5e-4, "atol": 2e-6}
+EPS = 1e-6
+
+
+class _Case:
+    """Operands on the CPU, what the kernel should leave behind, and one call of it."""
+
+    def __init__(
+        self, H: int, H_kv: int, D: int, r: int, T: int, rows: list[tuple[int, int]], *, dec: bool, norm: bool
+    ):
+        generator = torch.Generator().manual_seed(D + H)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        M, width = len(rows), (H + 2 * H_kv) * D
+        self.sizes = (H, H_kv, D, T)
+        self.y = normal(M, width)
+        self.dec = normal(M, width) if dec else None
+        self.norms = (normal(D).abs() + 0.1, normal(D).abs() + 0.1) if norm else (None, None)
+        self.cos, self.sin = (torch.from_numpy(table) for table in tables(RopeSpec(rotary_dim=r), T))
+        self.slots, self.positions = torch.tensor(rows, dtype=torch.int32).T.contiguous()
+        self.caches = normal(2, int(self.slots.max()) + 1, H_kv, T, D).half()
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [M, H, D] and both caches, float32."""
+        H, H_kv, D, _ = self.sizes
+        total = self.y if self.dec is None else self.y + self.dec
+        q, k, v = total.view(len(total), -1, D).split((H, H_kv, H_kv), dim=1)
+        if self.norms[0] is not None and self.norms[1] is not None:
+            q, k = rms_norm(q, self.norms[0], EPS), rms_norm(k, self.norms[1], EPS)
+        cos, sin = self.cos[self.positions.long()], self.sin[self.positions.long()]
+        keys, values = self.caches.float()
+        keys[self.slots, :, self.positions] = rotate(k, cos, sin)
+        values[self.slots, :, self.positions] = v
+        return rotate(q, cos, sin), keys, values
+
+    def run(self, device: str, half_pages: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same from the kernel."""
+        H, _, D, _ = self.sizes
+
+        def there(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device, copy=True)
+
+        cache = half_pages(self.caches, device)
+        q = torch.full((len(self.y), H * D), torch.nan, dtype=torch.float16, device=device)
+        operands = (self.cos, self.sin, self.positions, self.slots)
+        heads(*map(there, (self.y, self.dec, *self.norms)), EPS, *map(there, operands), cache.pages, q)
+        keys, values = cache.read().float()
+        return q.cpu().float().view(len(q), H, D), keys, values
+
+
+SHAPES = {
+    "H4-2-D32": (4, 2, 32, 32),
+    "H7-1-D64": (7, 1, 64, 64),
+    "H2-2-D80-r32": (2, 2, 80, 32),
+    "H3-3-D96-r72": (3, 3, 96, 72),
+    "H8-1-D96": (8, 1, 96, 96),
+    "H2-1-D256": (2, 1, 256, 256),
+}
+ROWS = [(1, 0), (1, 1), (0, 5), (2, 8)]
+
+
+def _check(case: _Case, device: str, half_pages: Any) -> None:
+    for actual, expected in zip(case.run(device, half_pages), case.expected(), strict=True):
+        torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("dec", [False, True], ids=["y", "dec"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_heads_follow_the_reference(device: str, half_pages: Any, shape: str, dec: bool, norm: bool) -> None:
+    _check(_Case(*SHAPES[shape], 9, ROWS, dec=dec, norm=norm), device, half_pages)
+
+
+def test_one_row_at_position_0_and_at_the_last(device: str, half_pages: Any) -> None:
+    for position in (0, 8):
+        _check(_Case(4, 2, 32, 32, 9, [(0, position)], dec=False, norm=False), device, half_pages)
+
+
+def test_nothing_else_of_the_cache_is_touched(device: str, half_pages: Any) -> None:
+    case = _Case(4, 2, 32, 32, 9, ROWS, dec=False, norm=True)
+    _, keys, values = case.run(device, half_pages)
+    untouched = torch.ones(3, 9, dtype=torch.bool)
+    untouched[case.slots, case.positions] = False
+    for actual, before in zip((keys, values), case.caches.float(), strict=True):
+        assert torch.equal(actual.transpose(1, 2)[untouched], before.transpose(1, 2)[untouched])
+
+
+def test_without_rotation_heads_pass_through(device: str, half_pages: Any) -> None:
+    case = _Case(2, 1, 48, 0, 4, [(0, 3)], dec=False, norm=False)
+    assert torch.equal(case.run(device, half_pages)[0], case.y[:, :96].half().float().view(1, 2, 48))
+
+
+@pytest.mark.parametrize("part", [0, 4, 6], ids=["query", "key", "value"])
+def test_a_nan_stays_in_its_head(device: str, half_pages: Any, part: int) -> None:
+    case = _Case(4, 2, 32, 32, 9, [(0, 3)], dec=False, norm=True)
+    case.y[0, part * 32 + 5] = torch.nan
+    q, keys, values = case.run(device, half_pages)
+    broken = torch.cat([q[0], keys[0, :, 3], values[0, :, 3]]).isnan().any(dim=1)
+    assert broken.nonzero().flatten().tolist() == [part]
+
+
+@pytest.mark.gpu
+def test_offsets_in_the_cache_are_64_bits_wide(cuda: str, half_pages: Any) -> None:
+    run: Callable[..., None] = heads
+    T, D = 131072, 128
+    cache = half_pages(torch.zeros(2, 18, 1, T, D, dtype=torch.float16), cuda)
+    y = torch.randn(1, 3 * D, device=cuda)
+    cos, sin = torch.ones(T, D // 2, device=cuda), torch.zeros(T, D // 2, device=cuda)
+    place = [torch.tensor([number], dtype=torch.int32, device=cuda) for number in (T - 1, 17)]
+    q = torch.zeros(1, D, dtype=torch.float16, device=cuda)
+    run(y, None, None, None, EPS, cos, sin, *place, cache.pages, q)
+    keys, values = cache.read().to(cuda)
+    assert torch.equal(keys[17, 0, T - 1], y[0, D : 2 * D].half())
+    assert torch.equal(values[17, 0, T - 1], y[0, 2 * D :].half())

@@ -1,0 +1,73 @@
+"""The residual sum and the normalization on the GPU.
+
+Tolerances: the residual stream is a float32 sum in the reference's order, equal to the last bit. x is rounded to half
+precision (2^-11 of the number, 4.9e-4), and its float32 scale comes from sums in another order (1e-6).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime.backends.triton.kernels.norm import add_norm
+from runtime.operations.norm import rms_norm
+
+TOLERANCE = {"rtol": 5e-4, "atol": 6e-8}
+EPS = 1e-5
+
+
+class _Case:
+    """Operands on the CPU, and one call of the kernel."""
+
+    def __init__(self, M: int, C: int, y: bool, dec: bool) -> None:
+        generator = torch.Generator().manual_seed(C + M)
+        self.h = torch.randn(M, C, generator=generator)
+        self.y = torch.randn(M, C, generator=generator) if y else None
+        self.dec = torch.randn(M, C, generator=generator) if dec else None
+        self.weight = torch.rand(C, generator=generator) + 0.5
+        total = torch.zeros_like(self.h) if self.y is None else self.y
+        self.sum = self.h + (total if self.dec is None else total + self.dec)
+
+    def run(self, device: str, rows: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """h and x after the call, on the CPU."""
+        h = self.h.to(device, copy=True)
+        y, dec = (None if one is None else one.to(device) for one in (self.y, self.dec))
+        count = h.shape[0] if rows is None else len(rows)
+        x = torch.full((count, h.shape[1]), torch.nan, dtype=torch.float16, device=device)
+        gathered = None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
+        add_norm(h, y, dec, self.weight.to(device), EPS, x, gathered)
+        return h.cpu(), x.cpu().float()
+
+
+@pytest.mark.parametrize(("y", "dec"), [(False, False), (True, False), (True, True)], ids=["first", "y", "y+dec"])
+@pytest.mark.parametrize("C", [1, 48, 256, 896, 3072])
+@pytest.mark.parametrize("M", [1, 5])
+def test_add_norm_follows_the_reference(device: str, M: int, C: int, y: bool, dec: bool) -> None:
+    case = _Case(M, C, y, dec)
+    h, x = case.run(device)
+    assert torch.equal(h, case.sum)
+    torch.testing.assert_close(x, rms_norm(case.sum, case.weight, EPS), **TOLERANCE)
+
+
+@pytest.mark.parametrize(("y", "dec"), [(False, False), (True, False), (True, True)], ids=["first", "y", "y+dec"])
+@pytest.mark.parametrize("rows", [[4], [0, 2, 5], [0, 1, 2, 3, 4, 5]], ids=str)
+def test_gathered_rows_are_normalized_and_h_stays(device: str, rows: list[int], y: bool, dec: bool) -> None:
+    case = _Case(6, 100, y, dec)
+    h, x = case.run(device, rows)
+    assert torch.equal(h, case.h)
+    torch.testing.assert_close(x, rms_norm(case.sum, case.weight, EPS)[rows], **TOLERANCE)
+
+
+def test_zeros_stay_zeros_and_a_nan_spreads_over_its_row(device: str) -> None:
+    case = _Case(2, 70, y=False, dec=False)
+    case.h[0], case.h[1, 3] = 0.0, torch.nan
+    _, x = case.run(device)
+    assert torch.equal(x[0], torch.zeros(70))
+    assert bool(x[1].isnan().all())
+
+
+def test_epsilon_bounds_the_scale_of_small_rows(device: str) -> None:
+    case = _Case(1, 64, y=False, dec=False)
+    case.h *= 1e-3
+    _, x = case.run(device)
+    torch.testing.assert_close(x, rms_norm(case.h, case.weight, EPS), **TOLERANCE)
