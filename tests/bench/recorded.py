@@ -131,7 +131,7 @@ def opened(case: Case) -> Decoder:
             module = importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-        decoder: Decoder = module.TritonDecoder(model, options)
+        decoder: Decoder = module.TritonDecoder(model, options, "cpu")
         return decoder
     raise SystemExit(f"the GPU decoder is in none of {', '.join(_TRITON)}")
 
