@@ -123,7 +123,7 @@ class CpuStore:
         if self._kind.windowed:
             for instruction in (self._flush(0, 0, 0), op.Restore(self._page(0, 0), 0)):
                 op.write(self._program[0], instruction)
-                link(self._program)
+                link(self._program, self._pool.threads)
 
     def use(self, pool: Pool) -> None:
         """Cut off and restore pages with a pool's threads, which have `scratch_bytes` each, instead of the caller's."""

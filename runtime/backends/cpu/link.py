@@ -10,9 +10,10 @@ import numpy.typing as npt
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data import pages as page
 from runtime.backends.cpu.data.pages import form_of
-from runtime.backends.cpu.executor import execute
+from runtime.backends.cpu.executor import execute, set_active
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.machine.unit import Unit
+from runtime.backends.cpu.parts import parts_of
 from runtime.backends.cpu.units import attention, inputs, paging, products, selection
 from runtime.kv.kinds import CacheKind
 
@@ -49,16 +50,17 @@ def needed(kind: CacheKind) -> list[Unit]:
     paged = attention.page_unit(form)
     heads = attention.heads_unit(form, int(kind.windowed))
     windowed = [_flush_unit(kind.rank), paging.restore] if kind.windowed else []
-    return [execute, *_INPUTS.values(), heads, attention.attend, *([paged] if paged else []), *windowed]
+    return [execute, set_active, *_INPUTS.values(), heads, attention.attend, *([paged] if paged else []), *windowed]
 
 
-def link(program: npt.NDArray[np.int64]) -> None:
-    """Write into a program's instructions the addresses of the units that they need, and the bytes of scratch.
+def link(program: npt.NDArray[np.int64], threads: int) -> None:
+    """Write into a program's instructions the addresses of the units that they need, the bytes of scratch, and parts.
 
     Compiles what is missing.
 
     Args:
         program: int64 [instructions, WIDTH]; what it points to has to be alive.
+        threads: Threads that will share its instructions.
 
     Raises:
         BackendError: a unit cannot be compiled here.
@@ -69,6 +71,7 @@ def link(program: npt.NDArray[np.int64]) -> None:
         header = op.header_of(words)
         header["unit"], header["inner"] = own.address, 0 if inner is None else inner.address
         header["scratch"] = scratch_of(instruction)
+        header["parts"], header["parts_of_many"] = parts_of(instruction, threads)
 
 
 def most_scratch(program: npt.NDArray[np.int64]) -> int:

@@ -110,7 +110,7 @@ def test_a_cache_needs_its_own_kernels_only() -> None:
     assert hierarchical - half == {attention.heads_to_window, attention.pages_planes, paging.flush, paging.restore}
     assert paging.flush_corrected in needed(KINDS["gear4"])
     assert {unit.name for unit in half & int4} == {
-        *("execute", "embed", "gather", "norm", "gate", "merge", "attend"),
+        *("execute", "set_active", "embed", "gather", "norm", "gate", "merge", "attend"),
     }
 
 
@@ -121,7 +121,7 @@ def test_linking_writes_the_unit_and_the_one_inside_it() -> None:
     op.write(words[0], plain)
     op.write(words[1], plain._replace(total=8, residual=op.Residual(0, 0, 2, 0)))
     assert not is_linked(words)
-    link(words)
+    link(words, threads=2)
     headers = [op.header_of(own) for own in words]
     assert is_linked(words)
     assert [header["unit"] for header in headers] == [products.multiply_uniform_4.address] * 2
