@@ -8,7 +8,9 @@ from typing import Literal
 RopeKind = Literal["default", "linear", "llama3", "longrope"]
 
 LAYER_TYPES = ("qkv", "o", "gate_up", "down")
-"""The linear layers of a block, by the names of QDEC §4.4; `head` is the fifth kind of linear layer."""
+"""The linear layers of a block, by the names of QDEC §4.4."""
+LAYER_KINDS = (*LAYER_TYPES, "head")
+"""All kinds of linear layers: those of a block, and the output head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

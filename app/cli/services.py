@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from runtime.backends.triton.card import GpuChoice
     from runtime.decoder import Decoder, DecoderOptions
     from runtime.engine import Engine
-    from runtime.server.records import TuneRequest
     from runtime.server.service import Service
-    from runtime.tuning import Problem, Tuning
+    from runtime.wire.device import Problem, Tuning
+    from runtime.wire.requests import TuneRequest
     from tuner.bandwidth import ReadBandwidth
     from tuner.detect import Machine, MemoryInfo
     from tuner.profiles import ProfileStore

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from runtime.server.records import DeviceFacts
-from runtime.tuning import Problem
+from runtime.wire.device import DeviceReport, Problem
 from tuner.detect import GpuInfo
 
 _FEW_LANES = 4
@@ -40,13 +39,13 @@ class MachineInspector:
         self._gb_s: float | None = None
         self._link_gb_s: float | None = None
 
-    def __call__(self, idle: bool) -> DeviceFacts:
-        """See `runtime.server.records.Inspector`. The memory is measured once, when nothing else is."""
+    def __call__(self, idle: bool) -> DeviceReport:
+        """See `runtime.server.interfaces.Inspector`. The memory is measured once, when nothing else is."""
         from tuner.detect import detect
 
         machine = detect()
         gpu = machine.gpus[0] if machine.gpus else None
-        return DeviceFacts(
+        return DeviceReport(
             machine={
                 "cpu": asdict(machine.cpu),
                 "memory": asdict(machine.memory),

@@ -14,12 +14,15 @@ from models.progress import Progress, ProgressCallback
 from models.store import Store, StoredModel, StoredModelInfo
 from runtime.decoder import Decoder
 from runtime.errors import Cancelled, RequestError
-from runtime.kv.saved_folder import Holding, SavedCaches, forget, forgetting, holding
+from runtime.kv.saved_folder import SavedCaches, forget, forgetting, holding
 from runtime.operations.channels import k_chunk_by_type
 from runtime.server.inspecting import MachineInspector
-from runtime.server.records import LoadedModel, LoadRequest, ModelEntry, TuneRequest
+from runtime.server.interfaces import LoadedModel
 from runtime.server.service import Service
-from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, Problem, within_budget
+from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, within_budget
+from runtime.wire.answers import Holding, ModelEntry
+from runtime.wire.device import Problem
+from runtime.wire.requests import LoadRequest, TuneRequest
 from tuner.profiles import ProfileStore
 
 if TYPE_CHECKING:

@@ -269,7 +269,7 @@ def test_the_programs_own_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_serve_passes_the_budget_on(run: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from runtime.server import serve
-    from runtime.server.records import TuneRequest
+    from runtime.wire.requests import TuneRequest
 
     served: list[Any] = []
     services.service = served.append
