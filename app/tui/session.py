@@ -24,8 +24,9 @@ from app.tui.work import Work
 if TYPE_CHECKING:
     from app.protocol import ChatDelta
     from models.progress import Progress
+    from runtime.problem import Problem
     from runtime.wire.answers import Caches, Holding, ModelEntry, Status
-    from runtime.wire.device import DeviceReport, Problem
+    from runtime.wire.device import DeviceReport
     from runtime.wire.requests import QuantizeRequest
 
 CHECK_TIMEOUT_S = 5.0

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 from models.progress import Cancelled, ProgressCallback
 from runtime.engine import Piece
+from runtime.problem import Problem
 from runtime.sampling import SamplingOptions
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
-from runtime.wire.device import DeviceReport, Problem, Tuning
+from runtime.wire.device import DeviceReport, Tuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
 

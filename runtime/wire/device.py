@@ -6,19 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.problem import Problem
 from tuner.curve import Curve
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Why something is not as it could be."""
-
-    what: str
-    """What is wrong, in one line."""
-    fix: str
-    """What to do about it."""
-    failure: bool = False
-    """Whether something went wrong, rather than being so by choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

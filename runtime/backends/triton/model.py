@@ -19,8 +19,8 @@ from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
 from runtime.kv.kinds import KINDS
 from runtime.operations.channels import k_chunk_of, layer_kind
+from runtime.problem import Problem
 from runtime.weights import Weights
-from runtime.wire.device import Problem
 from tuner.candidates import n_tb_candidates
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,9 @@ from app.protocol import ChatDelta, ChatOptions
 from app.settings import Settings
 from app.tui.app import ChatApp
 from models.progress import Progress
+from runtime.problem import Problem
 from runtime.wire.answers import CacheFacts, Caches, Holding, ModelEntry, Status, Timings
-from runtime.wire.device import DeviceReport, Problem, Tuning
+from runtime.wire.device import DeviceReport, Tuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 

@@ -16,7 +16,7 @@ from app.tui.machine import chosen_curve, layer_rows, machine_lines, tuning_line
 from app.tui.recent import KEPT, Recent
 from app.tui.screens.device import DeviceScreen
 from app.tui.widgets.knee_chart import KneeChart, at, axis, plot
-from runtime.wire.device import Problem
+from runtime.problem import Problem
 from runtime.wire.requests import TuneRequest
 from tuner.curve import Curve
 

@@ -21,12 +21,13 @@ from runtime.errors import (
     RequestError,
     SavedCacheError,
 )
+from runtime.problem import Problem
 from runtime.sampling import Alternative, SamplingOptions, TokenLogprob
 from runtime.server.interfaces import LoadedModel
 from runtime.server.service import Service
 from runtime.stopping import StopMatcher
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
-from runtime.wire.device import DeviceReport, Problem, Tuning
+from runtime.wire.device import DeviceReport, Tuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 

@@ -23,9 +23,10 @@ from runtime.kv.kinds import KINDS
 from runtime.profile_key import content_of
 from runtime.sampling import SamplingOptions
 from runtime.server.app import create_app
+from runtime.server.catalogue import Bundle, StoreCatalogue
 from runtime.server.errors import ApiError
 from runtime.server.inspecting import MachineInspector
-from runtime.server.loading import Bundle, StoreCatalogue, StoreLoader, open_service
+from runtime.server.loading import StoreLoader, open_service
 from runtime.server.making import StoreWorkshop
 from runtime.server.security import Security
 from runtime.tuning import DEFAULT_BUDGET_PERCENT

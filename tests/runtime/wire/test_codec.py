@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from models.progress import Progress
+from runtime.problem import Problem
 from runtime.wire import answers, codec, device, requests
 from runtime.wire.answers import Caches, ErrorRecord, ModelEntry, Status
 from runtime.wire.codec import WireError, from_json, to_json
-from runtime.wire.device import DeviceReport, Problem, Tuning
+from runtime.wire.device import DeviceReport, Tuning
 from runtime.wire.requests import LoadRequest, PullRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 
