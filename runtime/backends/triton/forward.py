@@ -20,7 +20,7 @@ import torch
 from models.architecture import Operations
 from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows
-from runtime.backends.triton.kernels.compensate import compensate
+from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.embed import embed
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
@@ -263,13 +263,11 @@ def compensated_product(
             x,
             linear.selection,
             linear.residual,
-            dec,
-            base=None,
-            n_tb=linear.n_tb,
-            workspace=buffers.side,
+            Output(dec),
+            LaunchConfig(n_tb=linear.n_tb, fused=side is not None and x.shape[0] == 1),
+            buffers.side,
             flag=buffers.flag,
             positions=positions,
-            fused=side is not None and x.shape[0] == 1,
         )
     product(linear, x, out, buffers)
     if side is not None:

@@ -171,11 +171,10 @@ def visit_pages(queries, state, pages, blocks, CAUSAL: tl.constexpr, tile: tl.co
         positions = block * tile.BLOCK_T + tl.arange(0, tile.BLOCK_T)
         page = tl.load(pages.table + block * tile.BLOCK_T // layout.page).to(tl.int64) * pages.stride
         first = block * tile.BLOCK_T % layout.page
-        k, v = moved(pages.k, page * K.nbytes), moved(pages.v, page * V.nbytes)
         written = positions <= blocks.last
-        scores = _key_scores(queries, k, first, written, CAUSAL, tile, K)
+        scores = _key_scores(queries, moved(pages.k, page * K.nbytes), first, written, CAUSAL, tile, K)
         p, state = _weigh(_hide(scores * queries.scale, positions, queries, CAUSAL, tile), state)
-        acc = _add_values(p, state.acc, v, first, written, CAUSAL, tile, V)
+        acc = _add_values(p, state.acc, moved(pages.v, page * V.nbytes), first, written, CAUSAL, tile, V)
         state = Softmax(state.peak, state.total, acc)
     return state
 
