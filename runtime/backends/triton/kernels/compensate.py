@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-
 import triton
 import triton.language as tl
+
 from runtime.backends.triton.kernels.select import (
     CHOSEN_TYPES,
     MODES,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-
 import triton
 import triton.language as tl
+
 from runtime.backends.triton.kernels.cache.kernel import moved, store_token
 from runtime.backends.triton.kernels.cache.pages import LAYER_TYPES, LayerPages, Rows, page_layout
 from runtime.kv.kinds import KINDS, KVKind

@@ -19,13 +19,20 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-
 import triton
 import triton.language as tl
-from runtime.backends.triton.kernels.attention.configs import LaunchConfig, launch_config, power_of_two
+
+from runtime.backends.triton.kernels.attention.configs import LaunchConfig, launch_config
 from runtime.backends.triton.kernels.attention.visit import Blocks, HeadCache, Queries, Softmax, visit_slot
 from runtime.backends.triton.kernels.cache.kernel import moved
-from runtime.backends.triton.kernels.cache.pages import LAYER_TYPES, LayerPages, LayerTensors, Rows, page_layout
+from runtime.backends.triton.kernels.cache.pages import (
+    LAYER_TYPES,
+    LayerPages,
+    LayerTensors,
+    Rows,
+    page_layout,
+    power_of_two,
+)
 from runtime.kv.kinds import KINDS, CacheKind, KVKind
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
 from runtime.backends.triton.kernels.attention.packed import add_outliers, codes_of, factors, scales_of, value_scales
 from runtime.backends.triton.kernels.cache.kernel import moved
 from runtime.backends.triton.kernels.cache.pages import LayerTensors, Record

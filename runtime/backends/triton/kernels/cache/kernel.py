@@ -10,11 +10,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-
 import triton
 import triton.language as tl
-from runtime.backends.triton.kernels.attention.configs import power_of_two
-from runtime.backends.triton.kernels.cache.pages import RECORD_TYPES, Record, RecordLayout, record_layout, record_views
+
+from runtime.backends.triton.kernels.cache.pages import (
+    RECORD_TYPES,
+    Record,
+    RecordLayout,
+    power_of_two,
+    record_layout,
+    record_views,
+)
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
 
 if TYPE_CHECKING:
