@@ -144,12 +144,12 @@ class _Codes(Arrangement):
     @property
     def _split(self) -> tuple[int, ...]:
         """Tokens and channels [T, width], split into what the vectors order; the names are `_split_names`."""
-        T, each = self.tokens, 8 // self.bits
+        T, width, fields = self.tokens, self._width, 2 if self.bits == 8 else 8 // self.bits
         if self.part == "keys":
-            return (T // 16, 16, -1, 2 if self.bits == 8 else each, 4)
+            return (T // 16, 16, width // (4 * fields), fields, 4)
         if self.bits == 2:
-            return (T // 16, 4, 4, -1, 2, 16)
-        return (T // 4, 4, -1, 2, 16)
+            return (T // 16, 4, 4, width // 32, 2, 16)
+        return (T // 4, 4, width // 32, 2, 16)
 
     @property
     def _split_names(self) -> str:
@@ -232,4 +232,4 @@ def _packed(codes: Array, bits: int) -> Array:
     """The reverse of `_unpacked`."""
     each = 8 // bits
     wide = _filled(codes, (padded(codes.shape[-1], each),))
-    return _joined(wide.reshape(*codes.shape[:-1], -1, each), bits)
+    return _joined(wide.reshape(*codes.shape[:-1], wide.shape[-1] // each, each), bits)

@@ -166,7 +166,8 @@ def test_threads_share_out_the_same_work(name: KVKind) -> None:
     windows = random_windows(64, 256)
     alone, shared = filled(name, windows), filled(name, windows)
     control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
-    scratch = aligned_zeros((3, shared.scratch_bytes), np.uint8)
+    scratch = aligned_zeros((3, shared.scratch_bytes + 256), np.uint8)
+    scratch[:] = 0xA5
     step = parameters_of(control)
     step["scratch"], step["scratch_stride"] = scratch.ctypes.data, scratch.strides[0]
     shared.use(Pool(control, 3))
@@ -174,6 +175,8 @@ def test_threads_share_out_the_same_work(name: KVKind) -> None:
         store.prepare()
         store.flush(SLOT, PAGE, 128)
         store.restore(PAGE, 0, 100)
+    assert (scratch[:, shared.scratch_bytes :] == 0xA5).all()
+    assert (scratch[:, shared.scratch_bytes - 4 : shared.scratch_bytes] != 0xA5).any()
     np.testing.assert_array_equal(shared.records, alone.records)
     for part in PARTS:
         np.testing.assert_array_equal(shared.window(part, 0, 100), alone.window(part, 0, 100))
