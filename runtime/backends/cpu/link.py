@@ -43,7 +43,7 @@ def needed(kind: CacheKind) -> list[Unit]:
         kind: The kind of cache.
     """
     form = form_of(kind)
-    paged = attention.page_unit(form)
+    paged = attention.page_unit(form, kind.rank)
     heads = attention.heads_unit(form, int(kind.windowed))
     windowed = [_flush_unit(kind.rank), paging.restore] if kind.windowed else []
     return [execute, *_INPUTS.values(), heads, attention.attend, *([paged] if paged else []), *windowed]
@@ -90,7 +90,8 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             cache = cache_of(stored.cache)
             return attention.heads_unit(int(cache["form"]), int(cache["window"])), None
         case op.Attend(stored=stored):
-            return attention.attend, attention.page_unit(int(cache_of(stored.cache)["form"]))
+            cache = cache_of(stored.cache)
+            return attention.attend, attention.page_unit(int(cache["form"]), int(cache["rank"]))
         case op.Flush(page=of):
             return _flush_unit(int(cache_of(of.cache)["rank"])), None
         case op.Restore():

@@ -11,14 +11,15 @@ from runtime.backends.cpu.data.instructions import Attend, Heads, Stored, attend
 from runtime.backends.cpu.data.pages import HALF, TWO_PLANES, Cache, cache_at
 from runtime.backends.cpu.data.step import Parameters, parameters_at, rows_of, share_of
 from runtime.backends.cpu.kernels.attention.page import (
+    Attention,
     Visit,
-    attend_page_2,
-    attend_page_4,
-    attend_page_8,
-    attend_page_planes,
-    begin_queries,
+    corrected_2,
+    corrected_4,
+    packed_2,
+    packed_4,
+    packed_8,
+    packed_planes,
     page_scratch,
-    settle_queries,
 )
 from runtime.backends.cpu.kernels.attention.run import Queries, Sums, clear_sums, padded_channels, part_bytes
 from runtime.backends.cpu.kernels.attention.span import SPAN, Span, attend_span, span_scratch
@@ -204,8 +205,9 @@ def attend(i: int, control: int, part: int, parts: int, scratch: int) -> None:
             attend_span(work.queries, span, work.sums, scratch)
 
 
-def _pages(attend_page: Any) -> Any:
-    """What a work item gets from its packed pages, by the function for a page of some form."""
+def _pages(attention: Attention) -> Any:
+    """What a work item gets from its packed pages."""
+    begin, attend_page, settle = attention
 
     @numba.njit(nogil=True)
     def attend_pages(i: int, control: int, number: int, scratch: int) -> None:
@@ -213,20 +215,20 @@ def _pages(attend_page: Any) -> Any:
         stored, kv_heads = attend.stored, attend.kv_heads
         work = _work_of(attend, parameters_at(control), number)
         cache, stop = cache_at(stored.cache), min(work.stop, work.pages)
-        begin_queries(cache, work.queries, scratch)
+        begin(cache, work.queries, scratch)
         record = _record(stored, work.slot, work.start, kv_heads, work.head)
         for unit in range(work.start, stop):
             following = _record(stored, work.slot, unit + 1, kv_heads, work.head) if unit + 1 < stop else 0
             visit = Visit(record, following, cache.tokens * unit, unit > work.start)
             attend_page(cache, visit, work.queries, work.sums, scratch)
             record = following
-        settle_queries(cache, work.queries, work.sums, scratch)
+        settle(cache, work.queries, work.sums, scratch)
 
     return attend_pages
 
 
-_attend_2, _attend_4, _attend_8 = _pages(attend_page_2), _pages(attend_page_4), _pages(attend_page_8)
-_attend_planes = _pages(attend_page_planes)
+_attend_2, _attend_4, _attend_8, _attend_planes = map(_pages, (packed_2, packed_4, packed_8, packed_planes))
+_attend_corrected_2, _attend_corrected_4 = _pages(corrected_2), _pages(corrected_4)
 
 
 @compiled_unit
@@ -256,12 +258,25 @@ def pages_planes(i: int, control: int, number: int, scratch: int) -> None:
         _attend_planes(i, control, number, scratch)
 
 
-_PAGE_UNITS = {2: pages_2, 4: pages_4, 8: pages_8, TWO_PLANES: pages_planes}
+@compiled_unit
+def corrected_pages_2(i: int, control: int, number: int, scratch: int) -> None:
+    """Likewise codes of 2 bits with GEAR's corrections."""
+    _attend_corrected_2(i, control, number, scratch)
 
 
-def page_unit(form: int) -> Unit | None:
-    """The unit that attends to pages, by the cache's form; None where `attend` does it itself."""
-    return _PAGE_UNITS.get(form)
+@compiled_unit
+def corrected_pages_4(i: int, control: int, number: int, scratch: int) -> None:
+    """Likewise codes of 4 bits with GEAR's corrections."""
+    _attend_corrected_4(i, control, number, scratch)
+
+
+_PAGES = {2: pages_2, 4: pages_4, 8: pages_8, TWO_PLANES: pages_planes}
+_CORRECTED_PAGES = {2: corrected_pages_2, 4: corrected_pages_4}
+
+
+def page_unit(form: int, rank: int) -> Unit | None:
+    """The unit that attends to pages, by the cache's form and rank; None where `attend` does it itself."""
+    return _CORRECTED_PAGES[form] if rank else _PAGES.get(form)
 
 
 def heads_unit(form: int, window: int) -> Unit:

@@ -111,7 +111,9 @@ def test_a_cache_needs_its_own_kernels_only() -> None:
     assert half - int4 == {attention.heads_to_halves}
     assert int4 - half == {attention.heads_to_codes, attention.pages_4}
     assert hierarchical - half == {attention.heads_to_window, attention.pages_planes, paging.flush, paging.restore}
-    assert paging.flush_corrected in needed(KINDS["gear4"])
+    gear4, kcvt4 = set(needed(KINDS["gear4"])), set(needed(KINDS["kcvt4"]))
+    assert gear4 - kcvt4 == {attention.corrected_pages_4, paging.flush_corrected}
+    assert kcvt4 - gear4 == {attention.pages_4, paging.flush}
     assert {unit.name for unit in half & int4} == {
         *("execute", "embed", "gather", "norm", "gate", "merge", "attend"),
     }

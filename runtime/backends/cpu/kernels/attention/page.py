@@ -9,7 +9,7 @@ codes'. With fewer bits one plane does: queries are rounded to nearest and weigh
 weights just under half a step would otherwise vanish together. What rounding takes from the mean of the codes is given
 back exactly (`centre`), so only the codes' deviations from their middle are multiplied by rounding errors.
 
-There is one function for each form of codes, `attend_page_2` and so on, each compiled without the others.
+There are functions for each form of codes, `packed_2` and so on, each compiled without the others.
 """
 
 from __future__ import annotations
@@ -132,30 +132,16 @@ def page_scratch(queries: int, cache: Cache) -> int:
     return lay_out(queries, padded, tokens, planes, room, 0).end + beyond
 
 
-@numba.njit(nogil=True)
-def _areas(cache: Cache, queries: Queries, planes: int, scratch: int) -> Areas:
-    count = queries.rows * queries.heads
-    room = _gear_room(count, cache.padded, cache.tokens) if cache.rank != 0 else 0
-    return _lay_out(count, cache.padded, cache.tokens, planes, room, scratch)
+def _areas_of(planes: int, corrected: bool) -> Any:
+    """The areas for the queries of a run."""
 
+    @numba.njit(nogil=True)
+    def areas(cache: Cache, queries: Queries, scratch: int) -> Areas:
+        count = queries.rows * queries.heads
+        room = _gear_room(count, cache.padded, cache.tokens) if corrected else 0
+        return _lay_out(count, cache.padded, cache.tokens, planes, room, scratch)
 
-@numba.njit(nogil=True)
-def begin_queries(cache: Cache, queries: Queries, scratch: int) -> None:
-    """Make the scratch, `page_scratch` bytes, ready for the pages of a run."""
-    areas = _areas(cache, queries, 1, scratch)
-    copy_queries(queries, cache.padded, areas.queries, areas.noted)
-    if cache.rank != 0:
-        begin_corrections(cache, areas.queries, queries.rows * queries.heads, areas.room)
-
-
-@numba.njit(nogil=True)
-def settle_queries(cache: Cache, queries: Queries, sums: Sums, scratch: int) -> None:
-    """Add what the pages of a run have left in the scratch to the partial results."""
-    areas, heads, channels = _areas(cache, queries, 1, scratch), queries.heads, padded_channels(queries.dim)
-    for n in range(queries.rows * heads):
-        settle(areas.noted + NOTED * n, sums.at + n // heads * sums.row + n % heads * sums.head, channels)
-    if cache.rank != 0:
-        settle_corrections(cache, queries, sums, areas.room)
+    return areas
 
 
 class Visit(NamedTuple):
@@ -188,8 +174,19 @@ class Form(NamedTuple):
     """Bytes of one of a page's vectors of keys."""
     tokens: int
     """Tokens of one of the products' steps through a page's values."""
-    corrections: bool
-    """Whether there are kinds with GEAR's corrections."""
+    corrected: bool
+    """Whether pages have GEAR's corrections."""
+
+
+class Attention(NamedTuple):
+    """The functions that attend to pages of a form."""
+
+    begin: Any
+    """Makes the scratch ready for the pages of a run: (cache, queries, scratch)."""
+    attend: Any
+    """Adds a page's share to the partial results: (cache, visit, queries, sums, scratch), page after page."""
+    settle: Any
+    """Adds what the pages have left in the scratch: (cache, queries, sums, scratch)."""
 
 
 @numba.njit(nogil=True)
@@ -262,13 +259,12 @@ def _fetch_share(cache: Cache, following: int, n: int, count: int) -> None:
 
 def _weights_of(form: Form) -> Any:
     """Turn all queries' scores into weights, and those times the scales of the values' first group of channels."""
-    planes, corrections = form.planes, form.corrections
+    planes, corrected = form.planes, form.corrected
 
     @numba.njit(nogil=True)
     def weigh(cache: Cache, visit: Visit, queries: Queries, sums: Sums, areas: Areas) -> None:
         tokens, heads, count = cache.tokens, queries.heads, queries.rows * queries.heads
         values, channels = Factors(areas.scales, areas.zeros), padded_channels(queries.dim)
-        corrected = corrections and cache.rank != 0
         several = cache.values.group < cache.padded
         for n in range(count):
             at, to = areas.scores + 4 * tokens * planes * n, areas.weighed + 4 * tokens * n
@@ -319,17 +315,45 @@ def _sums_of(form: Form) -> Any:
     return add_values
 
 
+def _begin(form: Form) -> Any:
+    """What comes before the first page."""
+    areas_of, corrected = _areas_of(form.planes, form.corrected), form.corrected
+
+    @numba.njit(nogil=True)
+    def begin(cache: Cache, queries: Queries, scratch: int) -> None:
+        areas = areas_of(cache, queries, scratch)
+        copy_queries(queries, cache.padded, areas.queries, areas.noted)
+        if corrected:
+            begin_corrections(cache, areas.queries, queries.rows * queries.heads, areas.room)
+
+    return begin
+
+
+def _settle(form: Form) -> Any:
+    """What comes after the last page."""
+    areas_of, corrected = _areas_of(form.planes, form.corrected), form.corrected
+
+    @numba.njit(nogil=True)
+    def settle_all(cache: Cache, queries: Queries, sums: Sums, scratch: int) -> None:
+        areas, heads, channels = areas_of(cache, queries, scratch), queries.heads, padded_channels(queries.dim)
+        for n in range(queries.rows * heads):
+            settle(areas.noted + NOTED * n, sums.at + n // heads * sums.row + n % heads * sums.head, channels)
+        if corrected:
+            settle_corrections(cache, queries, sums, areas.room)
+
+    return settle_all
+
+
 def _attend(form: Form) -> Any:
-    """Attention over a page of a form."""
+    """One page."""
     score, weigh, add_values = _scores_of(form), _weights_of(form), _sums_of(form)
-    planes, factor, shift, corrections = form.planes, form.factor, form.shift, form.corrections
+    planes, factor, shift, corrected = form.planes, form.factor, form.shift, form.corrected
+    areas_of = _areas_of(planes, corrected)
 
     @numba.njit(nogil=True)
     def attend_page(cache: Cache, visit: Visit, queries: Queries, sums: Sums, scratch: int) -> None:
         values, tokens, count = cache.values, cache.tokens, queries.rows * queries.heads
-        areas, row = _areas(cache, queries, planes, scratch), 4 * tokens
-        corrected, valid = corrections and cache.rank != 0, _valid(cache, visit, queries)
-        weights = Weighed(areas.scores, planes * row, areas.noted)
+        areas, row, valid = areas_of(cache, queries, scratch), 4 * tokens, _valid(cache, visit, queries)
         score(cache, visit, queries, areas)
         if corrected:
             correct_scores(cache, visit.record, areas.queries, count, Out(areas.scores, planes * row), areas.room)
@@ -348,22 +372,22 @@ def _attend(form: Form) -> Any:
                     weigh_again(at, tokens, Factors(areas.scales, areas.zeros), weighed, to, to + APART)
             add_values(cache, visit, queries, sums, areas, start)
         if corrected:
+            weights = Weighed(areas.scores, planes * row, areas.noted)
             correct_sums(cache, visit.record, queries, weights, sums, areas.room)
 
     return attend_page
 
 
-attend_page_2 = _attend(Form(*products_2, 1, 1.0, 0.0, 1.5, 64, 16, True))
-"""Add one page's share to the partial results of a run; likewise the others.
+def _attention(form: Form) -> Attention:
+    return Attention(_begin(form), _attend(form), _settle(form))
 
-Args:
-    cache: The cache's description.
-    visit: The page.
-    queries: The run.
-    sums: Its partial results.
-    scratch: Address of `page_scratch` bytes, as `begin_queries` left them or a page before.
-"""
-attend_page_4 = _attend(Form(*products_4, 1, 1.0, 0.0, 7.5, 64, 8, True))
-attend_page_8 = _attend(Form(*products_8, 2, 1.0, 0.0, 127.5, 128, 8, False))
-attend_page_planes = _attend(Form(*products_planes, 2, 1 / 16, -0.5, 127.5, 64, 8, False))
-"""Of two planes of 4 bits, both; a draft reads the upper alone as `attend_page_4` does."""
+
+packed_2 = _attention(Form(*products_2, 1, 1.0, 0.0, 1.5, 64, 16, corrected=False))
+"""Attention over pages with codes of 2 bits; likewise the others."""
+packed_4 = _attention(Form(*products_4, 1, 1.0, 0.0, 7.5, 64, 8, corrected=False))
+packed_8 = _attention(Form(*products_8, 2, 1.0, 0.0, 127.5, 128, 8, corrected=False))
+packed_planes = _attention(Form(*products_planes, 2, 1 / 16, -0.5, 127.5, 64, 8, corrected=False))
+"""Of two planes of 4 bits, both; a draft reads the upper alone as `packed_4` does."""
+corrected_2 = _attention(Form(*products_2, 1, 1.0, 0.0, 1.5, 64, 16, corrected=True))
+"""With GEAR's corrections."""
+corrected_4 = _attention(Form(*products_4, 1, 1.0, 0.0, 7.5, 64, 8, corrected=True))
