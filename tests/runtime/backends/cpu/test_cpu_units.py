@@ -63,7 +63,9 @@ def test_a_digest_follows_what_a_function_calls_and_nothing_else() -> None:
 
 def test_a_digest_covers_intrinsics_and_the_records_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: getattr(inputs, name).folder.name for name in ("norm", "gather")}
-    other = view("gather", np.dtype([("x", op.HEADER), ("channels", np.int64), ("out", op.HEADER)]))
+    gather = record_of(op.Gather)
+    turned = np.dtype([(name, gather[name]) for name in reversed(gather.names or ())])
+    other = view("gather", turned, offset=op.HEADER.itemsize)
     monkeypatch.setattr(inputs, "gather_at", other)
     after = {name: getattr(inputs, name).folder.name for name in ("norm", "gather")}
     assert after["norm"] == before["norm"]
