@@ -176,7 +176,8 @@ def test_threads_share_out_the_same_work(name: KVKind) -> None:
         store.flush(SLOT, PAGE, 128)
         store.restore(PAGE, 0, 100)
     assert (scratch[:, shared.scratch_bytes :] == 0xA5).all()
-    assert (scratch[:, shared.scratch_bytes - 4 : shared.scratch_bytes] != 0xA5).any()
+    if KINDS[name].rank:  # what comes last is the low rank's
+        assert (scratch[:, shared.scratch_bytes - 4 : shared.scratch_bytes] != 0xA5).any()
     np.testing.assert_array_equal(shared.records, alone.records)
     for part in PARTS:
         np.testing.assert_array_equal(shared.window(part, 0, 100), alone.window(part, 0, 100))
