@@ -12,9 +12,11 @@ from runtime.backends.cpu.data import pages as page
 from runtime.backends.cpu.data.pages import form_of
 from runtime.backends.cpu.executor import execute
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
+from runtime.backends.cpu.machine.build import build
 from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.cpu.units import attention, inputs, paging, products, selection
 from runtime.kv.kinds import CacheKind
+from runtime.weights import Weights
 
 _INPUTS = {
     op.Embed: inputs.embed,
@@ -52,6 +54,23 @@ def needed(kind: CacheKind) -> list[Unit]:
     return [execute, *_INPUTS.values(), heads, attention.attend, *([paged] if paged else []), *windowed]
 
 
+def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit]:
+    """The units that a model needs, so that they can be compiled before it is opened.
+
+    Args:
+        model: The stored model.
+        kind: The kind of cache.
+        compensated: Whether channels will be chosen, by the paper's approximation, and compensated.
+    """
+    found = {*needed(kind)}
+    for name in model.spec.linear_names():
+        linear = model.linear(name)
+        found |= {(_UNIFORM if linear.codebook is None else _CODEBOOK)[linear.bits]}
+        if compensated and linear.residual is not None:
+            found |= {_COMPENSATE[linear.residual.bits], _SELECT[SELECT_APPROX]}
+    return sorted(found, key=lambda unit: unit.name)
+
+
 def link(program: npt.NDArray[np.int64]) -> None:
     """Write into a program's instructions the addresses of the units that they need, and the bytes of scratch.
 
@@ -63,9 +82,10 @@ def link(program: npt.NDArray[np.int64]) -> None:
     Raises:
         BackendError: a unit cannot be compiled here.
     """
-    for words in program:
-        instruction = op.read(words)
-        own, inner = _units(instruction)
+    instructions = [op.read(words) for words in program]
+    units = [_units(instruction) for instruction in instructions]
+    build([unit for both in units for unit in both if unit is not None])
+    for words, instruction, (own, inner) in zip(program, instructions, units, strict=True):
         header = op.header_of(words)
         header["unit"], header["inner"] = own.address, 0 if inner is None else inner.address
         header["scratch"] = scratch_of(instruction)
