@@ -14,7 +14,7 @@ from runtime.backends.cpu.executor import execute
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.machine.build import build
 from runtime.backends.cpu.machine.unit import Unit
-from runtime.backends.cpu.units import attention, inputs, paging, products, selection
+from runtime.backends.cpu.units import attention, inputs, paging, products, repacking, selection
 from runtime.kv.kinds import CacheKind
 from runtime.weights import Weights
 
@@ -27,6 +27,8 @@ _INPUTS = {
 }
 _UNIFORM = {3: products.multiply_uniform_3, 4: products.multiply_uniform_4}
 _CODEBOOK = {3: products.multiply_codebook_3, 4: products.multiply_codebook_4}
+_STORED, _STORED_CODEBOOK = (_UNIFORM, repacking.UNIFORM), (_CODEBOOK, repacking.CODEBOOK)
+"""What a matrix needs, by its bits: to be multiplied, and to be repacked first."""
 _COMPENSATE = {
     2: products.compensate_2,
     4: products.compensate_4,
@@ -65,7 +67,8 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
     found = {*needed(kind)}
     for name in model.spec.linear_names():
         linear = model.linear(name)
-        found |= {(_UNIFORM if linear.codebook is None else _CODEBOOK)[linear.bits]}
+        stored = _STORED if linear.codebook is None else _STORED_CODEBOOK
+        found |= {own[linear.bits] for own in stored if linear.bits in own}
         if compensated and linear.residual is not None:
             found |= {_COMPENSATE[linear.residual.bits], _SELECT[SELECT_APPROX]}
     return sorted(found, key=lambda unit: unit.name)

@@ -31,7 +31,7 @@ from runtime.backends.cpu.machine.digest import digest
 from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.cpu.machine.vector import set_word
 from runtime.backends.cpu.machine.view import record_of, view
-from runtime.backends.cpu.units import attention, inputs, paging, products, selection
+from runtime.backends.cpu.units import attention, inputs, paging, products, repacking, selection
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS
 
@@ -454,5 +454,6 @@ def test_a_model_needs_the_products_of_its_weights_only(stored: StoredModel) -> 
     plain, compensated = (set(units_of(stored, KINDS["fp16"], compensated=own)) for own in (False, True))
     bits = {stored.linear(name).bits for name in stored.spec.linear_names()}
     products_of = {3: products.multiply_uniform_3, 4: products.multiply_uniform_4}
-    assert plain == {*needed(KINDS["fp16"]), *(products_of[own] for own in bits)}
+    weights = {unit for own in bits for unit in (products_of[own], repacking.UNIFORM[own])}
+    assert plain == {*needed(KINDS["fp16"]), *weights}
     assert compensated - plain == {products.compensate_4, selection.select_by_buckets}
