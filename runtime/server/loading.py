@@ -12,14 +12,16 @@ from models.errors import StoreError
 from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback
 from models.store import Store, StoredModel, StoredModelInfo
+from runtime.backends import backend
 from runtime.decoder import Decoder
 from runtime.errors import Cancelled, RequestError
 from runtime.kv.saved_folder import Holding, SavedCaches, forget, forgetting, holding
 from runtime.operations.channels import k_chunk_by_type
+from runtime.problem import Problem
 from runtime.server.inspecting import MachineInspector
 from runtime.server.records import LoadedModel, LoadRequest, ModelEntry, TuneRequest
 from runtime.server.service import Service
-from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, Problem, within_budget
+from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, within_budget
 from tuner.profiles import ProfileStore
 
 if TYPE_CHECKING:
@@ -122,9 +124,10 @@ class StoreLoader:
             ModelError: the model is missing or damaged.
             RuntimeFailure: memory does not suffice, or the backend cannot run it.
         """
+        from runtime.backend import ModelSizes
         from runtime.decoder import DecoderOptions
-        from runtime.memory import CONVERSATIONS, ModelSizes, cache_facts, describe
-        from runtime.open import open_engine, preparation
+        from runtime.memory import CONVERSATIONS, cache_facts, describe
+        from runtime.open import open_engine
         from runtime.placement import place
 
         def report(phase: str, message: str) -> None:
@@ -144,11 +147,11 @@ class StoreLoader:
             ModelSizes(weight_bytes=summary.gpu_bytes, residual_bytes=summary.residual_bytes),
             kv=request.kv or "fp16",
             context=None if request.context is None else min(request.context, model.spec.max_context),
-            backend=request.backend,
+            asked=request.backend,
             compensated=any(by_type.values()) or (wanted.k_chunk is None and bool(wanted.budget)),
             slots=CONVERSATIONS,
         )
-        if first := preparation(placed.backend, request.kv or "fp16"):
+        if first := placed.backend.preparation(request.kv or "fp16"):
             report("compile", first)
         else:
             report("load", f"loading {request.model}: {describe(placed.plan)}")
@@ -159,7 +162,7 @@ class StoreLoader:
             pages=placed.plan.pages,
             k_chunk=by_type,
         )
-        engine = open_engine(model, options, placed.backend)
+        engine = open_engine(model, options, placed.asked)
         if cancelled():
             engine.close()
             raise Cancelled("the load was stopped")
@@ -260,13 +263,8 @@ def _engine(loaded: LoadedModel) -> Engine:
 
 
 def _lacking(decoder: Decoder) -> tuple[Problem, ...]:
-    """What a GPU's decoder goes without."""
-    if decoder.backend != "triton":
-        return ()
-    from runtime.backends.triton.decoder import TritonDecoder
-
-    assert isinstance(decoder, TritonDecoder)
-    return decoder.model.problems
+    """What a loaded model goes without."""
+    return backend(decoder.backend).problems(decoder)
 
 
 def open_service(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import open as opening
+from runtime.backends.cpu.backend import BACKEND
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.link import link, needed
 from runtime.backends.cpu.machine import isa
@@ -203,9 +203,8 @@ def test_a_load_says_what_it_will_compile(folder: Path, monkeypatch: pytest.Monk
     assert folder.name
     for unit in {*needed(KINDS["fp16"]), *needed(KINDS["int4"])}:
         monkeypatch.setattr(unit, "_compiled", None)
-    assert "for this processor" in str(opening.preparation("cpu"))
+    assert "for this processor" in str(BACKEND.preparation("fp16"))
     for unit in needed(KINDS["fp16"]):
         monkeypatch.setattr(unit, "_compiled", object())
-    assert opening.preparation("cpu") is None
-    assert "int4 caches need besides" in str(opening.preparation("cpu", "int4"))
-    assert opening.preparation("triton", "int4") is None
+    assert BACKEND.preparation("fp16") is None
+    assert "int4 caches need besides" in str(BACKEND.preparation("int4"))

@@ -19,9 +19,9 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-
 import triton
 import triton.language as tl
+
 from runtime.backends.triton.kernels.attention.configs import LaunchConfig, launch_config, power_of_two
 from runtime.backends.triton.kernels.attention.visit import visit_slot
 from runtime.backends.triton.kernels.cache.pages import LayerPages, record_sizes
