@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: chat demo test check format bench bench-gpu quality kv sanitize-gpu kernels clean
+.PHONY: chat demo test check format bench bench-gpu bench-tuned quality kv sanitize-gpu kernels clean
 
 chat: $(READY)
 	$(BIN)/lowbit-chat
@@ -31,6 +31,9 @@ bench: $(READY)
 
 bench-gpu: $(READY)
 	$(BIN)/python -m tests.bench.gpu
+
+bench-tuned: $(READY)
+	$(BIN)/python -m tests.bench.tuned --write $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
 
 quality: $(READY)
 	$(BIN)/python -m tests.bench.quality $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))

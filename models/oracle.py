@@ -100,7 +100,7 @@ class Oracle:
         self.observe_keys = observe_keys
         self.trace = trace
         self.replace: tuple[str, Callable[[Tensor], Tensor]] | None = None
-        """A linear layer's name and what computes its output [B, S, N] from its input [B, S, K] instead of its weight."""
+        """A linear layer's name and what computes its output [B, S, N] from its input [B, S, K] instead."""
         self._weights = weights
         self._resident = resident
         self._table: Tensor | None = None

@@ -50,9 +50,11 @@ def most_won(
         `k_chunk` by layer type; of combinations that win back the same the one that takes less time.
     """
     timed = {layer.kind: _timed(layer, limits[layer.kind], seconds, spare) for layer in layers}
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] + [(-math.inf, ())] * _UNITS
+    nothing: tuple[float, tuple[int, ...]] = (-math.inf, ())
+    best = [nothing] * (_UNITS + 1)
+    best[0] = (0.0, ())
     for layer in layers:
-        following = [(-math.inf, ())] * (_UNITS + 1)
+        following = [nothing] * (_UNITS + 1)
         for choice in _choices(layer, timed[layer.kind], seconds, losses, spare):
             for spent in range(_UNITS + 1 - choice.units):
                 won, chosen = best[spent]

@@ -51,10 +51,7 @@ class Losses:
             return points[wanted]
         below = max(channels for channels in points if channels < wanted)
         above = min(channels for channels in points if channels > wanted)
-        if below == 0:
-            share = wanted / above
-        else:
-            share = math.log(wanted / below) / math.log(above / below)
+        share = wanted / above if below == 0 else math.log(wanted / below) / math.log(above / below)
         return points[below] + share * (points[above] - points[below])
 
     def total(self, layers: Iterable[LayerShape], k_chunk: Mapping[str, int]) -> float:

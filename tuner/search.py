@@ -192,9 +192,9 @@ class Search:
             return self._times.at(layer.kind, plan.n_tb[layer.kind], k_chunk)
 
         found = most_won(self._layers, plan.limits, seconds, losses, allowed - self._base)
-        if other is not None and losses.won(self._layers, other) > losses.won(self._layers, found):
-            if self._times.total(self._layers, plan, other) <= allowed:
-                return dict(other)
+        better = other is not None and losses.won(self._layers, other) > losses.won(self._layers, found)
+        if other is not None and better and self._times.total(self._layers, plan, other) <= allowed:
+            return dict(other)
         return found
 
     def _found(self, plan: _Plan, k_chunk: Mapping[str, int]) -> Configuration:

@@ -204,21 +204,20 @@ class Divergence:
     def take(self, logits: Iterable[torch.Tensor]) -> None:
         """Take in further logits, float32 [S, n]: of the model to compare with, then of each copy."""
         remaining = iter(logits)
-        reference = next(remaining).to(torch.float64)
+        reference = next(remaining)
         before = self._maximum[0].clone()
         shares = self._accumulate(0, reference)
         self._cross *= (before - self._maximum[0]).exp()
-        for copy, others in enumerate(remaining, 1):
-            own = others.to(torch.float64)
-            self._cross[copy] += (shares * (reference - own)).sum(1)
+        for copy, own in enumerate(remaining, 1):
+            self._cross[copy] += (shares * (reference - own)).sum(1, dtype=torch.float64)
             self._accumulate(copy, own)
 
     def _accumulate(self, copy: int, logits: torch.Tensor) -> torch.Tensor:
         """Add to a row's sum. Returns exp(logits - maximum)."""
-        maximum = torch.maximum(self._maximum[copy], logits.amax(1))
+        maximum = torch.maximum(self._maximum[copy], logits.amax(1).to(torch.float64))
         self._sum[copy] *= (self._maximum[copy] - maximum).exp()
-        shares = (logits - maximum[:, None]).exp()
-        self._sum[copy] += shares.sum(1)
+        shares = (logits - maximum.to(torch.float32)[:, None]).exp_()
+        self._sum[copy] += shares.sum(1, dtype=torch.float64)
         self._maximum[copy] = maximum
         return shares
 

@@ -30,11 +30,13 @@ from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.salience import without_salient
 from models.spec import LAYER_TYPES
 
-K_CHUNKS = (0, 4, 16, 64, 256)
+K_CHUNKS = (0, 4, 32, 256)
 """Where losses are measured. Between 4 and 256 they fall about evenly with the logarithm of k_chunk; the first few
 channels are most of what there is to win."""
 TOKENS = 512
 """Most tokens of the calibration text that the copies see."""
+LENGTH = 64
+"""Tokens of a sequence: many short ones see more kinds of text than a few long ones."""
 STATES_BYTES = 128 << 20
 """Most room for the hidden states of all copies; wide models use fewer tokens."""
 _PIECE = 1 << 23
@@ -57,12 +59,12 @@ def start(checkpoint: Checkpoint, windows: Batches) -> Batches:
     if not sequences:
         return []
     table = checkpoint.embedding()
-    longest = max(map(len, sequences))
-    whole = [sequence for sequence in sequences if len(sequence) == longest]
     copies = 1 + len(LAYER_TYPES) * len(K_CHUNKS)
-    fitting = min(TOKENS, STATES_BYTES // (4 * copies * table.shape[1]))
-    wanted = min(len(whole), max(1, fitting // longest))
-    chosen = [whole[index * len(whole) // wanted][: max(2, fitting)] for index in range(wanted)]
+    fitting = max(2, min(TOKENS, STATES_BYTES // (4 * copies * table.shape[1])))
+    length = min(LENGTH, fitting, max(map(len, sequences)))
+    whole = [sequence[:length] for sequence in sequences if len(sequence) >= length]
+    wanted = min(len(whole), fitting // length)
+    chosen = [whole[index * len(whole) // wanted] for index in range(wanted)]
     return [table[tokens].to(torch.float32).repeat(copies, 1, 1) for tokens in chosen]
 
 
@@ -90,7 +92,7 @@ def advance(
         name = f"layers.{layer}.{kind}"
         oracle.replace = (name, lambda x, linear=linears[name]: _compensated(linear, x))
         together = torch.stack([states[own] for states in copies], 1)  # [K_CHUNKS, B, S, C]
-        passed = oracle.block(layer, together.flatten(0, 1)).unflatten(0, together.shape[:2])
+        passed = oracle.block(layer, together.flatten(0, 1)).view_as(together)
         for states, part in zip(copies, passed.unbind(1), strict=True):
             states[own] = part
 

@@ -1,7 +1,8 @@
 """The hidden states that pass through the model, block by block, while it is quantized.
 
 Four streams: the calibration text and the evaluation text in full precision, the evaluation text through the low-bit
-blocks, and a part of the calibration text through copies of the model of which one layer type is low-bit. After every block they are saved, so that a killed run goes on from the next one.
+blocks, and a part of the calibration text through copies of the model of which one layer type is low-bit. After every
+block they are saved, so that a killed run goes on from the next one.
 """
 
 from __future__ import annotations
