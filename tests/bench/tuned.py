@@ -50,7 +50,7 @@ RESULTS = ROOT / "tests" / "bench" / "results" / "tuned.json"
 DOCS = ROOT / "docs" / "tuner.md"
 BEGIN, END = "<!-- tuned: begin -->", "<!-- tuned: end -->"
 _STORE = ROOT / "build" / "tuned"
-_ROUNDS = 5
+_ROUNDS = 3
 """Times that every configuration is timed, in turns with the others."""
 _SECONDS = 0.4
 """Of one timing."""
@@ -77,6 +77,17 @@ class Subject:
     """Tokens from one window's start to the next."""
 
 
+class Untold:
+    """A model that does not say what its layer types lose, so that the tuner goes by times alone."""
+
+    losses = None
+
+    def __init__(self, model: StoredModel) -> None:
+        self.name = model.name
+        self.path = model.path
+        self.recipe = model.recipe
+
+
 def main() -> None:
     """Measure what is asked for, and write."""
     given = _arguments()
@@ -88,7 +99,7 @@ def main() -> None:
         if own.get("content") != content_id(subject.model):
             own = {"content": content_id(subject.model), "perplexity": {}}
         if given.only != "perplexity":
-            own |= {"times": _times(subject, tell), "run": about_run("python -m tests.bench.tuned")}
+            own |= {"times": _times(subject, given.budgets, tell), "run": about_run("python -m tests.bench.tuned")}
         if given.only != "times" and "times" in own:
             _perplexities(subject, own, tell)
         found["models"][name] = own
@@ -105,6 +116,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smollm2", type=Path, help="Hugging Face folder of SmolLM2-135M-Instruct")
     parser.add_argument("--models", type=lambda text: tuple(text.split(",")), help="some of them; all unless given")
+    parser.add_argument(
+        "--budgets",
+        type=lambda text: tuple(map(float, text.split(","))),
+        default=BUDGETS,
+        help="slowdowns in percent",
+    )
     parser.add_argument("--only", choices=("times", "perplexity"), help="one phase alone")
     parser.add_argument("--report", action="store_true", help="measure nothing, show what is known")
     parser.add_argument("--write", action="store_true", help="put the table into docs/tuner.md")
@@ -143,7 +160,7 @@ def _decoder(subject: Subject) -> Decoder:
     return open_decoder(subject.model, DecoderOptions(context=subject.window), "cpu")[0]
 
 
-def _times(subject: Subject, tell: Tell) -> dict[str, Any]:
+def _times(subject: Subject, budgets: Sequence[float], tell: Tell) -> dict[str, Any]:
     """Tune for every budget, then time the choices and uniform k_chunk in turns."""
     decoder = _decoder(subject)
     try:
@@ -151,18 +168,25 @@ def _times(subject: Subject, tell: Tell) -> dict[str, Any]:
             profiles = ProfileStore(Path(folder))
             tuned = {
                 f"{budget:g}": tune(decoder, subject.model, budget_percent=budget, profiles=profiles)
-                for budget in BUDGETS
+                for budget in budgets
+            }
+            for profile in Path(folder).glob("*.json"):
+                profile.unlink()  # the journal of times stays
+            by_time = {
+                f"{budget:g}": tune(decoder, Untold(subject.model), budget_percent=budget, profiles=profiles)
+                for budget in budgets
             }
         for budget, found in tuned.items():
             tell(f"{subject.name} {budget} %: {dict(found.k_chunk)} in {found.seconds:.1f} s")
         chosen = {budget: dict(found.k_chunk) for budget, found in tuned.items()}
+        plain = {budget: dict(found.k_chunk) for budget, found in by_time.items()}
         uniform = {str(k_chunk): k_chunk_by_type(k_chunk) for k_chunk in UNIFORM}
         timer = DecodeTimer(decoder, seconds=_SECONDS)
         quick = {name: timer.slowdown(k_chunk) for name, k_chunk in uniform.items()}
-        kept = {name: k_chunk for name, k_chunk in uniform.items() if quick[name] <= _SLOWEST * max(BUDGETS)}
+        kept = {name: k_chunk for name, k_chunk in uniform.items() if quick[name] <= _SLOWEST * max(budgets)}
         readings: dict[tuple[str, str], list[float]] = {}
         for _ in range(_ROUNDS):
-            for group, choices in (("tuned", chosen), ("uniform", kept)):
+            for group, choices in (("tuned", chosen), ("by_time", plain), ("uniform", kept)):
                 for name, k_chunk in choices.items():
                     slower = timer.slowdown(k_chunk) if any(k_chunk.values()) else 0.0
                     readings.setdefault((group, name), []).append(slower)
@@ -180,6 +204,7 @@ def _times(subject: Subject, tell: Tell) -> dict[str, Any]:
             }
             for budget, found in tuned.items()
         },
+        "by_time": {budget: {"k_chunk": plain[budget], "slowdown": slowdown["by_time", budget]} for budget in by_time},
         "uniform": {name: slowdown["uniform", name] for name in kept},
     }
 
@@ -187,6 +212,7 @@ def _times(subject: Subject, tell: Tell) -> dict[str, Any]:
 def _perplexities(subject: Subject, own: dict[str, Any], tell: Tell) -> None:
     """Perplexities of everything that was timed, and without compensation; each is taken once."""
     wanted = [k_chunk_by_type(0), *(found["k_chunk"] for found in own["times"]["tuned"].values())]
+    wanted += [found["k_chunk"] for found in own["times"]["by_time"].values()]
     wanted += [k_chunk_by_type(int(name)) for name in own["times"]["uniform"]]
     decoder = _decoder(subject)
     try:
@@ -214,6 +240,7 @@ def report(models: Mapping[str, Any]) -> str:
         without = nats[_key(k_chunk_by_type(0))]
         for budget, found in own["times"]["tuned"].items():
             loss = nats[_key(found["k_chunk"])]
+            plain = own["times"]["by_time"][budget]
             uniform, best = best_uniform(own["times"]["uniform"], nats, found["slowdown"])
             won, theirs = without - loss, without - best
             share = f"{100 * won / theirs:.0f} %" if theirs > 0 else "–" if won <= 0 else "all"
@@ -221,17 +248,22 @@ def report(models: Mapping[str, Any]) -> str:
                 [
                     name,
                     f"{budget} %",
-                    " / ".join(str(found["k_chunk"][kind]) for kind in LAYER_KINDS),
+                    _shown(found["k_chunk"]),
                     f"{found['slowdown']:.1f} %",
                     number(math.exp(without)),
                     number(math.exp(loss)),
                     "none" if uniform == 0 else f"{uniform:.1f}",
                     number(math.exp(best)),
                     share,
+                    f"{_shown(plain['k_chunk'])}: {number(math.exp(nats[_key(plain['k_chunk'])]))}",
                 ]
             )
     head = ["model", "budget", "k_chunk (qkv / o / gate_up / down / head)", "measured", "perplexity without", "with"]
-    return table([*head, "uniform k_chunk, same slowdown", "perplexity", "share"], rows)
+    return table([*head, "uniform k_chunk, same slowdown", "perplexity", "share", "by times alone"], rows)
+
+
+def _shown(k_chunk: Mapping[str, int]) -> str:
+    return " / ".join(str(k_chunk[kind]) for kind in LAYER_KINDS)
 
 
 def best_uniform(slowdowns: Mapping[str, float], nats: Mapping[str, float], slowdown: float) -> tuple[float, float]:
