@@ -16,7 +16,8 @@ from runtime.problem import Problem
 from runtime.weights import Weights
 
 if TYPE_CHECKING:
-    from tuner.detect import GpuInfo, MemoryInfo
+    from tuner.detect import MemoryInfo
+    from tuner.gpu import GpuInfo
     from tuner.timer import Timer
 
 D = TypeVar("D", bound=Decoder, contravariant=True)

@@ -121,7 +121,8 @@ class Services:
         prepare_folders()
         from app.paths import home
         from assets import demo_path
-        from runtime.server.loading import Bundle, open_service
+        from runtime.server.catalogue import Bundle
+        from runtime.server.loading import open_service
 
         return open_service(home(), Bundle(models={DEMO: demo_path()}), compensation=compensation)
 

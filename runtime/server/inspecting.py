@@ -10,7 +10,7 @@ from typing import Any
 from runtime.backends import backends
 from runtime.problem import Problem
 from runtime.server.records import DeviceFacts
-from tuner.detect import GpuInfo
+from tuner.gpu import GpuInfo
 
 _FEW_LANES = 4
 

@@ -11,8 +11,8 @@ from functools import cache
 
 from runtime.backend import Device, Presence
 from runtime.errors import BackendError
-from tuner.detect import GpuInfo, MemoryInfo
-from tuner.gpu import detect_gpus
+from tuner.detect import MemoryInfo
+from tuner.gpu import GpuInfo, detect_gpus
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from runtime import tuning
 from runtime.backend import Presence
 from runtime.clocks import Clocks
 from runtime.lock import LockRecord
-from tuner.detect import CpuInfo, GpuInfo, Machine, MemoryInfo, PcieLink
+from tuner.detect import CpuInfo, Machine, MemoryInfo
+from tuner.gpu import GpuInfo, PcieLink
 
 Answer = Callable[..., dict[str, Any]]
 GIB = 1 << 30

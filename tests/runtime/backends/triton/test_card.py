@@ -16,7 +16,8 @@ from runtime.backends.triton import link
 from runtime.decoder import DecoderOptions
 from runtime.errors import BackendError, OutOfMemoryError
 from runtime.placement import place
-from tuner.detect import GpuInfo, MemoryInfo, PcieLink
+from tuner.detect import MemoryInfo
+from tuner.gpu import GpuInfo, PcieLink
 
 CARD = GpuInfo(
     name="NVIDIA GeForce RTX 4050 Laptop GPU",
