@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: chat demo test check format bench bench-gpu quality kv sanitize-gpu kernels clean
+.PHONY: chat demo test check format bench bench-gpu quality kv mutations sanitize-gpu kernels clean
 
 chat: $(READY)
 	$(BIN)/lowbit-chat
@@ -37,6 +37,9 @@ quality: $(READY)
 
 kv: $(READY)
 	$(BIN)/python -m tests.bench.caches $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+
+mutations: $(READY)
+	$(BIN)/python -m tests.bench.mutations
 
 sanitize-gpu: $(READY)
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/backends/triton
