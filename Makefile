@@ -14,7 +14,7 @@ demo: $(READY)
 	$(BIN)/lowbit-chat run demo "What can you do?"
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/ruff check .
