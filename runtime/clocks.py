@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from runtime.backends import backend
 from runtime.decoder import Decoder
-from runtime.errors import BackendError
 
 if TYPE_CHECKING:
     from tuner.timer import Timer
@@ -45,20 +45,8 @@ def clocks(decoder: Decoder, cancelled: Callable[[], bool]) -> Clocks:
     """
     from runtime.timing import DecodeTimer
 
-    slowdown = DecodeTimer(decoder, seconds=DECODING_S, cancelled=cancelled).slowdown
-    if decoder.backend == "cpu":
-        from runtime.backends.cpu.decoder import CpuDecoder
-        from runtime.backends.cpu.timer import CpuTimer
-
-        assert isinstance(decoder, CpuDecoder)
-        return Clocks(layers=CpuTimer(decoder, seconds=READING_S), slowdown=slowdown)
-    if decoder.backend == "triton":
-        from runtime.backends.triton.decoder import TritonDecoder
-        from runtime.backends.triton.timer import CudaTimer
-
-        assert isinstance(decoder, TritonDecoder)
-        return Clocks(layers=CudaTimer(decoder), slowdown=slowdown)
-    raise BackendError(f"the {decoder.backend} backend cannot time its layers")
+    timer = backend(decoder.backend).timer(decoder, seconds=READING_S)
+    return Clocks(layers=timer, slowdown=DecodeTimer(decoder, seconds=DECODING_S, cancelled=cancelled).slowdown)
 
 
 class Ratios:

@@ -7,7 +7,7 @@ which rows a scheduler puts into a step, not of the decoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -30,7 +30,7 @@ class DecoderOptions:
     """How a stored model is to be run."""
 
     kv: KVKind = "fp16"
-    """What the KV cache keeps: see `runtime.kv.kinds`. Not every backend has every kind; see `check_kind`."""
+    """What the KV cache keeps: see `runtime.kv.kinds`."""
     context: int = 4096
     """Positions kept for each slot, in tokens."""
     slots: int = 1
@@ -98,31 +98,13 @@ def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:
             raise RequestError(f"{name} {int(values.max())} is out of range: it must be from 0 to {limit - 1}")
 
 
-def check_kind(kv: KVKind, backend: str, kinds: Sequence[KVKind]) -> None:
-    """Check that a backend has a kind of cache.
-
-    Args:
-        kv: The kind asked for.
-        backend: Name of the backend.
-        kinds: What it has.
-
-    Raises:
-        RequestError: it has not, and which it has.
-    """
-    if kv not in kinds:
-        raise RequestError(
-            f"the {backend} backend has no {kv} cache: choose {', '.join(kinds)}, or the reference backend, which has "
-            "every kind and is slow"
-        )
-
-
 class Decoder(Protocol):
     """A loaded model on one backend."""
 
     spec: ModelSpec
     options: DecoderOptions
     backend: str
-    """`triton`, `cpu` or `reference`."""
+    """Name of the backend that opened it, as in `runtime.backends`."""
     kv_bytes: int
     """Bytes of the KV cache's real buffers."""
     weight_bytes: int

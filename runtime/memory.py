@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from models.spec import ModelSpec
+from runtime.backend import Footprint
 from runtime.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError
 from runtime.kv.kinds import KINDS, CacheKind, bytes_per_token, cache_bytes
@@ -36,25 +36,7 @@ _MARGIN = 256 * MIB
 _LARGE_CONTEXT = 1024
 """Advice does not mention the context below this: cutting it further would not help anybody."""
 
-_DEVICE_CONTEXT = 384 * MIB
-"""What the driver takes on a GPU for this process: context, modules, graphs."""
-
-Backend = Literal["triton", "cpu", "reference"]
 _PlanAt = Callable[[int], "MemoryPlan"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSizes:
-    """What the weights of a stored model take."""
-
-    weight_bytes: int
-    """Packed linear layers, norms and scales."""
-    residual_bytes: int = 0
-    """Residual codes; they stay mapped from the file, and the system may drop and read them again."""
-
-    def __post_init__(self) -> None:
-        if self.weight_bytes < 0 or self.residual_bytes < 0:
-            raise ValueError(f"sizes cannot be negative: {self}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,31 +82,27 @@ def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
 
 def plan(
     spec: ModelSpec,
-    sizes: ModelSizes,
+    footprint: Footprint,
     *,
     kv: KVKind = "fp16",
     context: int | None = None,
     slots: int = 1,
     shared: bool = False,
     rows: int = 128,
-    backend: Backend = "cpu",
-    compensated: bool = False,
     memory: MemoryInfo | None = None,
 ) -> MemoryPlan:
     """Plan a load, and choose the context if it is left open.
 
     Args:
         spec: The architecture.
-        sizes: What its stored weights take.
+        footprint: What it takes on the backend that will run it.
         kv: The kind of cache.
         context: Tokens of context, or None for the least of the model's maximum, what fits, and `DEFAULT_CONTEXT`.
         slots: Sequences that keep a cache at the same time.
         shared: Whether the slots share the pages of one context, so that only their windows add up; where even that is
             too much, there are fewer slots.
         rows: Most rows of one step.
-        backend: Which backend will hold the weights; the reference one unpacks them to fp32.
-        compensated: Whether error compensation will be used (the reference backend then unpacks the residuals too).
-        memory: What is free, on the GPU for its backend; main memory, looked up, if None.
+        memory: What is free where weights and cache have to fit; main memory, looked up, if None.
 
     Raises:
         RequestError: the context is not positive or longer than the model's.
@@ -135,7 +113,6 @@ def plan(
             f"a context of {context} tokens is not possible with this model: choose 1 to {spec.max_context}"
         )
     free = memory if memory is not None else detect_memory()
-    weights = _resident_weights(spec, sizes, backend, compensated=compensated)
     kind = KINDS[kv]
 
     def with_slots(tokens: int, count: int) -> MemoryPlan:
@@ -144,11 +121,11 @@ def plan(
             context=tokens,
             slots=count,
             pages=pages,
-            weight_bytes=weights,
-            residual_bytes=sizes.residual_bytes if compensated else 0,
+            weight_bytes=footprint.weight_bytes,
+            residual_bytes=footprint.residual_bytes,
             kv_bytes=cache_bytes(kind, spec, context=tokens, slots=count, max_rows=rows, pages=pages),
             buffer_bytes=buffer_bytes(spec, tokens, rows),
-            margin_bytes=_MARGIN + (_DEVICE_CONTEXT if backend == "triton" else 0),
+            margin_bytes=_MARGIN + footprint.overhead_bytes,
             available_bytes=free.available_bytes,
         )
 
@@ -222,17 +199,6 @@ def size(count: int) -> str:
     if count >= GIB:
         return f"{count / GIB:.1f} GiB"
     return f"{count / MIB:.0f} MiB" if count >= MIB else f"{count / 1024:.0f} KiB"
-
-
-def _resident_weights(spec: ModelSpec, sizes: ModelSizes, backend: Backend, *, compensated: bool) -> int:
-    if backend != "reference":
-        return sizes.weight_bytes
-    values = sum(rows * width for rows, width in (spec.linear_shape(_kind(name)) for name in spec.linear_names()))
-    return 4 * values * (2 if compensated else 1) + 2 * spec.vocab_size * spec.hidden_size
-
-
-def _kind(name: str) -> str:
-    return name.rsplit(".", 1)[-1]
 
 
 def _largest_fitting(at: _PlanAt, smallest: int, wanted: int) -> int | None:

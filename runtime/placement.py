@@ -6,10 +6,12 @@ import logging
 from dataclasses import dataclass
 
 from models.spec import ModelSpec
+from runtime.backend import AnyBackend, ModelSizes
+from runtime.backends import AUTO
 from runtime.decoder import KVKind
-from runtime.errors import OutOfMemoryError
-from runtime.memory import Backend, MemoryPlan, ModelSizes, plan
-from runtime.open import target
+from runtime.errors import BackendError, OutOfMemoryError
+from runtime.memory import MemoryPlan, plan
+from runtime.open import candidates
 from tuner.detect import MemoryInfo
 
 logger = logging.getLogger(__name__)
@@ -19,8 +21,10 @@ logger = logging.getLogger(__name__)
 class Placement:
     """What came of it."""
 
-    backend: str
+    asked: str
     """What `runtime.open` is to be asked for."""
+    backend: AnyBackend
+    """What will run the model, unless it fails when it is opened."""
     plan: MemoryPlan
     """What goes where."""
 
@@ -33,7 +37,7 @@ def place(
     context: int | None,
     compensated: bool,
     slots: int = 1,
-    backend: str = "auto",
+    asked: str = AUTO,
     memory: MemoryInfo | None = None,
 ) -> Placement:
     """Choose the backend that a model fits.
@@ -46,7 +50,7 @@ def place(
         compensated: Whether error compensation may be used.
         slots: Sequences that keep a cache at the same time, sharing the pages of one context; fewer where memory does
             not suffice.
-        backend: As in `runtime.open.open_decoder`.
+        asked: As in `runtime.open.open_decoder`.
         memory: Main memory; looked up if None.
 
     Raises:
@@ -54,28 +58,24 @@ def place(
         OutOfMemoryError: memory does not suffice.
         RequestError: as `runtime.memory.plan`.
     """
-    chosen = target(backend)
-
-    def planned(where: Backend, free: MemoryInfo | None) -> MemoryPlan:
-        return plan(
-            spec,
-            sizes,
-            kv=kv,
-            context=context,
-            slots=slots,
-            shared=True,
-            backend=where,
-            compensated=compensated,
-            memory=free,
-        )
-
-    if chosen.backend == "triton":
+    full: OutOfMemoryError | None = None
+    for candidate in candidates(asked):
         try:
-            return Placement(backend=backend, plan=planned("triton", chosen.memory))
+            planned = plan(
+                spec,
+                candidate.backend.footprint(spec, sizes, compensated=compensated),
+                kv=kv,
+                context=context,
+                slots=slots,
+                shared=True,
+                memory=candidate.presence.memory or memory,
+            )
         except OutOfMemoryError as error:
-            if backend == "triton":
-                raise
-            logger.warning("the model does not fit the GPU, so the CPU runs it: %s", error)
-            backend = "cpu"
-    resident: Backend = "reference" if chosen.backend == "reference" else "cpu"
-    return Placement(backend=backend, plan=planned(resident, memory))
+            full = error
+            if candidate.presence.memory is None:
+                break  # no other backend takes less of main memory
+            logger.warning("the model does not fit %s: %s", candidate.backend.label, error)
+            continue
+        first = asked if full is None else candidate.backend.name
+        return Placement(asked=first, backend=candidate.backend, plan=planned)
+    raise full or BackendError("no backend can run here")

@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the runtime process. Returns its exit code."""
-    from runtime.server.loading import Bundle, open_service
+    from runtime.server.catalogue import Bundle
+    from runtime.server.loading import open_service
 
     parsed = _parser().parse_args(arguments)
     prepare(parsed.home)

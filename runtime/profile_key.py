@@ -9,7 +9,7 @@ from typing import Protocol
 
 from models.errors import StoreError
 from models.recipe import Recipe
-from runtime.device import Device
+from runtime.backend import Device
 from tuner.profiles import ProfileKey
 
 

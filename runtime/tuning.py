@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from models.errors import ModelError
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
+from runtime.backend import AnyBackend, Device
+from runtime.backends import backend
 from runtime.clocks import NOISE_PERCENT, Decided, Ratios, Readings, clocks
 from runtime.decoder import Decoder
-from runtime.device import Device, device_of
 from runtime.errors import BackendError, Cancelled, RequestError, RuntimeFailure
 from runtime.operations.channels import LAYER_KINDS, k_chunk_by_type
+from runtime.problem import Problem
 from runtime.profile_key import TunedModel, profile_key
 from tuner.curve import Curve
 
@@ -79,22 +81,6 @@ class Tuning:
         body = asdict(self)
         body["curve"] = [{**curve, "points": [list(point) for point in curve["points"]]} for curve in body["curve"]]
         return body
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Why something is not as it could be."""
-
-    what: str
-    """What is wrong, in one line."""
-    fix: str
-    """What to do about it."""
-    failure: bool = False
-    """Whether something went wrong, rather than being so by choice."""
-
-    def to_json(self) -> dict[str, str]:
-        """For people."""
-        return {"what": self.what, "fix": self.fix}
 
 
 class NoTuningError(RuntimeFailure):
@@ -184,14 +170,14 @@ def tune(
     """
     if not 0 <= budget_percent <= 100:
         raise RequestError(f"a slowdown budget is from 0 to 100 percent, not {budget_percent:g}")
-    problem = obstacle(decoder.backend, model, decoder.options.context)
+    problem = obstacle(backend(decoder.backend), model, decoder.options.context)
     if budget_percent == 0:
         decoder.set_k_chunk(0)
-        return _off(decoder.backend if problem else str(device_of(decoder)))
+        return _off(decoder.backend if problem else str(backend(decoder.backend).device(decoder.options)))
     if problem is not None:
         decoder.set_k_chunk(0)
         raise NoTuningError(problem)
-    device = device_of(decoder)
+    device = backend(decoder.backend).device(decoder.options)
     key = profile_key(device, decoder.backend, model, budget_percent)
     profile = None if force else profiles.find(key)
     if profile is None:
@@ -209,11 +195,11 @@ def tune(
     return tuning_of(profile, cached=cached)
 
 
-def obstacle(backend: str, model: TunedModel, context: int) -> Problem | None:
+def obstacle(runner: AnyBackend, model: TunedModel, context: int) -> Problem | None:
     """Why a budget has no effect on a model; None where it has.
 
     Args:
-        backend: The backend that runs it.
+        runner: The backend that runs it.
         model: The stored model.
         context: Positions that it was loaded with.
     """
@@ -222,11 +208,8 @@ def obstacle(backend: str, model: TunedModel, context: int) -> Problem | None:
             what=f"{model.name} was stored without residuals, so there is nothing to compensate with",
             fix="quantize it again with --residual-bits 4",
         )
-    if backend == "reference":
-        return Problem(
-            what="the reference backend is for checking numbers, not for speed, and is not tuned",
-            fix="choose another backend, or a fixed k_chunk",
-        )
+    if runner.untuned is not None:
+        return runner.untuned
     if context < LEAST_CONTEXT:
         return Problem(
             what=f"a context of {context} tokens is too short to time decoding in",

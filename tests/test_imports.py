@@ -1,48 +1,62 @@
-"""The four rooms import one way, and the rooms that a person waits for stay free of heavy libraries."""
+"""Rooms import one way, in no circle, and those that a person waits for stay free of heavy libraries."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("app", "runtime", "tuner", "models", "assets")
-ALLOWED = {
-    "app": {"app", "runtime", "tuner", "models", "assets"},
-    "runtime": {"runtime", "tuner", "models"},
-    "tuner": {"tuner"},
-    "models": {"models"},
-    "assets": {"assets", "models"},
-}
+from tests.architecture import (
+    ROOT,
+    arrows,
+    between_rooms,
+    cycles,
+    floors,
+    imports,
+    parameters,
+    sources,
+    upward,
+)
+
+LONGEST = 60
+"""Most parameters of a function."""
 
 
-def imported_rooms(source: str) -> set[str]:
-    """Rooms that a module imports, at the top or inside a function."""
-    rooms: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            rooms |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            rooms.add(node.module.split(".")[0])
-    return rooms & {*ROOMS, "tests"}
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Path]:
+    return sources()
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_import_one_way(room: str) -> None:
-    broken = {
-        str(path.relative_to(ROOT)): sorted(found)
-        for path in sorted((ROOT / room).rglob("*.py"))
-        if (found := imported_rooms(path.read_text(encoding="utf-8")) - ALLOWED[room])
+def test_no_arrow_goes_up(modules: dict[str, Path]) -> None:
+    assert upward(arrows(modules)) == []
+
+
+def test_no_import_runs_in_a_circle(modules: dict[str, Path]) -> None:
+    graph = arrows(modules)
+    assert cycles(graph) == []
+    assert cycles(between_rooms(graph, modules)) == []
+
+
+def test_parameter_lists_are_short(modules: dict[str, Path]) -> None:
+    assert [found for found in parameters(modules) if found[0] > LONGEST] == []
+
+
+def test_the_rules_see_what_breaks_them() -> None:
+    inside = "def f():\n    from runtime.engine import Engine\n"
+    source = f"{inside}if TYPE_CHECKING:\n    import app.cli\nelse:\n    import tuner"
+    assert set(imports(source)) == {"runtime.engine", "runtime.engine.Engine", "tuner"}
+    graph = {
+        "runtime.engine": frozenset({"runtime.backends.cpu.decoder"}),
+        "runtime.backends.cpu.decoder": frozenset({"runtime.backends.cpu.pool", "app.cli"}),
+        "runtime.backends.cpu.pool": frozenset({"runtime.backends.triton.card"}),
+        "runtime.backends.triton.card": frozenset({"runtime.backends.cpu.decoder"}),
+        "app.cli": frozenset[str](),
     }
-    assert not broken
-
-
-def test_the_rule_sees_an_import_inside_a_function() -> None:
-    assert imported_rooms("def f():\n    from runtime.engine import Engine\n    import app.cli") == {"runtime", "app"}
+    assert len(upward(graph)) == 4
+    assert cycles(graph) == [sorted(set(graph) - {"runtime.engine", "app.cli"})]
+    assert floors({"a": frozenset("b"), "b": frozenset("c"), "c": frozenset()}) == {"a": 3, "b": 2, "c": 1}
 
 
 @pytest.mark.parametrize(

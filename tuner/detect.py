@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from tuner.cgroups import memory_limit, processor_limit
-
-ROOT = Path("/")
+from tuner.gpu import ROOT, GpuInfo, detect_gpus
 
 X86_FEATURES = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni",
                 "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16")  # fmt: skip
@@ -69,38 +68,6 @@ class MemoryInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PcieLink:
-    """The link between a graphics card and main memory. Cards slow it down when idle: the maximum counts."""
-
-    generation: int
-    """PCIe generation that card and slot can agree on."""
-    lanes: int
-    """Lanes in use."""
-    gb_s: float
-    """Theoretical bandwidth of one direction, in 10^9 bytes per second."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuInfo:
-    """A graphics card."""
-
-    name: str
-    """The driver's name for it, or its PCI identity where no driver answers."""
-    vendor: Literal["nvidia", "amd", "intel"]
-    """Who made it."""
-    memory_total_bytes: int | None
-    """Its memory; None where no driver answers."""
-    memory_free_bytes: int | None
-    """What is free of it now."""
-    compute_capability: str | None
-    """`8.9` for CUDA devices."""
-    driver: str | None
-    """Version of the driver; None where none answers."""
-    pcie: PcieLink | None
-    """Its link; None where unknown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Everything together."""
 
@@ -114,8 +81,6 @@ class Machine:
 
 def detect(root: Path = ROOT) -> Machine:
     """Look at this machine (or at a tree of `/proc` and `/sys` below `root`)."""
-    from tuner.gpu import detect_gpus
-
     return Machine(cpu=detect_cpu(root), memory=detect_memory(root), gpus=detect_gpus(root))
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-from tuner.detect import ROOT, GpuInfo, PcieLink
 
 _VENDORS: dict[str, Literal["nvidia", "amd", "intel"]] = {"0x10de": "nvidia", "0x1002": "amd", "0x8086": "intel"}
 _DISPLAY_CLASS = "0x03"
@@ -16,6 +15,42 @@ _GIGABYTES_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """One direction, after line coding, in 10^9 bytes per second."""
 _GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8": 3, "8.0": 3, "16": 4, "16.0": 4, "32": 5, "32.0": 5, "64": 6,
                 "64.0": 6}  # fmt: skip
+
+
+ROOT = Path("/")
+"""Where the system's files are; tests have a folder of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PcieLink:
+    """The link between a graphics card and main memory. Cards slow it down when idle: the maximum counts."""
+
+    generation: int
+    """PCIe generation that card and slot can agree on."""
+    lanes: int
+    """Lanes in use."""
+    gb_s: float
+    """Theoretical bandwidth of one direction, in 10^9 bytes per second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuInfo:
+    """A graphics card."""
+
+    name: str
+    """The driver's name for it, or its PCI identity where no driver answers."""
+    vendor: Literal["nvidia", "amd", "intel"]
+    """Who made it."""
+    memory_total_bytes: int | None
+    """Its memory; None where no driver answers."""
+    memory_free_bytes: int | None
+    """What is free of it now."""
+    compute_capability: str | None
+    """`8.9` for CUDA devices."""
+    driver: str | None
+    """Version of the driver; None where none answers."""
+    pcie: PcieLink | None
+    """Its link; None where unknown."""
 
 
 def detect_gpus(root: Path = ROOT) -> tuple[GpuInfo, ...]:

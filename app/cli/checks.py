@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.cli.output import size
+from runtime.problem import Problem
 
 if TYPE_CHECKING:
     from app.cli.services import Services
     from models.store import Store
-    from runtime.backends.triton.card import GpuChoice
+    from runtime.backend import Presence
     from tuner.detect import Machine
 
 _GIB = 1 << 30
@@ -22,16 +23,6 @@ _LEAST_MEMORY = 1 * _GIB
 _LEAST_DISK = 5 * _GIB
 _LARGE_REMAINS = 256 << 20
 _HUB_PATIENCE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Something that is wrong here."""
-
-    what: str
-    """What is wrong, in one line."""
-    fix: str
-    """What to do about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,27 +37,23 @@ class Choice:
     """Which instructions the CPU kernels are built for; None where they can't be built."""
 
 
-def choose(gpu: GpuChoice) -> tuple[Choice, list[Problem]]:
-    """Which backend a model would get, and what stands in the way of a better one."""
-    from runtime.errors import BackendError
+def choose(presences: Mapping[str, Presence]) -> tuple[Choice, list[Problem]]:
+    """Which backend a model would get, and what stands in the way of another.
 
-    try:
-        from runtime.backends.cpu.machine.isa import VARIANT, supported_variants
-    except (ImportError, OSError, BackendError) as error:
-        problem = Problem(
-            what=f"the CPU kernels can't be built: {error}",
-            fix="correct what it says, or reinstall the program with its dependencies",
-        )
-        if gpu.usable:
-            return Choice(backend="triton", reason=gpu.because, variant=None), [problem]
-        reason = "the CPU kernels can't be built, so plain torch runs the model, slowly"
-        return Choice(backend="reference", reason=reason, variant=None), [problem]
-    if gpu.usable:
-        return Choice(backend="triton", reason=gpu.because, variant=VARIANT), []
-    best = supported_variants()[0]
-    forced = "" if best == VARIANT else f" (forced; {best} would run too)"
-    reason = f"{gpu.reason}; the CPU kernels use {VARIANT}{forced}"
-    return Choice(backend="cpu", reason=reason, variant=VARIANT), []
+    Args:
+        presences: Whether each backend can run here, best first.
+    """
+    from runtime.backends import backend
+
+    first = next(name for name, presence in presences.items() if presence.usable)
+    skipped = [presence.reason for presence in list(presences.values())[: list(presences).index(first)]]
+    problems = [
+        Problem(what=f"{backend(name).label} is not used: {presence.reason}", fix=presence.fix)
+        for name, presence in presences.items()
+        if not presence.usable and presence.fix is not None
+    ]
+    reason = "; ".join([*skipped, presences[first].reason])
+    return Choice(backend=first, reason=reason, variant=presences["cpu"].variant), problems
 
 
 def versions() -> dict[str, str | None]:
@@ -111,13 +98,11 @@ def check_memory(machine: Machine) -> list[Problem]:
     ]
 
 
-def check_gpu(found: GpuChoice) -> list[Problem]:
-    """Whether a graphics card is there that the program could use and does not, or knows too little of."""
-    if not found.usable:
-        return [] if found.fix is None else [Problem(what=f"the GPU is not used: {found.reason}", fix=found.fix)]
+def check_link(used: Presence) -> list[Problem]:
+    """Whether the link to a card that is used carries what compensation needs, or is unknown."""
     from runtime.server.inspecting import link_problems
 
-    return [Problem(what=problem.what, fix=problem.fix) for problem in link_problems(found.gpu)]
+    return link_problems(used.gpu)
 
 
 def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
@@ -214,7 +199,7 @@ def check_hub() -> list[Problem]:
 
 
 def all_problems(
-    services: Services, machine: Machine, gpu: GpuChoice, found: dict[str, str | None], *, hub: bool
+    services: Services, machine: Machine, used: Presence, found: dict[str, str | None], *, hub: bool
 ) -> list[Problem]:
     """Everything that is wrong here, in the order in which it is worth looking at."""
     from app import paths
@@ -224,7 +209,7 @@ def all_problems(
     checks: list[Callable[[], list[Problem]]] = [
         lambda: check_packages(found),
         lambda: check_memory(machine),
-        lambda: check_gpu(gpu),
+        lambda: check_link(used),
         lambda: list(check_folders(folders)),
         check_settings,
         lambda: list(check_store(store)),

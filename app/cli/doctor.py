@@ -24,9 +24,9 @@ def doctor(
     """Say what this machine has, what the program chose and why, and what is wrong."""
     output, services = Output(as_json=as_json), services_of(ctx)
     machine, versions = services.machine(), checks.versions()
-    gpu = services.gpu()
-    choice, problems = checks.choose(gpu)
-    problems += checks.all_problems(services, machine, gpu, versions, hub=hub)
+    presences = services.presences()
+    choice, problems = checks.choose(presences)
+    problems += checks.all_problems(services, machine, presences[choice.backend], versions, hub=hub)
     read_gb_s = services.bandwidth(fresh=False).gb_s
     report = {
         "ok": not problems,
@@ -36,8 +36,8 @@ def doctor(
         "pcie": _link(machine, services),
         "backend": choice.backend,
         "reason": choice.reason,
-        "tuning": profile_report(services, machine, gpu, choice),
-        "problems": [asdict(problem) for problem in problems],
+        "tuning": profile_report(services, choice.backend),
+        "problems": [problem.to_json() for problem in problems],
     }
     if as_json:
         output.result(report)

@@ -143,7 +143,7 @@ def _k_chunk(model: StoredModel, plan: LoadPlan, services: Services, output: Out
 
     if not plan.budget:
         return plan.options.k_chunk
-    if (problem := obstacle(plan.backend, model, plan.options.context)) is not None:
+    if (problem := obstacle(plan.runner, model, plan.options.context)) is not None:
         if plan.asked:
             output.note(f"{problem.what}; {problem.fix}")
         return 0

@@ -12,6 +12,7 @@ from app.cli.services import Services
 if TYPE_CHECKING:
     from app.settings import Settings
     from models.store import StoredModel
+    from runtime.backend import AnyBackend
     from runtime.decoder import Decoder, DecoderOptions, KVKind
     from runtime.tuning import Tuning
 
@@ -41,7 +42,9 @@ class LoadPlan:
     options: DecoderOptions
     """For the decoder; without compensation where the budget decides later."""
     backend: str
-    """Name of the backend, or `auto`."""
+    """Name of the backend to ask for, or `auto`."""
+    runner: AnyBackend
+    """What will run it, unless it fails when it is opened."""
     budget: float | None
     """Slowdown that compensation may cost, in percent; None where k_chunk is fixed."""
     asked: bool
@@ -62,9 +65,9 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         RuntimeFailure: the choices do not go together, or memory does not suffice.
     """
     from app.settings import load
+    from runtime.backend import ModelSizes
     from runtime.decoder import DecoderOptions
-    from runtime.memory import DEFAULT_CONTEXT, ModelSizes
-    from runtime.open import preparation
+    from runtime.memory import DEFAULT_CONTEXT
     from runtime.placement import place
 
     settings = load(
@@ -78,7 +81,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         ModelSizes(weight_bytes=summary.gpu_bytes, residual_bytes=summary.residual_bytes),
         kv=kv,
         context=_context(choices.context, settings.context, model.spec.max_context),
-        backend=settings.backend,
+        asked=settings.backend,
         compensated=bool(k_chunk or budget),
         memory=services.memory(),
     )
@@ -91,9 +94,15 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         k_chunk=k_chunk or 0,
         select=choices.select,
     )
-    if first := preparation(placed.backend, kv):
+    if first := placed.backend.preparation(kv):
         output.note(first)
-    return LoadPlan(options=options, backend=placed.backend, budget=budget, asked=choices.budget is not None)
+    return LoadPlan(
+        options=options,
+        backend=placed.asked,
+        runner=placed.backend,
+        budget=budget,
+        asked=choices.budget is not None,
+    )
 
 
 def compensation(settings: Settings, *, asked: float | None = None) -> tuple[int | None, float | None]:

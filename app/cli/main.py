@@ -85,3 +85,9 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter must not end an answer
     app(prog_name=NAME)
+
+
+def tune() -> None:
+    """The `tune-device` program."""
+    sys.argv[1:1] = ["tune-device"]
+    main()

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from models.progress import Cancelled, ProgressCallback
     from models.recipe import Recipe
     from models.store import Store, StoredModel, StoredModelInfo
-    from runtime.backends.triton.card import GpuChoice
+    from runtime.backend import Presence
     from runtime.decoder import Decoder, DecoderOptions
     from runtime.engine import Engine
+    from runtime.problem import Problem
     from runtime.server.records import TuneRequest
     from runtime.server.service import Service
-    from runtime.tuning import Problem, Tuning
+    from runtime.tuning import Tuning
     from tuner.bandwidth import ReadBandwidth
     from tuner.detect import Machine, MemoryInfo
     from tuner.profiles import ProfileStore
@@ -120,7 +121,8 @@ class Services:
         prepare_folders()
         from app.paths import home
         from assets import demo_path
-        from runtime.server.loading import Bundle, open_service
+        from runtime.server.catalogue import Bundle
+        from runtime.server.loading import open_service
 
         return open_service(home(), Bundle(models={DEMO: demo_path()}), compensation=compensation)
 
@@ -147,10 +149,11 @@ class Services:
 
     def is_tuned(self, decoder: Decoder, model: StoredModel, budget_percent: float) -> bool:
         """Whether it is known what a budget buys for a loaded model here, so that nothing is to be measured."""
-        from runtime.device import device_of
+        from runtime.backends import backend
         from runtime.profile_key import profile_key
 
-        key = profile_key(device_of(decoder), decoder.backend, model, budget_percent)
+        device = backend(decoder.backend).device(decoder.options)
+        key = profile_key(device, decoder.backend, model, budget_percent)
         return self.profiles().find(key) is not None
 
     def chats(self) -> Path:
@@ -216,11 +219,11 @@ class Services:
 
         return detect_memory()
 
-    def gpu(self) -> GpuChoice:
-        """Whether the GPU backend can run here, and why."""
-        from runtime.backends.triton.card import look
+    def presences(self) -> dict[str, Presence]:
+        """Whether each backend can run here, and why, best first."""
+        from runtime.backends import backends
 
-        return look()
+        return {backend.name: backend.probe() for backend in backends()}
 
     def machine(self) -> Machine:
         """What this machine has."""
@@ -230,7 +233,7 @@ class Services:
 
     def link_gb_s(self) -> float | None:
         """Measured bandwidth from main memory to the graphics card; None where none can be used."""
-        from runtime.backends.triton.card import link_gb_s
+        from runtime.server.inspecting import link_gb_s
 
         return link_gb_s()
 

@@ -123,14 +123,6 @@ def tune_device(
         output.text(f"drawn into {plot}")
 
 
-def main() -> None:
-    """The `tune-device` program."""
-    from app.cli.main import main as program
-
-    sys.argv[1:1] = ["tune-device"]
-    program()
-
-
 def _check_usage(
     model: str | None,
     budget: float | None,

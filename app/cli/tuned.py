@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from app.cli.services import DEMO
 
 if TYPE_CHECKING:
-    from app.cli.checks import Choice
     from app.cli.services import Services
-    from runtime.backends.triton.card import GpuChoice
-    from tuner.detect import Machine
 
 
-def profile_report(services: Services, machine: Machine, gpu: GpuChoice, choice: Choice) -> dict[str, Any] | None:
+def profile_report(services: Services, backend_name: str) -> dict[str, Any] | None:
     """The profile that the model of the settings (or the bundled one) would run with here, and why that.
+
+    Args:
+        services: The program's stores.
+        backend_name: The backend that would run it.
 
     Returns:
         `model`, `budget_percent`, `k_chunk`, `measured_slowdown_percent` and `reason`; None where settings or model
@@ -30,6 +31,10 @@ def profile_report(services: Services, machine: Machine, gpu: GpuChoice, choice:
     except (SettingsError, ModelError):
         return None
     from app.cli.load import compensation
+    from runtime.backends import backend
+    from runtime.decoder import DecoderOptions
+    from runtime.errors import BackendError
+    from runtime.profile_key import profile_key
     from runtime.tuning import obstacle, tuning_of
 
     fixed, budget = compensation(settings)
@@ -40,14 +45,19 @@ def profile_report(services: Services, machine: Machine, gpu: GpuChoice, choice:
         "measured_slowdown_percent": None,
         "reason": "",
     }
-    problem = obstacle(choice.backend, model, model.spec.max_context)
+    runner = backend(backend_name)
+    problem = obstacle(runner, model, model.spec.max_context)
     if fixed is not None:
         return {**report, "reason": f"k_chunk is fixed at {fixed} by the settings"}
     if not budget:
         return {**report, "reason": "the slowdown budget is 0, so nothing is compensated"}
     if problem is not None:
         return {**report, "reason": problem.what}
-    profile = services.profiles().find(_key(machine, gpu, choice, model, budget))
+    try:
+        device = runner.device(DecoderOptions())
+    except BackendError as error:
+        return {**report, "reason": str(error)}
+    profile = services.profiles().find(profile_key(device, backend_name, model, budget))
     if profile is None:
         reason = (
             f"not tuned yet for {budget:g} % slowdown; done at its first use, or by: lowbit-chat tune-device {name}"
@@ -62,15 +72,3 @@ def profile_report(services: Services, machine: Machine, gpu: GpuChoice, choice:
         "measured_slowdown_percent": measured,
         "reason": f"k_chunk {chosen}; {measured:.1f} % of {budget:g} % slowdown measured on {profile.date[:10]}",
     }
-
-
-def _key(machine: Machine, gpu: GpuChoice, choice: Choice, model: Any, budget: float) -> Any:
-    from runtime.backends.cpu.pool import default_threads
-    from runtime.device import card, processor
-    from runtime.profile_key import profile_key
-
-    if choice.backend == "triton" and gpu.gpu is not None:
-        device = card(gpu.gpu)
-    else:
-        device = processor(machine.cpu, choice.variant or "", default_threads())
-    return profile_key(device, choice.backend, model, budget)

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from runtime.backends import backends
+from runtime.problem import Problem
 from runtime.server.records import DeviceFacts
-from runtime.tuning import Problem
-from tuner.detect import GpuInfo
+from tuner.gpu import GpuInfo
 
 _FEW_LANES = 4
 
@@ -25,6 +26,12 @@ def link_problems(gpu: GpuInfo | None) -> list[Problem]:
         what = f"{gpu.name} uses {gpu.pcie.lanes} PCIe lanes, so little can be compensated"
         return [Problem(what=what, fix="put it into a slot with more lanes, or look at the mainboard's settings")]
     return []
+
+
+def link_gb_s() -> float | None:
+    """Measured bandwidth of the link over which residuals come; None where no backend that could be used has one."""
+    speeds = (backend.link_gb_s() for backend in backends())
+    return next((speed for speed in speeds if speed is not None), None)
 
 
 class MachineInspector:
@@ -62,8 +69,6 @@ class MachineInspector:
             return None
         with self._lock:
             if self._link_gb_s is None and idle:
-                from runtime.backends.triton.card import link_gb_s
-
                 self._link_gb_s = link_gb_s()
             return {**asdict(gpu.pcie), "measured_gb_s": self._link_gb_s}
 

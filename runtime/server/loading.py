@@ -1,94 +1,30 @@
-"""The real loader and catalogue: stored models and bundled ones, planned against free memory."""
+"""The real loader: models of a catalogue, planned against free memory, tuned to their budget."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models.errors import StoreError
 from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback
-from models.store import Store, StoredModel, StoredModelInfo
+from models.store import Store, StoredModel
+from runtime.backends import backend
 from runtime.decoder import Decoder
-from runtime.errors import Cancelled, RequestError
-from runtime.kv.saved_folder import Holding, SavedCaches, forget, forgetting, holding
+from runtime.errors import Cancelled
+from runtime.kv.saved_folder import Holding, SavedCaches, forget, holding
 from runtime.operations.channels import k_chunk_by_type
+from runtime.problem import Problem
+from runtime.server.catalogue import Bundle, StoreCatalogue
 from runtime.server.inspecting import MachineInspector
-from runtime.server.records import LoadedModel, LoadRequest, ModelEntry, TuneRequest
+from runtime.server.making import StoreWorkshop
+from runtime.server.records import LoadedModel, LoadRequest, TuneRequest
 from runtime.server.service import Service
-from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, Problem, within_budget
+from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, within_budget
 from tuner.profiles import ProfileStore
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
-    """What came with the program. The runtime does not know where it lies and is told."""
-
-    models: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of bundled models in the store's layout, by name."""
-    calibration: Path | None = None
-    """Text from which quantizers take activations."""
-    evaluation: Path | None = None
-    """Text on which a new model is measured."""
-
-
-class StoreCatalogue:
-    """The models of a store, and the bundled ones.
-
-    Args:
-        store: The store.
-        bundled: Folders of the bundled models by name.
-        chats: Folder of saved caches, of which those of a deleted model are deleted; None: there are none.
-    """
-
-    def __init__(self, store: Store, bundled: Mapping[str, Path], chats: Path | None = None) -> None:
-        self._store = store
-        self._bundled = bundled
-        self._chats = chats
-
-    def entries(self) -> list[ModelEntry]:
-        """All usable models, by name, bundled ones first."""
-        bundled = [entry for name in sorted(self._bundled) if (entry := self.find(name)) is not None]
-        taken = {entry.name for entry in bundled}
-        return bundled + [model_entry(info) for info in self._store.list() if info.name not in taken]
-
-    def find(self, name: str) -> ModelEntry | None:
-        """One of them; None if there is none of that name, or if it is damaged beyond being listed."""
-        try:
-            if name in self._bundled:
-                return model_entry(StoredModelInfo.read(self._bundled[name], name), bundled=True)
-            return model_entry(self._store.info(name))
-        except StoreError:
-            return None
-
-    def open(self, name: str) -> StoredModel:
-        """Open a model's files.
-
-        Raises:
-            ModelNotFoundError: there is none of that name.
-            StoreError: it is damaged.
-        """
-        if name in self._bundled:
-            return StoredModel.open_folder(self._bundled[name], name)
-        return self._store.open(name)
-
-    def remove(self, name: str) -> None:
-        """Delete a stored model.
-
-        Raises:
-            RequestError: it is bundled.
-            ModelError: there is none of that name, or the system refuses.
-        """
-        if name in self._bundled:
-            raise RequestError(f"{name} is part of the program and cannot be removed")
-        with nullcontext() if self._chats is None else forgetting(self._chats, self._store.root):
-            self._store.remove(name)
 
 
 class StoreLoader:
@@ -122,9 +58,10 @@ class StoreLoader:
             ModelError: the model is missing or damaged.
             RuntimeFailure: memory does not suffice, or the backend cannot run it.
         """
+        from runtime.backend import ModelSizes
         from runtime.decoder import DecoderOptions
-        from runtime.memory import CONVERSATIONS, ModelSizes, cache_facts, describe
-        from runtime.open import open_engine, preparation
+        from runtime.memory import CONVERSATIONS, cache_facts, describe
+        from runtime.open import open_engine
         from runtime.placement import place
 
         def report(phase: str, message: str) -> None:
@@ -144,11 +81,11 @@ class StoreLoader:
             ModelSizes(weight_bytes=summary.gpu_bytes, residual_bytes=summary.residual_bytes),
             kv=request.kv or "fp16",
             context=None if request.context is None else min(request.context, model.spec.max_context),
-            backend=request.backend,
+            asked=request.backend,
             compensated=any(by_type.values()) or (wanted.k_chunk is None and bool(wanted.budget)),
             slots=CONVERSATIONS,
         )
-        if first := preparation(placed.backend, request.kv or "fp16"):
+        if first := placed.backend.preparation(request.kv or "fp16"):
             report("compile", first)
         else:
             report("load", f"loading {request.model}: {describe(placed.plan)}")
@@ -159,7 +96,7 @@ class StoreLoader:
             pages=placed.plan.pages,
             k_chunk=by_type,
         )
-        engine = open_engine(model, options, placed.backend)
+        engine = open_engine(model, options, placed.asked)
         if cancelled():
             engine.close()
             raise Cancelled("the load was stopped")
@@ -260,13 +197,8 @@ def _engine(loaded: LoadedModel) -> Engine:
 
 
 def _lacking(decoder: Decoder) -> tuple[Problem, ...]:
-    """What a GPU's decoder goes without."""
-    if decoder.backend != "triton":
-        return ()
-    from runtime.backends.triton.decoder import TritonDecoder
-
-    assert isinstance(decoder, TritonDecoder)
-    return decoder.model.problems
+    """What a loaded model goes without."""
+    return backend(decoder.backend).problems(decoder)
 
 
 def open_service(
@@ -287,8 +219,6 @@ def open_service(
         chats: Folder in which the caches of long conversations are kept while their model is not loaded; None: nothing
             of a conversation is written to disk.
     """
-    from runtime.server.making import StoreWorkshop
-
     store = Store(home / "models")
     catalogue = StoreCatalogue(store, bundle.models, chats)
     return Service(
@@ -298,33 +228,3 @@ def open_service(
         inspector=MachineInspector(home / PROFILES),
         idle_unload_s=idle_unload_s,
     )
-
-
-def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:
-    """What a listing shows of a model."""
-    summary = info.summary
-    return ModelEntry(
-        name=info.name,
-        bits=info.recipe.bits,
-        bits_per_weight=summary.bits_per_weight,
-        disk_bytes=summary.disk_bytes,
-        gpu_bytes=summary.gpu_bytes,
-        residual_bytes=summary.residual_bytes,
-        parameters=summary.parameters,
-        family=summary.family,
-        context=summary.context,
-        bundled=bundled,
-        method=info.recipe.method,
-        smooth_attention=info.recipe.smooth_attention,
-        perplexity_before=summary.perplexity_before,
-        perplexity_after=summary.perplexity_after,
-        warning=summary.warning,
-        created=_created(info.path),
-    )
-
-
-def _created(folder: Path) -> int:
-    try:
-        return int(folder.stat().st_mtime)
-    except OSError:
-        return 0

@@ -10,7 +10,7 @@ from models.progress import Cancelled, ProgressCallback
 from models.recipe import Recipe
 from models.store import Store
 from runtime.kv.saved_folder import forgetting
-from runtime.server.loading import Bundle, model_entry
+from runtime.server.catalogue import Bundle, model_entry
 from runtime.server.records import ModelEntry, QuantizeRequest
 
 

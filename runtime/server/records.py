@@ -12,8 +12,9 @@ from runtime.decoder import KVKind
 from runtime.engine import Piece
 from runtime.kv.saved_folder import Holding
 from runtime.memory import CacheFacts
+from runtime.problem import Problem
 from runtime.sampling import SamplingOptions
-from runtime.tuning import Problem, Tuning
+from runtime.tuning import Tuning
 
 State = Literal["empty", "loading", "ready", "generating", "failed"]
 

@@ -17,6 +17,7 @@ from runtime.engine import Piece
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
 from runtime.kv.saved_folder import Holding
 from runtime.memory import CacheFacts
+from runtime.problem import Problem
 from runtime.sampling import SamplingOptions
 from runtime.server.bridge import Stream, Worker
 from runtime.server.errors import ApiError, api_error, unavailable
@@ -32,7 +33,7 @@ from runtime.server.records import (
     Workshop,
 )
 from runtime.server.slot import ModelSlot
-from runtime.tuning import Problem, Tuning
+from runtime.tuning import Tuning
 
 MAX_WAITING = 64
 """Requests that may wait for their turn; more are refused with 503."""

@@ -23,8 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.tiles import aligned_zeros
+from runtime.backends.cpu.data.step import parameters_of
+from runtime.backends.cpu.data.tiles import aligned_zeros, padded
 from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES
+from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.pool import Pool, default_threads
@@ -69,33 +71,23 @@ class Product:
         self._x = aligned_zeros((rows + 16, K), np.int8)
         self._x_scales = aligned_zeros((2, rows + 16, groups), np.float32)
         self._out = aligned_zeros((rows + 16, N), np.float32)
-        self._scratch = aligned_zeros((default_threads(), (1 << 12) + 16 * K), np.uint8)
         self.bytes = one + self._scales.nbytes + self._zeros.nbytes + self._codebooks.nbytes
         self.operations = 2 * N * K * rows
         self.copies = copies
         self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
-        self._control[op.M_ROWS] = rows
-        self._control[op.SCRATCH], self._control[op.SCRATCH_STRIDE] = _address(self._scratch), self._scratch.strides[0]
+        step = parameters_of(self._control)
+        step["rows"] = rows
+        books = _address(self._codebooks) if codebook else 0
         program = aligned_zeros((copies, op.WIDTH), np.int64)
-        operands: dict[str, int] = {
-            "scales": _address(self._scales),
-            "zeros": _address(self._zeros),
-            "x_codes": _address(self._x),
-            "x_scales": _address(self._x_scales[0]),
-            "x_shifts": _address(self._x_scales[1]),
-            "blocks": blocks,
-            "group_blocks": GROUP_BLOCKS,
-            "groups": groups,
-            "tiles": N // 16,
-            "bits": bits,
-            "codebooks": _address(self._codebooks) if codebook else 0,
-            "out": _address(self._out),
-            "out_stride": self._out.strides[0],
-        }
-        for copy in range(copies):
-            program[copy, 0] = op.LINEAR
-            for name, value in {**operands, "codes": _address(self._codes[copy])}.items():
-                program[copy, 1 + op.OPERANDS[op.LINEAR].index(name)] = value
+        x = op.Quantized(_address(self._x), _address(self._x_scales[0]), _address(self._x_scales[1]))
+        out = op.Matrix(_address(self._out), self._out.strides[0])
+        sizes = (bits, N // 16, blocks, groups, GROUP_BLOCKS)
+        for words, codes in zip(program, self._codes, strict=True):
+            weights = op.Weights(_address(codes), _address(self._scales), _address(self._zeros), books, *sizes)
+            op.write(words, op.Linear(weights, x, False, out, bias=0, accumulate=False))
+        link(program)
+        self._scratch = aligned_zeros((default_threads(), padded(most_scratch(program), 64)), np.uint8)
+        step["scratch"], step["scratch_stride"] = _address(self._scratch), self._scratch.strides[0]
         self._program = program
         self.pool = Pool(self._control, default_threads())
 

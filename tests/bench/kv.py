@@ -23,11 +23,13 @@ import torch
 
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.tiles import aligned_zeros
-from runtime.backends.cpu.kernels.attention.page import page_scratch
+from runtime.backends.cpu.data.step import parameters_of
+from runtime.backends.cpu.data.tiles import aligned_zeros, padded
+from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.pool import Pool, default_threads
+from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.kv.oracle.page import quantize
@@ -52,33 +54,24 @@ class Attention:
         self._fill(tokens)
         H = KV_HEADS * SHARE
         self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
-        room = (page_scratch(8 * SHARE, self.cache.store.layout.padded, 128) + 63) // 64 * 64
-        self._scratch = aligned_zeros((threads, room), np.uint8)
+        step = parameters_of(self._control)
         self._inputs = aligned_zeros((3, 2), np.int32)
         self._inputs[1, 0], self._inputs[2] = tokens - 1, (0, 1)
-        for word, row in zip((op.SLOTS, op.POSITIONS, op.RUN_ROWS), self._inputs, strict=True):
-            self._control[word] = row.ctypes.data
-        self._control[op.SCRATCH], self._control[op.SCRATCH_STRIDE] = self._scratch.ctypes.data, room
+        for name, row in zip(("slots", "positions", "run_rows"), self._inputs, strict=True):
+            step[name] = row.ctypes.data
         splits = min(self.cache.max_splits, max(1, 2 * threads // KV_HEADS))
-        self._control[[op.M_ROWS, op.RUNS, op.SPLITS]] = 1, 1, splits
-        self._control[op.DRAFT] = int(draft)
+        step["rows"], step["runs"], step["splits"], step["draft"] = 1, 1, splits, draft
         self._q = aligned_zeros((H + 2 * KV_HEADS, D), np.float32)
         self._q[:] = np.random.default_rng(1).standard_normal(self._q.shape) * D**-0.5
         self._out = aligned_zeros((splits * H * (D + 16),), np.float32)
         self._program = aligned_zeros((LAYERS, op.WIDTH), np.int64)
-        operands = {
-            "qkv": self._q.ctypes.data,
-            "heads": H,
-            "kv_heads": KV_HEADS,
-            "dim": D,
-            "out": self._out.ctypes.data,
-        }
+        q, out = op.Matrix(int(self._q.ctypes.data), self._q.nbytes), int(self._out.ctypes.data)
         for layer, words in enumerate(self._program):
-            names = ("cache", "pages", "window_keys", "window_values")
-            operands |= dict(zip(names, self.cache.addresses(layer), strict=True))
-            words[0] = op.ATTEND
-            for name, value in operands.items():
-                words[1 + op.OPERANDS[op.ATTEND].index(name)] = value
+            stored = self.cache.stored(layer)
+            op.write(words, op.Attend(q, H, KV_HEADS, D, window=0, rows=RUN_ROWS, stored=stored, out=out))
+        link(self._program)
+        self._scratch = aligned_zeros((threads, padded(most_scratch(self._program), 64)), np.uint8)
+        step["scratch"], step["scratch_stride"] = self._scratch.ctypes.data, self._scratch.strides[0]
         self._pool = Pool(self._control, threads)
 
     def _fill(self, tokens: int) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.spec import ModelSpec, RopeSpec
+from runtime.backend import Footprint
 from runtime.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError
 from runtime.kv.kinds import KINDS, bytes_per_token, window_token_bytes
@@ -15,7 +16,6 @@ from runtime.memory import (
     MIB,
     SMALLEST_CONTEXT,
     MemoryPlan,
-    ModelSizes,
     cache_facts,
     describe,
     plan,
@@ -41,7 +41,7 @@ def spec(max_context: int = 32768, layers: int = 22) -> ModelSpec:
     )
 
 
-WEIGHTS = ModelSizes(weight_bytes=600 * MIB, residual_bytes=500 * MIB)
+WEIGHTS = Footprint(weight_bytes=600 * MIB, residual_bytes=500 * MIB)
 
 
 def free(mib: int, limit: int | None = None) -> MemoryInfo:
@@ -122,20 +122,17 @@ def test_a_container_is_named() -> None:
 
 
 def test_residuals_are_told_and_not_needed() -> None:
-    plain = plan(spec(), WEIGHTS, memory=free(16_000))
-    compensated = plan(spec(), WEIGHTS, compensated=True, memory=free(16_000))
+    plain = plan(spec(), replace(WEIGHTS, residual_bytes=0), memory=free(16_000))
+    compensated = plan(spec(), WEIGHTS, memory=free(16_000))
     assert compensated.needed_bytes == plain.needed_bytes
     assert (plain.residual_bytes, compensated.residual_bytes) == (0, 500 * MIB)
     assert "beside it residuals 500 MiB" in describe(compensated)
     assert "residuals" not in describe(plain)
 
 
-def test_the_reference_backend_unpacks_the_weights() -> None:
-    cpu = plan(spec(), WEIGHTS, memory=free(64_000))
-    reference = plan(spec(), WEIGHTS, backend="reference", memory=free(64_000))
-    both = plan(spec(), WEIGHTS, backend="reference", compensated=True, memory=free(64_000))
-    assert reference.weight_bytes > 6 * cpu.weight_bytes
-    assert both.weight_bytes > 1.9 * reference.weight_bytes
+def test_what_a_backend_takes_for_itself_is_kept_free() -> None:
+    own = plan(spec(), replace(WEIGHTS, overhead_bytes=300 * MIB), memory=free(16_000))
+    assert own.margin_bytes - plan(spec(), WEIGHTS, memory=free(16_000)).margin_bytes == 300 * MIB
 
 
 def test_slots_multiply_the_cache() -> None:

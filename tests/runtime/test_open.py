@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from runtime import open as opening
+from runtime.backends import backend
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.errors import BackendError, RequestError
 from runtime.weights import Weights
@@ -32,7 +33,7 @@ def test_auto_falls_back_to_the_reference_and_says_why(
     def unable(model: Weights, options: DecoderOptions) -> Decoder:
         raise BackendError("no compiler for this processor")
 
-    monkeypatch.setattr(opening, "_cpu", unable)
+    monkeypatch.setattr(backend("cpu"), "open", unable)
     decoder, reason = opening.open_decoder(tiny_model(), options(), "auto")
     assert decoder.backend == "reference"
     assert "no compiler for this processor" in reason

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,10 @@ from models.progress import Progress
 from models.store import StoredModel
 from runtime import profile_key as keys
 from runtime import tuning
+from runtime.backend import Device
+from runtime.backends import backend
 from runtime.clocks import NOISE_PERCENT, Clocks, Decided, Ratios, Readings
 from runtime.decoder import DecoderOptions
-from runtime.device import Device
 from runtime.errors import BackendError, Cancelled, RequestError
 from runtime.operations.channels import k_chunk_by_type
 from tuner.errors import TimerError
@@ -76,11 +76,16 @@ class Lab:
         return tuning.within_budget(self.decoder, self.model, budget_percent=budget, profiles=self.profiles)
 
 
+def device_is(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    for name in ("cpu", "triton"):
+        monkeypatch.setattr(backend(name), "device", lambda _options: device)
+
+
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     model = StoredModel.open_folder(demo_path(), "demo")
     lab = Lab(model, FakeDecoder(model.spec), ProfileStore(tmp_path / "profiles"))
-    monkeypatch.setattr(tuning, "device_of", lambda _decoder: DEVICE)
+    device_is(monkeypatch, DEVICE)
     monkeypatch.setattr(tuning, "clocks", lambda _decoder, _cancelled: Clocks(layers=lab, slowdown=lab.slowdown))
     return lab
 
@@ -182,7 +187,7 @@ def test_a_profile_is_good_for_nothing_else(
         monkeypatch.setattr(keys, "versions", lambda: {"lowbit-chat": "99"})
     elif change == "backend":
         lab.decoder.backend = "triton"
-    monkeypatch.setattr(tuning, "device_of", lambda _decoder: device)
+    device_is(monkeypatch, device)
     assert lab.tune(5).cached is False if change != "budget" else not lab.tune(5.5).cached
 
 
@@ -316,27 +321,6 @@ def test_what_is_clear_is_measured_once(slowdown: float, measured: int) -> None:
     assert len(told) == measured
     decided({"qkv": 5}, {})
     assert len(told) == measured + 1
-
-
-def test_a_device_that_is_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.device import device_of, processor
-
-    cpu: Any = SimpleNamespace(name="Some Processor")
-    assert str(processor(cpu, "avx2", 4)) == "Some Processor (avx2, 4 threads)"
-    assert processor(cpu, "avx2", 1).capability == "avx2, 1 thread"
-    reference: Any = SimpleNamespace(backend="reference")
-    with pytest.raises(BackendError, match="not tuned"):
-        device_of(reference)
-
-
-def test_a_card_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.backends.triton import card as gpu
-    from runtime.device import device_of
-
-    monkeypatch.setattr(gpu, "detect_gpus", lambda: ())
-    decoder: Any = SimpleNamespace(backend="triton")
-    with pytest.raises(BackendError, match="does not answer any more"):
-        device_of(decoder)
 
 
 @pytest.fixture

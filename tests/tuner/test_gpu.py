@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tuner.detect import PcieLink
-from tuner.gpu import _managed_gpus, link
+from tuner.gpu import PcieLink, _managed_gpus, link
 
 
 class NVMLError(Exception):

@@ -15,13 +15,13 @@ import numpy.typing as npt
 from models.spec import ModelSpec
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.pages import WORDS, PageLayout
+from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.data.tiles import aligned_zeros, padded
 from runtime.backends.cpu.kernels.attention.span import SPAN
-from runtime.backends.cpu.link import link
+from runtime.backends.cpu.link import link, scratch_of
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.emit import LANES
 from runtime.backends.cpu.pool import Pool
-from runtime.backends.cpu.units.paging import paging_scratch
 from runtime.decoder import DecoderOptions
 from runtime.kv.control import Int32Array, PagedCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, window_token_bytes
@@ -55,6 +55,8 @@ class CpuStore:
         self._values = aligned_zeros((*heads, window, padded(spec.head_dim, LANES)), np.float16)
         self._words = aligned_zeros((WORDS,), np.int64)
         self._words[:] = self.layout.description(window=window)
+        self.scratch_bytes = 0
+        """Bytes of scratch that a thread needs to cut off and restore pages."""
         if kind.windowed:
             self._prepare_paging(spec)
 
@@ -87,46 +89,54 @@ class CpuStore:
         return self.layout.read(self.records[:, pages], part)
 
     def _prepare_paging(self, spec: ModelSpec) -> None:
-        """Make what flushing and restoring a page need: numbers to begin with, scratch, programs and a pool."""
+        """Make what flushing and restoring a page need: numbers to begin with, scratch, a program and a pool."""
         wide, rank = self.layout.padded, min(self._kind.rank, spec.head_dim)
         self._start = aligned_zeros((max(1, rank), wide), np.float32)
         if rank:
             self._start[:, : spec.head_dim] = start(spec.head_dim, rank).T
-        self._scratch = aligned_zeros((1, padded(paging_scratch(self._kind, wide), 64)), np.uint8)
-        self._pool = Pool(aligned_zeros((sync.CONTROL_WORDS,), np.int64), 1)
-        self._programs = {operation: aligned_zeros((1, op.WIDTH), np.int64) for operation in (op.FLUSH, op.RESTORE)}
-        shared = (int(self._words.ctypes.data), spec.num_layers, spec.num_kv_heads)
-        for operation, program in self._programs.items():
-            program[0, 0] = operation
-            program[0, 1:4] = shared
+        self._program = aligned_zeros((1, op.WIDTH), np.int64)
+        self.scratch_bytes = scratch_of(self._flush(0, 0, 0))
+        self._scratch = aligned_zeros((self.scratch_bytes,), np.uint8)
+        control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        parameters = parameters_of(control)
+        parameters["scratch"], parameters["scratch_stride"] = self._scratch.ctypes.data, self.scratch_bytes
+        self._pool = Pool(control, 1)
 
-    def _run(self, operation: int, slot: int, page: int, *numbers: int) -> None:
-        """Run FLUSH or RESTORE for a slot and a page, in all layers."""
-        program, scratch = self._programs[operation], self._scratch
-        records, keys, values = ((int(a.ctypes.data), a.strides[0]) for a in (self.records, self._keys, self._values))
-        places = (*records, page, *keys, *values, slot, *numbers, int(scratch.ctypes.data), scratch.strides[0])
-        program[0, 4 : 4 + len(places)] = places
-        self._pool.step(program)
+    def _page(self, slot: int, page: int) -> op.Page:
+        """A slot's window and a page in all layers."""
+        records, keys, values = (
+            op.Matrix(int(array.ctypes.data), array.strides[0]) for array in (self.records, self._keys, self._values)
+        )
+        layers, _, heads = self.records.shape[:3]
+        return op.Page(int(self._words.ctypes.data), layers, heads, records, page, keys, values, slot)
+
+    def _flush(self, slot: int, page: int, rest: int) -> op.Flush:
+        return op.Flush(self._page(slot, page), rest, int(self._start.ctypes.data))
+
+    def _run(self, instruction: op.Instruction) -> None:
+        """Run FLUSH or RESTORE, in all layers."""
+        op.write(self._program[0], instruction)
+        self._pool.step(self._program)
 
     def prepare(self) -> None:
         """Compile what cuts off and restores pages, where that is missing, before a conversation waits for it."""
         if self._kind.windowed:
-            for program in self._programs.values():
-                link(program)
+            for instruction in (self._flush(0, 0, 0), op.Restore(self._page(0, 0), 0)):
+                op.write(self._program[0], instruction)
+                link(self._program)
 
     def use(self, pool: Pool) -> None:
-        """Cut off and restore pages with a pool's threads instead of the caller's."""
+        """Cut off and restore pages with a pool's threads, which have `scratch_bytes` each, instead of the caller's."""
         if self._kind.windowed:
-            self._scratch = aligned_zeros((pool.threads, self._scratch.shape[1]), np.uint8)
             self._pool = pool
 
     def flush(self, slot: int, page: int, rest: int) -> None:
         """See `PageStore.flush`."""
-        self._run(op.FLUSH, slot, page, rest, int(self._start.ctypes.data))
+        self._run(self._flush(slot, page, rest))
 
     def restore(self, page: int, slot: int, count: int) -> None:
         """See `PageStore.restore`."""
-        self._run(op.RESTORE, slot, page, count)
+        self._run(op.Restore(self._page(slot, page), count))
 
     def copy_window(self, source: int, target: int, count: int) -> None:
         """See `PageStore.copy_window`."""
@@ -218,9 +228,9 @@ class CpuCache(PagedCache):
         """See `runtime.kv.control.KVCache.capacity_bytes`."""
         return self.store.nbytes
 
-    def addresses(self, layer: int) -> tuple[int, int, int, int]:
-        """Addresses of the cache's description, a layer's records, and keys and values in its windows."""
-        return (int(self._description.ctypes.data), *self.store.addresses(layer))
+    def stored(self, layer: int) -> op.Stored:
+        """What instructions say of a layer."""
+        return op.Stored(int(self._description.ctypes.data), *self.store.addresses(layer))
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
         """See `runtime.kv.control.KVCache.begin`."""

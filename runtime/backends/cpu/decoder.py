@@ -10,17 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.backends.cpu.cache import CpuCache
-from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.tiles import aligned_zeros
-from runtime.backends.cpu.kernels.attention.page import page_scratch
-from runtime.backends.cpu.kernels.attention.span import SPAN
-from runtime.backends.cpu.kernels.gemv import BLOCK
-from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES
+from runtime.backends.cpu.data.step import parameters_of
+from runtime.backends.cpu.data.tiles import aligned_zeros, padded
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.plan import PlanOperations, Program
 from runtime.backends.cpu.pool import Pool, default_threads
-from runtime.backends.cpu.units.products import TILE_SCRATCH
+from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.operations.channels import LAYER_KINDS, k_chunk_of
@@ -28,8 +24,6 @@ from runtime.weights import Weights
 
 _PROGRAMS = 4
 """Recorded programs that are kept."""
-_RUN_ROWS = 8
-"""Rows of one sequence that one attention work item takes at most."""
 
 
 class CpuDecoder:
@@ -53,25 +47,18 @@ class CpuDecoder:
             raise RequestError("context, slots and max_rows must be at least 1")
         threads = options.threads or default_threads()
         self.cache = CpuCache(model.spec, options, threads)
+        self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        self._parameters = parameters_of(self._control)
+        self._inputs = aligned_zeros((4, options.max_rows), np.int32)
+        self._runs = aligned_zeros((options.max_rows, 2), np.int32)
+        for name, array in zip(("tokens", "slots", "positions", "logit_rows"), self._inputs, strict=True):
+            self._parameters[name] = array.ctypes.data
+        self._parameters["run_rows"] = self._runs.ctypes.data
+        self._threads = threads
+        self._make_room(self.cache.store.scratch_bytes)
         self._plan = PlanOperations(model, options, self.cache)
         self._programs: dict[tuple[int, ...], Program] = {}
         self._program = self._recorded(options.k_chunk)
-        self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
-        self._inputs = aligned_zeros((4, options.max_rows), np.int32)
-        self._runs = aligned_zeros((options.max_rows, 2), np.int32)
-        shapes = [self.spec.linear_shape(kind) for kind in ("qkv", "o", "gate_up", "down", "head")]
-        room = 4096 + 8 * max(k for _, k in shapes) + 4 * max(n for n, _ in shapes)
-        room += 4 * SPAN * self.spec.num_heads
-        layout, kind = self.cache.store.layout, self.cache.kind
-        queries = _RUN_ROWS * (self.spec.num_heads // self.spec.num_kv_heads)
-        room = max(room, page_scratch(queries, layout.padded, kind.page))
-        room = max(room, TILE_SCRATCH + max(ENTRY_BYTES * -(-k // BLOCK) for _, k in shapes))
-        self._scratch = aligned_zeros((threads, (room + 63) // 64 * 64), np.uint8)
-        for word, array in zip((op.TOKENS, op.SLOTS, op.POSITIONS, op.LOGIT_ROWS), self._inputs, strict=True):
-            self._control[word] = array.ctypes.data
-        self._control[op.RUN_ROWS] = self._runs.ctypes.data
-        self._control[op.SCRATCH] = self._scratch.ctypes.data
-        self._control[op.SCRATCH_STRIDE] = self._scratch.strides[0]
         self._pool = Pool(self._control, threads)
         self._pool.prepare()
         self.cache.store.use(self._pool)
@@ -106,10 +93,10 @@ class CpuDecoder:
             array[: values.size] = values
         self.cache.begin(step.slots, step.positions, flush=step.flush)
         runs = self._write_runs(step)
-        control = self._control
-        control[op.M_ROWS], control[op.R_ROWS], control[op.RUNS] = M, R, runs
-        control[op.SPLITS] = self._splits(runs, max(map(self.cache.units, set(step.slots.tolist()))))
-        control[op.COMPENSATE], control[op.DRAFT] = int(step.compensate), int(step.draft)
+        control, parameters = self._control, self._parameters
+        parameters["rows"], parameters["wanted_rows"], parameters["runs"] = M, R, runs
+        parameters["splits"] = self._splits(runs, max(map(self.cache.units, set(step.slots.tolist()))))
+        parameters["compensate"], parameters["draft"] = step.compensate, step.draft
         control[sync.FAILED] = 0
         self._pool.step(self._program.words)
         logits = self._program.logits[:R, : self.spec.vocab_size]
@@ -139,12 +126,13 @@ class CpuDecoder:
             int64 [instructions, WIDTH], for `run_layers`.
         """
         program = self._plan.record({kind: k_chunk})
+        self._make_room(program.scratch)
         return np.ascontiguousarray(program.words[[own == kind for own in program.kinds]])
 
     def run_layers(self, program: npt.NDArray[np.int64]) -> None:
         """Run what `layer_program` returned for one row of whatever activations are in the buffers."""
-        control = self._control
-        control[op.M_ROWS], control[op.R_ROWS], control[op.COMPENSATE] = 1, 1, 1
+        for name in ("rows", "wanted_rows", "compensate"):
+            self._parameters[name] = 1
         self._pool.step(program)
 
     def close(self) -> None:
@@ -157,7 +145,15 @@ class CpuDecoder:
             while len(self._programs) >= _PROGRAMS:
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = self._plan.record(k_chunk)
+        self._make_room(self._programs[key].scratch)
         return self._programs[key]
+
+    def _make_room(self, scratch: int) -> None:
+        """Give every thread so many bytes of scratch at least."""
+        if scratch > self._parameters["scratch_stride"]:
+            self._scratch = aligned_zeros((self._threads, padded(scratch, 64)), np.uint8)
+            self._parameters["scratch"] = self._scratch.ctypes.data
+            self._parameters["scratch_stride"] = self._scratch.strides[0]
 
     def _write_runs(self, step: Step) -> int:
         """Cut the rows into runs of one sequence at consecutive positions. Returns their number."""
@@ -168,7 +164,7 @@ class CpuDecoder:
         starts = [0]
         for row in range(1, M):
             follows = step.slots[row] == step.slots[row - 1] and step.positions[row] == step.positions[row - 1] + 1
-            if not follows or row - starts[-1] == _RUN_ROWS:
+            if not follows or row - starts[-1] == RUN_ROWS:
                 starts.append(row)
         self._runs[: len(starts), 0] = starts
         self._runs[: len(starts), 1] = np.diff([*starts, M])

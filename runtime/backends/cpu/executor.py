@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import numba
 
-from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.operands import parameter
+from runtime.backends.cpu.data.instructions import WIDTH, changing_header_at
+from runtime.backends.cpu.data.step import changing_parameters_at
 from runtime.backends.cpu.machine.sync import TICKET, add_word, barrier, wait_for_ticket
 from runtime.backends.cpu.machine.unit import call_5, compiled_unit
-from runtime.backends.cpu.machine.vector import get_word
 
 
 @numba.njit(nogil=True)
 def _run(control: int, thread: int, threads: int) -> None:
-    program, count = parameter(control, op.PROGRAM), parameter(control, op.INSTRUCTIONS)
-    scratch = parameter(control, op.SCRATCH) + thread * parameter(control, op.SCRATCH_STRIDE)
+    step = changing_parameters_at(control)
+    scratch = step.scratch + thread * step.scratch_stride
+    program, count = step.program, step.instructions
     for n in range(count):
-        i = program + 8 * op.WIDTH * n
-        call_5(get_word(i + 8 * op.UNIT), i, control, thread, threads, scratch)
+        i = program + 8 * WIDTH * n
+        call_5(changing_header_at(i).unit, i, control, thread, threads, scratch)
         barrier(control, threads)
 
 

@@ -16,13 +16,12 @@ from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.cpu.units import attention, inputs, paging, products, selection
 from runtime.kv.kinds import CacheKind
 
-_ALWAYS = {
-    op.EMBED: inputs.embed,
-    op.GATHER: inputs.gather,
-    op.NORM: inputs.norm,
-    op.GATE: inputs.gate,
-    op.MERGE: inputs.merge,
-    op.RESTORE: paging.restore,
+_INPUTS = {
+    op.Embed: inputs.embed,
+    op.Gather: inputs.gather,
+    op.Norm: inputs.norm,
+    op.Gate: inputs.gate,
+    op.Merge: inputs.merge,
 }
 _UNIFORM = {3: products.multiply_uniform_3, 4: products.multiply_uniform_4}
 _CODEBOOK = {3: products.multiply_codebook_3, 4: products.multiply_codebook_4}
@@ -49,13 +48,14 @@ def needed(kind: CacheKind) -> list[Unit]:
     form = form_of(kind)
     paged = attention.page_unit(form)
     heads = attention.heads_unit(form, int(kind.windowed))
-    always = [unit for operation, unit in _ALWAYS.items() if operation != op.RESTORE]
     windowed = [_flush_unit(kind.rank), paging.restore] if kind.windowed else []
-    return [execute, *always, heads, attention.attend, *([paged] if paged else []), *windowed]
+    return [execute, *_INPUTS.values(), heads, attention.attend, *([paged] if paged else []), *windowed]
 
 
 def link(program: npt.NDArray[np.int64]) -> None:
-    """Write the addresses of the units that a program needs into its instructions; compiles what is missing.
+    """Write into a program's instructions the addresses of the units that they need, and the bytes of scratch.
+
+    Compiles what is missing.
 
     Args:
         program: int64 [instructions, WIDTH]; what it points to has to be alive.
@@ -64,27 +64,59 @@ def link(program: npt.NDArray[np.int64]) -> None:
         BackendError: a unit cannot be compiled here.
     """
     for words in program:
-        own, inner = _units(words)
-        words[op.UNIT], words[op.INNER] = own.address, 0 if inner is None else inner.address
+        instruction = op.read(words)
+        own, inner = _units(instruction)
+        header = op.header_of(words)
+        header["unit"], header["inner"] = own.address, 0 if inner is None else inner.address
+        header["scratch"] = scratch_of(instruction)
 
 
-def _units(words: npt.NDArray[np.int64]) -> tuple[Unit, Unit | None]:
+def most_scratch(program: npt.NDArray[np.int64]) -> int:
+    """Bytes of scratch that a thread needs for a linked program."""
+    return max(int(op.header_of(words)["scratch"]) for words in program)
+
+
+def is_linked(program: npt.NDArray[np.int64]) -> bool:
+    """Whether `link` has seen a program."""
+    return bool(op.header_of(program[-1])["unit"])
+
+
+def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
     """The unit that runs an instruction, and the one that this calls."""
-    operation = int(words[0])
-    operands = dict(zip(op.OPERANDS[operation], words[1:].tolist(), strict=False))
-    if operation == op.LINEAR:
-        own = (_CODEBOOK if operands["codebooks"] else _UNIFORM)[operands["bits"]]
-        return own, _COMPENSATE[operands["residual_bits"]] if operands["total"] else None
-    if operation == op.SELECT:
-        return _SELECT[operands["mode"]], selection.add_recall if operands["measure"] else None
-    if operation == op.HEADS:
-        form, window = _described(operands["cache"], page.FORMAT), _described(operands["cache"], page.WINDOW)
-        return attention.heads_unit(form, window), None
-    if operation == op.ATTEND:
-        return attention.attend, attention.page_unit(_described(operands["cache"], page.FORMAT))
-    if operation == op.FLUSH:
-        return _flush_unit(_described(operands["cache"], page.RANK)), None
-    return _ALWAYS[operation], None
+    match instruction:
+        case op.Linear(weights=weights, total=total, residual=residual):
+            own = (_CODEBOOK if weights.codebooks else _UNIFORM)[weights.bits]
+            return own, _COMPENSATE[residual.bits] if total else None
+        case op.Select(mode=mode, measure=measure):
+            return _SELECT[mode], selection.add_recall if measure else None
+        case op.Heads(stored=stored):
+            form, window = _described(stored.cache, page.FORMAT), _described(stored.cache, page.WINDOW)
+            return attention.heads_unit(form, window), None
+        case op.Attend(stored=stored):
+            return attention.attend, attention.page_unit(_described(stored.cache, page.FORMAT))
+        case op.Flush(page=of):
+            return _flush_unit(_described(of.cache, page.RANK)), None
+        case op.Restore():
+            return paging.restore, None
+    return _INPUTS[type(instruction)], None
+
+
+def scratch_of(instruction: op.Instruction) -> int:
+    """Bytes of scratch that a thread needs for an instruction."""
+    match instruction:
+        case op.Linear():
+            return products.linear_scratch(instruction)
+        case op.Select():
+            return selection.select_scratch(instruction)
+        case op.Attend(stored=stored):
+            padded, tokens = (_described(stored.cache, word) for word in (page.PADDED, page.TOKENS))
+            packed = _described(stored.cache, page.FORMAT) != page.HALF
+            return attention.attend_scratch(instruction, padded, tokens, packed=packed)
+        case op.Flush(page=of) | op.Restore(page=of):
+            tokens, padded, rank = (_described(of.cache, word) for word in (page.TOKENS, page.PADDED, page.RANK))
+            outliers = max(_described(of.cache, word) for word in (page.KEY_OUTLIERS, page.VALUE_OUTLIERS))
+            return paging.paging_scratch(tokens, padded, rank, outliers)
+    return 0
 
 
 def _flush_unit(rank: int) -> Unit:

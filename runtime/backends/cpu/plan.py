@@ -23,8 +23,9 @@ from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.tiles import TiledLinear, aligned_zeros, padded, tile_linear
 from runtime.backends.cpu.kernels.gemv import BLOCK
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
-from runtime.backends.cpu.link import link
+from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine.emit import LANES
+from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
 from runtime.operations.channels import buckets, k_chunk_of, layer_kind, static_channels, total_budget
@@ -37,16 +38,14 @@ ROW_PADDING = 16
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """A [rows, width] matrix of float32 activations in a buffer, by address."""
+    """A [rows, width] matrix of float32 activations in a buffer."""
 
-    address: int
-    """Of element [0, 0]."""
-    stride: int
-    """Bytes from row to row."""
+    place: op.Matrix
+    """Where it is."""
     width: int
     """Channels."""
-    rows: int = 0
-    """0: the rows of the step; 1: those whose logits are wanted."""
+    wanted: bool = False
+    """Whether these are the rows whose logits are wanted; else all rows of the step."""
     norm: str = ""
     """Head norm that is still to be applied."""
     instruction: int = -1
@@ -68,6 +67,8 @@ class Program:
     its own (selecting channels), otherwise empty."""
     logits: npt.NDArray[np.float32]
     """float32 [rows, V padded to 16], where the logits arrive."""
+    scratch: int
+    """Bytes of scratch that a thread needs for it."""
     selections: tuple[int, int]
     """Layers in which a row of the step, and a row whose logits are wanted, select channels."""
 
@@ -87,7 +88,7 @@ class PlanOperations:
         self._options = options
         self._cache = cache
         self._k_chunk = options.k_chunk
-        self._program: list[list[int]] = []
+        self._program: list[op.Instruction] = []
         self._kinds: list[str] = []
         self._constants: dict[str, npt.NDArray[Any]] = {}
         self._tiles: dict[str, TiledLinear] = {}
@@ -116,11 +117,11 @@ class PlanOperations:
         self._program, self._kinds, self._selections = [], [], [0, 0]
         forward(self, self._spec)
         words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
-        for i, instruction in enumerate(self._program):
-            words[i, : len(instruction)] = instruction
+        for own, instruction in zip(words, self._program, strict=True):
+            op.write(own, instruction)
         link(words)
         selections = (self._selections[0], self._selections[1])
-        return Program(words, tuple(self._kinds), self._buffers["logits"], selections)
+        return Program(words, tuple(self._kinds), self._buffers["logits"], most_scratch(words), selections)
 
     @property
     def weight_bytes(self) -> int:
@@ -133,7 +134,7 @@ class PlanOperations:
         """See `models.architecture.Operations`."""
         table = self._constant("embed", lambda: np.asarray(self._model.embedding()))
         out = self._matrix("stream", self._spec.hidden_size)
-        self._emit(op.EMBED, _address(table), self._spec.hidden_size, out.address, out.stride)
+        self._emit(op.Embed(_address(table), self._spec.hidden_size, out.place))
         return out
 
     def norm(self, x: Activations, name: str) -> Activations:
@@ -162,7 +163,8 @@ class PlanOperations:
         """See `models.architecture.Operations`."""
         parts, start = [], 0
         for width in widths:
-            parts.append(replace(x, address=x.address + 4 * start, width=width, instruction=-1))
+            place = op.Matrix(x.place.at + 4 * start, x.place.stride)
+            parts.append(replace(x, place=place, width=width, instruction=-1))
             start += width
         return tuple(parts)
 
@@ -177,111 +179,135 @@ class PlanOperations:
     def attend(self, q: Activations, k: Activations, v: Activations, layer: int) -> Activations:
         """See `models.architecture.Operations`."""
         spec = self._spec
-        assert k.address == q.address + 4 * q.width
-        assert v.address == k.address + 4 * k.width
-        norms = [self._vector(x.norm) if x.norm else 0 for x in (q, k)]
-        stored = self._cache.addresses(layer)
+        assert k.place.at == q.place.at + 4 * q.width
+        assert v.place.at == k.place.at + 4 * k.width
+        q_norm, k_norm = (self._vector(x.norm) if x.norm else 0 for x in (q, k))
+        stored = self._cache.stored(layer)
         self._emit(
-            op.HEADS,
-            *(q.address, q.stride, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rope.rotary_dim // 2),
-            *(_address(self._cos), _address(self._sin), *norms, op.float_bits(spec.norm_eps)),
-            *(op.float_bits(spec.head_dim**-0.5), *stored),
+            op.Heads(
+                qkv=q.place,
+                heads=spec.num_heads,
+                kv_heads=spec.num_kv_heads,
+                dim=spec.head_dim,
+                half=spec.rope.rotary_dim // 2,
+                cos=_address(self._cos),
+                sin=_address(self._sin),
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=spec.norm_eps,
+                scale=spec.head_dim**-0.5,
+                stored=stored,
+            )
         )
         part = padded(spec.head_dim, LANES) + LANES
         partial = self._buffer("partial", (self._rows * self._cache.max_splits * spec.num_heads * part,), np.float32)
         self._emit(
-            op.ATTEND,
-            *(q.address, q.stride, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows[layer] or 0),
-            *(*stored, _address(partial)),
+            op.Attend(
+                qkv=q.place,
+                heads=spec.num_heads,
+                kv_heads=spec.num_kv_heads,
+                dim=spec.head_dim,
+                window=spec.windows[layer] or 0,
+                rows=RUN_ROWS,
+                stored=stored,
+                out=_address(partial),
+            )
         )
-        return Activations(0, 0, spec.q_width, partial=_address(partial))
+        return Activations(op.Matrix(0, 0), spec.q_width, partial=_address(partial))
 
     def gate(self, gate: Activations, up: Activations) -> Activations:
         """See `models.architecture.Operations`. Written by the linear layer that reads it."""
-        assert up.address == gate.address + 4 * gate.width
+        assert up.place.at == gate.place.at + 4 * gate.width
         return replace(gate, gated=True)
 
     def add(self, x: Activations, y: Activations) -> Activations:
         """See `models.architecture.Operations`. The linear layer that wrote y is told to add to x instead."""
-        words = self._program[y.instruction]
-        names = op.OPERANDS[op.LINEAR]
-        assert words[0] == op.LINEAR
-        words[1 + names.index("out")] = x.address
-        words[1 + names.index("out_stride")] = x.stride
-        words[1 + names.index("accumulate")] = 1
+        linear = self._program[y.instruction]
+        assert isinstance(linear, op.Linear)
+        self._program[y.instruction] = linear._replace(out=x.place, accumulate=True)
         return x
 
     def logit_rows(self, x: Activations) -> Activations:
         """See `models.architecture.Operations`."""
-        out = replace(self._matrix("last", x.width), rows=1)
-        self._emit(op.GATHER, x.address, x.stride, x.width, out.address, out.stride)
+        out = replace(self._matrix("last", x.width), wanted=True)
+        self._emit(op.Gather(x.place, x.width, out.place))
         return out
 
     # How it is written down
 
     def _prepare(self, x: Activations, tiled: TiledLinear) -> Activations:
         """Write the instruction that makes x float32 and INT8: norm, gate, or merge of attention's splits."""
-        width = x.width
-        out = replace(self._matrix("input", self._widest()), width=width, rows=x.rows)
-        groups = -(-padded(width, BLOCK) // (BLOCK * tiled.group_blocks))
-        codes = self._buffer("codes", (self._rows, padded(self._widest(), BLOCK)), np.int8)
-        most_groups = padded(self._widest(), BLOCK) // BLOCK
-        scales = self._buffer("scales", (self._rows, most_groups), np.float32)
-        shifts = self._buffer("shifts", (self._rows, most_groups), np.float32)
-        assert groups == tiled.groups
-        source = x.partial or x.address
-        places = (_address(codes), _address(scales), _address(shifts))
-        shared = (source, x.stride, width, out.address, out.stride, *places, tiled.group_blocks, x.rows)
+        assert tiled.groups == -(-padded(x.width, BLOCK) // (BLOCK * tiled.group_blocks))
+        out = replace(self._matrix("input", self._widest()), width=x.width, wanted=x.wanted)
+        to = op.Input(
+            width=x.width,
+            wanted=x.wanted,
+            out=out.place,
+            rounded=self._rounded(),
+            group_blocks=tiled.group_blocks,
+        )
         if x.partial:
-            self._emit(op.MERGE, *shared, self._spec.num_heads, self._spec.head_dim)
+            self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim))
         elif x.gated:
-            self._emit(op.GATE, *shared)
+            self._emit(op.Gate(x.place, to))
         else:
-            self._emit(op.NORM, *shared, self._vector(x.norm), op.float_bits(self._spec.norm_eps))
+            self._emit(op.Norm(x.place, to, self._vector(x.norm), self._spec.norm_eps))
         return out
 
+    def _rounded(self) -> op.Quantized:
+        """The buffers of INT8 activations, with room for groups of one block."""
+        width = padded(self._widest(), BLOCK)
+        codes = self._buffer("codes", (self._rows, width), np.int8)
+        factors = (self._buffer(name, (self._rows, width // BLOCK), np.float32) for name in ("scales", "shifts"))
+        return op.Quantized(_address(codes), *map(_address, factors))
+
     def _select(self, values: Activations, packed: PackedLinear, k_chunk: int, total: int) -> None:
-        chosen = self._chosen()
-        static = 0
-        border: tuple[int, ...] = (0, 0, 0)
-        options = self._options
+        static, border, options = 0, op.Border(0.0, 0.0, 0.0), self._options
         if options.select == "static" and (mean_square := packed.mean_square) is not None:
             key = f"{packed.name}.static.{k_chunk}"
             static = _address(self._constant(key, lambda: static_channels(np.asarray(mean_square), k_chunk)))
         if options.select == "approx" and packed.rank_maximum is not None:
             found = buckets(np.asarray(packed.rank_maximum), total)
-            border = tuple(op.float_bits(v) for v in (found.b15, found.upper_scale, found.lower_scale))
-        self._selections[values.rows] += 1
+            border = op.Border(found.b15, found.upper_scale, found.lower_scale)
+        self._selections[values.wanted] += 1
         self._emit(
-            op.SELECT,
-            *(values.address, values.stride, packed.shape[1], k_chunk, total, _address(chosen), chosen.strides[0]),
-            *(values.rows, MODES[options.select], *border, static, options.seed % 2**63, self._names[packed.name]),
-            *(int(options.measure_recall), _address(self.recall_sums)),
+            op.Select(
+                x=values.place,
+                width=packed.shape[1],
+                wanted=values.wanted,
+                k_chunk=k_chunk,
+                total=total,
+                chosen=self._chosen(),
+                mode=MODES[options.select],
+                border=border,
+                static=static,
+                seed=options.seed % 2**63,
+                layer=self._names[packed.name],
+                measure=options.measure_recall,
+                hits=_address(self.recall_sums),
+            ),
             kind=layer_kind(packed.name),
         )
 
     def _product(self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int) -> Activations:
         kind, columns = layer_kind(packed.name), tiled.tiles * LANES
-        out = replace(self._matrix("logits" if kind == "head" else kind, packed.shape[0]), rows=values.rows)
-        bias = 0 if packed.bias is None else self._widened(f"{packed.name}.bias", packed.bias, columns)
-        residual = (0, 0, 0, 0)
+        out = replace(self._matrix("logits" if kind == "head" else kind, packed.shape[0]), wanted=values.wanted)
+        linear = op.Linear(
+            weights=tiled.weights,
+            x=self._rounded(),
+            wanted=values.wanted,
+            out=out.place,
+            bias=0 if packed.bias is None else self._widened(f"{packed.name}.bias", packed.bias, columns),
+            accumulate=False,
+        )
         if total and packed.residual is not None:
             residual = self._residual(packed.name, packed.residual, columns)
-        chosen = self._chosen() if total else np.zeros((1, 1), np.int32)
-        self._emit(
-            op.LINEAR,
-            *(_address(tiled.codes), _address(tiled.scales), _address(tiled.zeros)),
-            *(_address(self._buffers[n]) for n in ("codes", "scales", "shifts")),
-            *(tiled.blocks, tiled.group_blocks, tiled.groups, tiled.tiles, tiled.bits, bias, out.address, out.stride),
-            *(0, values.rows, *residual, values.address, values.stride),
-            *((_address(chosen), chosen.strides[0]) if total else (0, 0)),
-            *(total, _address(tiled.codebooks)),
-            kind=kind,
-        )
+            linear = linear._replace(total=total, residual=residual, values=values.place, chosen=self._chosen())
+        self._emit(linear, kind=kind)
         return replace(out, instruction=len(self._program) - 1)
 
-    def _residual(self, name: str, residual: PackedResidual, columns: int) -> tuple[int, int, int, int]:
-        """Address of the codes, of the scales padded to whole tiles, bits, and bytes of a row."""
+    def _residual(self, name: str, residual: PackedResidual, columns: int) -> op.Residual:
+        """A matrix's residuals, the scales padded to whole tiles."""
 
         def halves() -> npt.NDArray[Any]:
             stored = np.asarray(residual.codes)
@@ -292,18 +318,17 @@ class PlanOperations:
         pad = residual.bits == 16 and residual.codes.shape[1] < columns
         codes = self._constant(f"{name}.residual", halves if pad else lambda: np.asarray(residual.codes))
         scales = 0 if residual.scales is None else self._widened(f"{name}.residual_scales", residual.scales, columns)
-        return _address(codes), scales, residual.bits, codes.strides[0]
+        return op.Residual(_address(codes), scales, residual.bits, codes.strides[0])
 
     def _widest(self) -> int:
         return max(self._spec.linear_shape(kind)[1] for kind in ("qkv", "o", "down"))
 
-    def _chosen(self) -> npt.NDArray[Any]:
-        return self._buffer("chosen", (self._rows, padded(self._widest(), LANES)), np.int32)
+    def _chosen(self) -> op.Matrix:
+        return _matrix(self._buffer("chosen", (self._rows, padded(self._widest(), LANES)), np.int32))
 
     def _matrix(self, name: str, width: int) -> Activations:
         """The named activation buffer, zero-padded to whole blocks of channels."""
-        array = self._buffer(name, (self._rows, padded(width, BLOCK)), np.float32)
-        return Activations(_address(array), array.strides[0], width)
+        return Activations(_matrix(self._buffer(name, (self._rows, padded(width, BLOCK)), np.float32)), width)
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         if name not in self._buffers:
@@ -332,11 +357,14 @@ class PlanOperations:
             self._constants[key] = np.ascontiguousarray(make())
         return self._constants[key]
 
-    def _emit(self, operation: int, *operands: int, kind: str = "") -> None:
-        assert len(operands) == len(op.OPERANDS[operation]), op.OPERANDS[operation]
-        self._program.append([operation, *operands])
+    def _emit(self, instruction: op.Instruction, *, kind: str = "") -> None:
+        self._program.append(instruction)
         self._kinds.append(kind)
 
 
-def _address(array: npt.NDArray[Any] | None) -> int:
-    return 0 if array is None else int(array.ctypes.data)
+def _matrix(array: npt.NDArray[Any]) -> op.Matrix:
+    return op.Matrix(_address(array), array.strides[0])
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return int(array.ctypes.data)

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.executor import execute
-from runtime.backends.cpu.link import link
+from runtime.backends.cpu.link import is_linked, link, most_scratch
 from runtime.backends.cpu.machine import sync
 
 
@@ -31,13 +31,14 @@ class Pool:
 
     Args:
         control: int64 control block (see `runtime.backends.cpu.machine.sync` and
-            `runtime.backends.cpu.data.instructions`).
+            `runtime.backends.cpu.data.step`).
         threads: Number of threads, the caller included.
     """
 
     def __init__(self, control: npt.NDArray[np.int64], threads: int) -> None:
         self._control, self.threads = control, threads
         self._address = int(control.ctypes.data)
+        self._parameters = parameters_of(control)
         self._depth = 0
         self._workers: list[threading.Thread] = []
 
@@ -65,9 +66,10 @@ class Pool:
             program: int64 [instructions, WIDTH]; the arrays whose addresses it holds have to be alive. One that is not
                 linked yet (`runtime.backends.cpu.link`) is linked first.
         """
-        if not program[-1, op.UNIT]:
+        if not is_linked(program):
             link(program)
-        self._control[op.PROGRAM], self._control[op.INSTRUCTIONS] = int(program.ctypes.data), len(program)
+            assert most_scratch(program) <= self._parameters["scratch_stride"]
+        self._parameters["program"], self._parameters["instructions"] = int(program.ctypes.data), len(program)
         with self.session():
             execute(self._address, 0, self.threads)
 

@@ -1,4 +1,4 @@
-"""Whether the GPU backend can run here, and if not, why not: what `auto` goes by and what `doctor` says.
+"""The graphics card: whether the GPU backend can run on it, and if not, why not; what it is; how fast its link is.
 
 Looks without torch first, whose import takes over a second: on a machine without a card nothing more is loaded.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass
 from functools import cache
 
-from tuner.detect import GpuInfo, MemoryInfo
-from tuner.gpu import detect_gpus
+from runtime.backend import Device, Presence
+from runtime.errors import BackendError
+from tuner.detect import MemoryInfo
+from tuner.gpu import GpuInfo, detect_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -19,41 +20,14 @@ LEAST_CAPABILITY = (8, 0)
 """Compute capability that the kernels are compiled for at least (Ampere)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuChoice:
-    """What came of the look."""
-
-    usable: bool
-    """Whether the GPU backend can run."""
-    reason: str
-    """Why, in half a sentence."""
-    fix: str | None = None
-    """What a person can do about it; None where there is nothing to be done, or no need."""
-    gpu: GpuInfo | None = None
-    """The card."""
-
-    @property
-    def because(self) -> str:
-        """Why the GPU backend is chosen, in one sentence; where it can run."""
-        return f"{self.reason}, and Triton's kernels run on it"
-
-    @property
-    def memory(self) -> MemoryInfo | None:
-        """The card's memory; None where there is no usable card or its driver does not say."""
-        if not self.usable or self.gpu is None or self.gpu.memory_total_bytes is None:
-            return None
-        free = self.gpu.memory_free_bytes if self.gpu.memory_free_bytes is not None else self.gpu.memory_total_bytes
-        return MemoryInfo(total_bytes=self.gpu.memory_total_bytes, available_bytes=free, limit_bytes=None)
-
-
-def look() -> GpuChoice:
+def look() -> Presence:
     """Look at the cards and at what is installed. Free memory is as it is now."""
     cards = [gpu for gpu in detect_gpus() if gpu.vendor == "nvidia"]
     if not cards:
-        return GpuChoice(usable=False, reason="no NVIDIA card was found")
+        return Presence(usable=False, reason="no NVIDIA card was found")
     card = cards[0]
     if card.driver is None or card.compute_capability is None:
-        return GpuChoice(
+        return Presence(
             usable=False,
             reason=f"no driver answers for {card.name}",
             fix="install NVIDIA's driver, or make the card visible to this container",
@@ -62,13 +36,54 @@ def look() -> GpuChoice:
     capability = tuple(int(part) for part in card.compute_capability.split("."))
     if capability < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
-        return GpuChoice(
+        return Presence(
             usable=False,
             reason=f"{card.name} has compute capability {card.compute_capability}, and the kernels need {least}",
             gpu=card,
         )
     missing, fix = _missing()
-    return GpuChoice(usable=missing is None, reason=missing or f"{card.name} was found", fix=fix, gpu=card)
+    if missing is not None:
+        return Presence(usable=False, reason=missing, fix=fix, gpu=card)
+    return Presence(
+        usable=True,
+        reason=f"{card.name} was found, and Triton's kernels run on it",
+        variant=f"compute capability {card.compute_capability}",
+        memory=_memory(card),
+        gpu=card,
+    )
+
+
+def device() -> Device:
+    """The card that the GPU backend computes on.
+
+    Raises:
+        BackendError: it does not answer.
+    """
+    seen = look()
+    if not seen.usable or seen.gpu is None:
+        raise BackendError(f"the graphics card does not answer any more: {seen.reason}")
+    import torch
+
+    gpu = seen.gpu
+    try:
+        found = torch.cuda.get_device_properties(0)
+    except (RuntimeError, AssertionError) as error:
+        raise BackendError(f"{gpu.name} does not answer ({error}); is it still there?") from error
+    return Device(
+        name=gpu.name,
+        capability=gpu.compute_capability or f"{found.major}.{found.minor}",
+        driver=gpu.driver,
+        sm_count=found.multi_processor_count,
+        shared_bytes=found.shared_memory_per_block,
+    )
+
+
+def _memory(gpu: GpuInfo) -> MemoryInfo | None:
+    """The card's memory; None where its driver does not say."""
+    if gpu.memory_total_bytes is None:
+        return None
+    free = gpu.memory_free_bytes if gpu.memory_free_bytes is not None else gpu.memory_total_bytes
+    return MemoryInfo(total_bytes=gpu.memory_total_bytes, available_bytes=free, limit_bytes=None)
 
 
 @cache

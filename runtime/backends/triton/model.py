@@ -19,7 +19,7 @@ from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
 from runtime.kv.kinds import KINDS
 from runtime.operations.channels import k_chunk_of, layer_kind
-from runtime.tuning import Problem
+from runtime.problem import Problem
 from runtime.weights import Weights
 from tuner.candidates import n_tb_candidates
 

@@ -12,10 +12,11 @@ import pytest
 from app.cli import checks
 from app.cli.services import Services
 from runtime import tuning
-from runtime.backends.triton.card import GpuChoice
+from runtime.backend import Presence
 from runtime.clocks import Clocks
 from runtime.lock import LockRecord
-from tuner.detect import CpuInfo, GpuInfo, Machine, MemoryInfo, PcieLink
+from tuner.detect import CpuInfo, Machine, MemoryInfo
+from tuner.gpu import GpuInfo, PcieLink
 
 Answer = Callable[..., dict[str, Any]]
 GIB = 1 << 30
@@ -43,13 +44,19 @@ GPU = GpuInfo(
 )
 
 
+def gpu_is(services: Any, **presence: Any) -> None:
+    """Let the GPU backend be found like this, and the others as they are."""
+    found = {**Services().presences(), "triton": Presence(**presence)}
+    services.presences = lambda: found
+
+
 @pytest.fixture
 def machine(services: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
     """Replace the machine that the program sees."""
 
     def replace_machine(machine: Machine) -> None:
         services.machine = lambda: machine
-        services.gpu = lambda: GpuChoice(usable=False, reason="no NVIDIA card was found")
+        gpu_is(services, usable=False, reason="no NVIDIA card was found")
 
     replace_machine(MACHINE)
     monkeypatch.setattr(checks, "_LEAST_DISK", 0)
@@ -86,7 +93,7 @@ def test_for_a_person(run: Callable[..., Any], machine: Any) -> None:
 
 def test_a_card_that_torch_cannot_use(answer: Answer, machine: Any, services: Any) -> None:
     machine(replace(MACHINE, gpus=(GPU,)))
-    services.gpu = lambda: GpuChoice(usable=False, reason="torch was built without CUDA", fix="install it", gpu=GPU)
+    gpu_is(services, usable=False, reason="torch was built without CUDA", fix="install it", gpu=GPU)
     found = answer("doctor")
     assert "built without CUDA" in whats(found)
     assert (found["gpu"]["name"], found["pcie"]["lanes"]) == ("Some Card", 8)
@@ -96,7 +103,7 @@ def test_a_card_that_torch_cannot_use(answer: Answer, machine: Any, services: An
 
 def test_a_card_that_can_be_used(answer: Answer, machine: Any, services: Any) -> None:
     machine(replace(MACHINE, gpus=(GPU,)))
-    services.gpu = lambda: GpuChoice(usable=True, reason="Some Card was found", gpu=GPU)
+    gpu_is(services, usable=True, reason="Some Card was found", gpu=GPU)
     found = answer("doctor")
     assert found["ok"]
     assert found["backend"] == "triton"
@@ -111,7 +118,7 @@ def test_a_link_that_compensation_suffers_from(
 ) -> None:
     gpu = replace(GPU, pcie=pcie)
     machine(replace(MACHINE, gpus=(gpu,)))
-    services.gpu = lambda: GpuChoice(usable=True, reason="Some Card was found", gpu=gpu)
+    gpu_is(services, usable=True, reason="Some Card was found", gpu=gpu)
     assert said in whats(answer("doctor"))
 
 
@@ -179,7 +186,7 @@ def test_a_bad_kernel_choice(services: Any, monkeypatch: pytest.MonkeyPatch) -> 
     import sys
 
     monkeypatch.setitem(sys.modules, "runtime.backends.cpu.machine.isa", None)
-    choice, problems = checks.choose(services.gpu())
+    choice, problems = checks.choose(services.presences())
     assert (choice.backend, choice.variant) == ("reference", None)
     assert len(problems) == 1
 

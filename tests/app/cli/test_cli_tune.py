@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.cli import tune_device
+from app.cli import main as program
 from runtime import clocks as clocking
 from runtime import tuning
 from runtime.errors import BackendError
@@ -262,7 +262,7 @@ def test_bench_measures_what_it_costs(answer: Answer, run: Callable[..., Any], c
 def test_the_programs_own_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["tune-device", "--list-devices", "--json"])
     with pytest.raises(SystemExit) as ended:
-        tune_device.main()
+        program.tune()
     assert ended.value.code == 0
     assert len(json.loads(capsys.readouterr().out)["devices"]) >= 5
 

@@ -23,6 +23,7 @@ from runtime.errors import (
 )
 from runtime.kv.saved_folder import Holding
 from runtime.memory import CacheFacts
+from runtime.problem import Problem
 from runtime.sampling import Alternative, SamplingOptions, TokenLogprob
 from runtime.server.records import (
     DeviceFacts,
@@ -34,7 +35,7 @@ from runtime.server.records import (
 )
 from runtime.server.service import Service
 from runtime.stopping import StopMatcher
-from runtime.tuning import Problem, Tuning
+from runtime.tuning import Tuning
 from tuner.curve import Curve
 
 CONTEXT = 200

@@ -24,9 +24,10 @@ from runtime.kv.saved_folder import Holding
 from runtime.profile_key import content_of
 from runtime.sampling import SamplingOptions
 from runtime.server.app import create_app
+from runtime.server.catalogue import Bundle, StoreCatalogue
 from runtime.server.errors import ApiError
 from runtime.server.inspecting import MachineInspector
-from runtime.server.loading import Bundle, StoreCatalogue, StoreLoader, open_service
+from runtime.server.loading import StoreLoader, open_service
 from runtime.server.making import StoreWorkshop
 from runtime.server.records import LoadRequest, QuantizeRequest, TuneRequest
 from runtime.server.security import Security

@@ -1,56 +1,397 @@
-"""The words of a program: what `plan` writes and `executor` reads.
+"""The instructions of a program: what `plan` writes and the units read, each declared once, by name.
 
-A program is int64 [instructions, WIDTH]; word 0 is the operation, the others are its operands in the order of its list
-below: addresses, sizes, strides in bytes, and floats as their bits. Where an operand `rows` stands, 0 means the rows of
-the step (M) and 1 the rows whose logits are wanted (R).
+A program is int64 [instructions, WIDTH]: the words of an instruction are its `Header`, then what its class here says.
+Numbers that are called addresses are those of arrays; strides and steps are bytes. In compiled code an instruction is
+read through its view: `linear = linear_at(i)`, then `linear.weights.codes`.
 """
 
 from __future__ import annotations
 
-import struct
-from typing import Final
+import functools
+from typing import Any, Final, NamedTuple, get_type_hints
 
-WIDTH: Final = 32
+import numpy as np
+import numpy.typing as npt
+
+from runtime.backends.cpu.machine.view import record_of, view
+
+WIDTH: Final = 40
 """Words of an instruction."""
-INNER, UNIT = 30, 31
-"""Words that `runtime.backends.cpu.link` fills: addresses of the unit that runs the instruction, and of one that it
-calls."""
-
-EMBED, GATHER, NORM, GATE, MERGE, SELECT, LINEAR, HEADS, ATTEND, FLUSH, RESTORE = range(11)
-
-_INPUT = "x x_stride width out out_stride codes scales shifts group_blocks rows"
-_CACHE = "cache pages window_keys window_values"
-_PAGE = "cache layers heads pages pages_step page keys keys_step values values_step slot"
-
-OPERANDS: Final[dict[int, tuple[str, ...]]] = {
-    operation: tuple(names.split())
-    for operation, names in {
-        EMBED: "table channels out out_stride",
-        GATHER: "x x_stride channels out out_stride",
-        NORM: f"{_INPUT} weight eps",
-        GATE: _INPUT,
-        MERGE: f"{_INPUT} heads dim",
-        SELECT: "x x_stride width k_chunk total chosen chosen_stride rows mode b15 upper lower static seed layer"
-        " measure hits",
-        LINEAR: "codes scales zeros x_codes x_scales x_shifts blocks group_blocks groups tiles bits bias out out_stride"
-        " accumulate rows residual residual_scales residual_bits residual_row x x_stride chosen chosen_stride total"
-        " codebooks",
-        HEADS: f"qkv stride heads kv_heads dim half cos sin q_norm k_norm eps scale {_CACHE}",
-        ATTEND: f"qkv stride heads kv_heads dim window {_CACHE} out",
-        FLUSH: f"{_PAGE} rest start scratch scratch_step",
-        RESTORE: f"{_PAGE} count scratch scratch_step",
-    }.items()
-}
-
-# Step parameters in the control block, after the words of `runtime.backends.cpu.machine.sync`.
-M_ROWS, R_ROWS, RUNS, SPLITS, COMPENSATE = 40, 41, 42, 43, 44
-TOKENS, SLOTS, POSITIONS, LOGIT_ROWS, RUN_ROWS, SCRATCH, SCRATCH_STRIDE = 45, 46, 47, 48, 49, 50, 51
-PROGRAM, INSTRUCTIONS = 52, 53
-"""Address of the program that the next step runs, and its number of instructions."""
-DRAFT = 54
-"""1: attention reads the upper plane alone where the cache has two."""
 
 
-def float_bits(value: float) -> int:
-    """A float32's bits as a word."""
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+class Header(NamedTuple):
+    """What every instruction begins with."""
+
+    operation: int
+    """Index in `OPERATIONS`."""
+    unit: int
+    """Address of the unit that runs it."""
+    inner: int
+    """Address of a unit that this calls; 0 = none."""
+    scratch: int
+    """Bytes of scratch that a thread needs for it."""
+
+
+class Matrix(NamedTuple):
+    """Rows in a buffer."""
+
+    at: int
+    """Address of the first row."""
+    stride: int
+    """Bytes from row to row."""
+
+
+class Quantized(NamedTuple):
+    """Rows of INT8 activations, in the layout of `runtime.backends.cpu.kernels.activation`."""
+
+    codes: int
+    """Address of int8."""
+    scales: int
+    """Address of float32."""
+    shifts: int
+    """Address of float32."""
+
+
+class Embed(NamedTuple):
+    """Write the embeddings of a step's tokens."""
+
+    table: int
+    """Address of float16 [V, C]."""
+    channels: int
+    """C."""
+    out: Matrix
+    """float32."""
+
+
+class Gather(NamedTuple):
+    """Copy the rows whose logits are wanted."""
+
+    x: Matrix
+    """float32, all rows."""
+    channels: int
+    """C."""
+    out: Matrix
+    """float32."""
+
+
+class Input(NamedTuple):
+    """What a matrix product reads, and the instructions before it write: rows in float32 and in INT8."""
+
+    width: int
+    """K."""
+    wanted: bool
+    """Whether these are the rows whose logits are wanted; else all rows of the step."""
+    out: Matrix
+    """float32, zero-padded to whole blocks."""
+    rounded: Quantized
+    """The same in INT8."""
+    group_blocks: int
+    """Blocks of 32 channels that share a scale."""
+
+
+class Norm(NamedTuple):
+    """RMSNorm, and the rounding of what it writes."""
+
+    x: Matrix
+    """float32."""
+    to: Input
+    """What is written."""
+    weight: int
+    """Address of float32, zero-padded to whole blocks."""
+    eps: float
+    """Added to the mean square."""
+
+
+class Gate(NamedTuple):
+    """SiLU(gate) * up, and the rounding of what it writes."""
+
+    x: Matrix
+    """float32: gate, then up."""
+    to: Input
+    """What is written."""
+
+
+class Merge(NamedTuple):
+    """Join the splits of attention, and round what that writes."""
+
+    partial: int
+    """Address of what ATTEND wrote."""
+    to: Input
+    """What is written."""
+    heads: int
+    """H."""
+    dim: int
+    """D."""
+
+
+class Border(NamedTuple):
+    """The buckets of approximate selection (`runtime.operations.channels.Buckets`)."""
+
+    b15: float
+    """See there, and so below."""
+    upper: float
+    lower: float
+
+
+class Select(NamedTuple):
+    """Choose the salient channels of every chunk of the rows."""
+
+    x: Matrix
+    """float32."""
+    width: int
+    """K."""
+    wanted: bool
+    """As of `Input`."""
+    k_chunk: int
+    """Channels of a whole chunk."""
+    total: int
+    """Channels of a row."""
+    chosen: Matrix
+    """int32, written."""
+    mode: int
+    """How: one of `runtime.backends.cpu.kernels.select`."""
+    border: Border
+    """Of the approximate mode."""
+    static: int
+    """Address of int32 [total], of the static mode."""
+    seed: int
+    """Of the random mode."""
+    layer: int
+    """Number of the matrix, of the random mode."""
+    measure: bool
+    """Whether recall is measured."""
+    hits: int
+    """Address of float32 [rows], to which each row's recall is added."""
+
+
+class Weights(NamedTuple):
+    """A matrix in tiles (`runtime.backends.cpu.data.tiles`): addresses and sizes."""
+
+    codes: int
+    """Of the first tile."""
+    scales: int
+    """float16."""
+    zeros: int
+    """uint8; 0 with codebooks."""
+    codebooks: int
+    """int8; 0 where the matrix is uniform."""
+    bits: int
+    """3 or 4."""
+    tiles: int
+    """Of 16 output channels."""
+    blocks: int
+    """Of 32 input channels."""
+    groups: int
+    """Of the activations, and of uniform weights."""
+    group_blocks: int
+    """Blocks of a group."""
+
+
+class Residual(NamedTuple):
+    """A matrix's residuals, in the canonical packing."""
+
+    codes: int = 0
+    """Address."""
+    scales: int = 0
+    """Address of float16 [N padded to 16]; 0 with halves."""
+    bits: int = 0
+    """2, 4, 8 or 16."""
+    stride: int = 0
+    """Bytes from one input channel's row to the next."""
+
+
+class Linear(NamedTuple):
+    """A matrix product, and the compensation of its outputs."""
+
+    weights: Weights
+    """The matrix."""
+    x: Quantized
+    """What it is multiplied with."""
+    wanted: bool
+    """As of `Input`."""
+    out: Matrix
+    """float32."""
+    bias: int
+    """Address of float32 [N padded to 16]; 0 = none."""
+    accumulate: bool
+    """Whether the product is added to what `out` holds."""
+    total: int = 0
+    """Channels that are compensated; 0 = none."""
+    residual: Residual = Residual()
+    """Of the matrix, where it is compensated, and so below."""
+    values: Matrix = Matrix(0, 0)
+    """The activations in float32."""
+    chosen: Matrix = Matrix(0, 0)
+    """int32, the channels."""
+
+
+class Stored(NamedTuple):
+    """A layer of the cache: addresses."""
+
+    cache: int
+    """Of the cache's description (`runtime.backends.cpu.data.pages`)."""
+    pages: int
+    """Of its records."""
+    keys: int
+    """Of the keys in its windows."""
+    values: int
+    """Of the values in its windows."""
+
+
+class Heads(NamedTuple):
+    """Norm and rotate queries and keys, scale queries, store keys and values."""
+
+    qkv: Matrix
+    """float32."""
+    heads: int
+    """H."""
+    kv_heads: int
+    """H_kv."""
+    dim: int
+    """D."""
+    half: int
+    """rotary_dim / 2."""
+    cos: int
+    """Address of float32 [context, half]."""
+    sin: int
+    """Likewise."""
+    q_norm: int
+    """Address of float32 [D]; 0 = none."""
+    k_norm: int
+    """Likewise."""
+    eps: float
+    """Of the norms."""
+    scale: float
+    """Of the queries."""
+    stored: Stored
+    """Where keys and values go."""
+
+
+class Attend(NamedTuple):
+    """Attention of a step's rows."""
+
+    qkv: Matrix
+    """float32, after HEADS."""
+    heads: int
+    """H."""
+    kv_heads: int
+    """H_kv."""
+    dim: int
+    """D."""
+    window: int
+    """Tokens that a query sees, itself included; 0 = all."""
+    rows: int
+    """Most rows of a run."""
+    stored: Stored
+    """The keys and values."""
+    out: int
+    """Address of the partial results: float32 [rows, H, splits, D padded to 16 + 16]."""
+
+
+class Page(NamedTuple):
+    """A slot's window and a page in all layers."""
+
+    cache: int
+    """Address of the cache's description."""
+    layers: int
+    """Number of layers."""
+    heads: int
+    """H_kv."""
+    pages: Matrix
+    """Records, layer by layer."""
+    number: int
+    """The page."""
+    keys: Matrix
+    """Keys in windows, layer by layer."""
+    values: Matrix
+    """Values in windows, layer by layer."""
+    slot: int
+    """The window."""
+
+
+class Flush(NamedTuple):
+    """Cut a page off a window and quantize it."""
+
+    page: Page
+    """Which."""
+    rest: int
+    """Tokens that stay in the window."""
+    start: int
+    """Address of float32 [rank, D padded], what GEAR's iteration begins with."""
+
+
+class Restore(NamedTuple):
+    """Write a page's first tokens, dequantized, to a window's front."""
+
+    page: Page
+    """Which."""
+    tokens: int
+    """How many."""
+
+
+Instruction = Embed | Gather | Norm | Gate | Merge | Select | Linear | Heads | Attend | Flush | Restore
+OPERATIONS: Final[tuple[type[Instruction], ...]] = (
+    Embed,
+    Gather,
+    Norm,
+    Gate,
+    Merge,
+    Select,
+    Linear,
+    Heads,
+    Attend,
+    Flush,
+    Restore,
+)
+"""By number."""
+HEADER: Final = record_of(Header)
+_RECORDS: Final = {operation: record_of(operation) for operation in OPERATIONS}
+assert HEADER.itemsize + max(record.itemsize for record in _RECORDS.values()) <= 8 * WIDTH
+
+
+def _view(operation: type[Instruction]) -> Any:
+    return view(operation.__name__.lower(), _RECORDS[operation], offset=HEADER.itemsize)
+
+
+header_at = view("header", HEADER)
+"""The header of the instruction at an address."""
+changing_header_at = view("changing_header", HEADER, changes=True)
+"""Likewise for code that runs longer than one instruction."""
+embed_at, gather_at, norm_at, gate_at, merge_at = map(_view, (Embed, Gather, Norm, Gate, Merge))
+"""The instruction at an address; so are the others."""
+select_at, linear_at, heads_at, attend_at = map(_view, (Select, Linear, Heads, Attend))
+flush_at, restore_at = map(_view, (Flush, Restore))
+
+
+def header_of(words: npt.NDArray[np.int64]) -> Any:
+    """The header of an instruction, int64 [WIDTH], to be read and written by names."""
+    return words[: HEADER.itemsize // 8].view(HEADER)[0]
+
+
+def write(words: npt.NDArray[np.int64], instruction: Instruction) -> None:
+    """Write an instruction into its words, int64 [WIDTH]; what is linked into it is cleared."""
+    record = _RECORDS[type(instruction)]
+    words[:] = 0
+    header_of(words)["operation"] = OPERATIONS.index(type(instruction))
+    _body(words, record)[0] = instruction
+
+
+def read(words: npt.NDArray[np.int64]) -> Instruction:
+    """The instruction that `write` wrote."""
+    operation = OPERATIONS[int(header_of(words)["operation"])]
+    values: Instruction = _named(operation, _body(words, _RECORDS[operation])[0])
+    return values
+
+
+def _body(words: npt.NDArray[np.int64], record: np.dtype[Any]) -> npt.NDArray[Any]:
+    start = HEADER.itemsize // 8
+    return words[start : start + record.itemsize // 8].view(record)
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def _named(declared: Any, values: Any) -> Any:
+    """A record's values as what declared it."""
+    hints = _hints(declared)
+    return declared(*(_named(hints[n], values[n]) if values.dtype[n].fields else values[n].item() for n in hints))

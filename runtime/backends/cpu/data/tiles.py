@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.packed import PackedLinear
+from runtime.backends.cpu.data.instructions import Weights
 from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES
 from runtime.backends.cpu.kernels.lookup import HIGH_BITS
 from runtime.backends.cpu.machine.emit import LANES
@@ -71,6 +72,14 @@ class TiledLinear:
     """uint8 [tiles, G, 16]; None with codebooks."""
     codebooks: npt.NDArray[np.int8] | None
     """int8 [tiles, 16, 2^bits]; None where the matrix is uniform."""
+
+    @property
+    def weights(self) -> Weights:
+        """What an instruction says of it."""
+        parts = (self.codes, self.scales, self.zeros, self.codebooks)
+        codes, scales, zeros, codebooks = (0 if part is None else int(part.ctypes.data) for part in parts)
+        sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)
+        return Weights(codes, scales, zeros, codebooks, *sizes)
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,8 @@ matrix product finds the same channels of all its rows next to each other:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba
 
 from runtime.backends.cpu.machine.vector import (
@@ -28,17 +30,27 @@ from runtime.backends.cpu.machine.vector import (
 )
 
 
+class GroupPlace(NamedTuple):
+    """Where one group of one row goes."""
+
+    codes: int
+    """Address of its first quad."""
+    stride: int
+    """Bytes from quad to quad, 4 * row_block."""
+    scale: int
+    """Address of its scale."""
+    shift: int
+    """Address of its shift."""
+
+
 @numba.njit(nogil=True)
-def quantize_group(x: int, width: int, codes: int, stride: int, scale: int, shift: int) -> None:
+def quantize_group(x: int, width: int, to: GroupPlace) -> None:
     """Quantize one group of one row: scale = max |x| / 127, codes rounded to nearest even.
 
     Args:
         x: Address of float32 [width].
         width: Channels, a multiple of 16.
-        codes: Address of the group's first quad of this row.
-        stride: Bytes from quad to quad, 4 * row_block.
-        scale: Address of the group's scale of this row.
-        shift: Address of the group's shift of this row.
+        to: Where it goes.
     """
     largest = zero_floats()
     for i in range(0, width, 16):
@@ -53,6 +65,6 @@ def quantize_group(x: int, width: int, codes: int, stride: int, scale: int, shif
     for i in range(0, width, 16):
         code = rounded(mul(load_floats(x + 4 * i), factor))
         total = add(total, code)
-        store_quads(codes + (i // 4) * stride, stride, code)
-    set_float(scale, step)
-    set_float(shift, numba.float32(-step * sum_lanes(total)))
+        store_quads(to.codes + (i // 4) * to.stride, to.stride, code)
+    set_float(to.scale, step)
+    set_float(to.shift, numba.float32(-step * sum_lanes(total)))

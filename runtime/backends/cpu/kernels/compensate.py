@@ -12,13 +12,14 @@ Source: QDEC §4.1, steps 2 to 4.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import register_jitable
 
+from runtime.backends.cpu.data.instructions import Residual
 from runtime.backends.cpu.machine.emit import (
     FLOATS,
     I32,
@@ -52,6 +53,24 @@ from runtime.backends.cpu.machine.vector import (
 
 _MANTISSA_TOP, _ONE = 23, 0x3F800000
 """Bits of a float32's mantissa, and the bits of 1.0."""
+
+
+class Salient(NamedTuple):
+    """The channels of a row that are compensated."""
+
+    x: int
+    """Address of the row, float32 [K]."""
+    chosen: int
+    """Address of int32 [count], the salient channels, ascending."""
+    count: int
+    """k."""
+
+
+class Columns(NamedTuple):
+    """A range of output channels, multiples of 16."""
+
+    start: int
+    stop: int
 
 
 @define(floats16, types.int64)
@@ -103,32 +122,36 @@ def _order_fields(b: Builder, sums: Any) -> None:
 
 
 @numba.njit(nogil=True)
-def _channel(chosen: int, i: int, count: int) -> int:
+def _channel(salient: Salient, i: int) -> int:
     """The i-th chosen channel; the last one beyond the end."""
-    return numba.int64(get_int(chosen + 4 * min(i, count - 1)))
+    return numba.int64(get_int(salient.chosen + 4 * min(i, salient.count - 1)))
+
+
+@numba.njit(nogil=True)
+def _value(salient: Salient, i: int) -> Any:
+    """The activation of the i-th chosen channel."""
+    return get_float(salient.x + 4 * _channel(salient, i))
 
 
 @register_jitable
-def gather_4(
-    residual: int, row_bytes: int, x: int, chosen: int, count: int, start: int, stop: int, sums: int, _bits: int
-) -> None:
+def gather_4(residual: Residual, salient: Salient, columns: Columns, sums: int) -> None:
     """As the others, but sums[n] = sum over chosen channels c of 16 x[c] (1 + code[c, n] / 16)."""
-    first, blocks = residual + start // 2, (stop - start + 127) // 128
+    width, count, stride = columns.stop - columns.start, salient.count, residual.stride
+    first, blocks = residual.codes + columns.start // 2, (width + 127) // 128
     for t in range(8 * blocks):
         store_floats(sums + 64 * t, zero_floats())
     for i in range(0, count, 4):
         rows = min(4, count - i)
-        c0, c1 = _channel(chosen, i, count), _channel(chosen, i + 1, count)
-        c2, c3 = _channel(chosen, i + 2, count), _channel(chosen, i + 3, count)
         sixteen, none = numba.float32(16.0), numba.float32(0.0)
-        x0, x1 = fill(sixteen * get_float(x + 4 * c0)), fill(sixteen * get_float(x + 4 * c1) if rows > 1 else none)
-        x2 = fill(sixteen * get_float(x + 4 * c2) if rows > 2 else none)
-        x3 = fill(sixteen * get_float(x + 4 * c3) if rows > 3 else none)
-        r0, r1, r2, r3 = first + c0 * row_bytes, first + c1 * row_bytes, first + c2 * row_bytes, first + c3 * row_bytes
-        n0, n1 = first + _channel(chosen, i + 4, count) * row_bytes, first + _channel(chosen, i + 5, count) * row_bytes
-        n2, n3 = first + _channel(chosen, i + 6, count) * row_bytes, first + _channel(chosen, i + 7, count) * row_bytes
+        x0, x1 = fill(sixteen * _value(salient, i)), fill(sixteen * _value(salient, i + 1) if rows > 1 else none)
+        x2 = fill(sixteen * _value(salient, i + 2) if rows > 2 else none)
+        x3 = fill(sixteen * _value(salient, i + 3) if rows > 3 else none)
+        r0, r1 = first + _channel(salient, i) * stride, first + _channel(salient, i + 1) * stride
+        r2, r3 = first + _channel(salient, i + 2) * stride, first + _channel(salient, i + 3) * stride
+        n0, n1 = first + _channel(salient, i + 4) * stride, first + _channel(salient, i + 5) * stride
+        n2, n3 = first + _channel(salient, i + 6) * stride, first + _channel(salient, i + 7) * stride
         for t in range(blocks):
-            at, words = 64 * t, min(16, (stop - start) // 8 - 16 * t)
+            at, words = 64 * t, min(16, width // 8 - 16 * t)
             prefetch(n0 + at)  # the next four rows come in while these are added
             prefetch(n1 + at)
             prefetch(n2 + at)
@@ -148,29 +171,26 @@ def gather_4(
         _order_fields(sums + 512 * t)
 
 
-def _gather(load_codes: Any) -> Any:
+def _gather(load_codes: Any, bits: int) -> Any:
+    step = 2 * bits
+    """Bytes of 16 columns."""
+
     @register_jitable
-    def gather(
-        residual: int, row_bytes: int, x: int, chosen: int, count: int, start: int, stop: int, sums: int, bits: int
-    ) -> None:
-        step = 2 * bits  # bytes of 16 columns
-        first, last = residual + (start // 16) * step, (stop - start) // 16
+    def gather(residual: Residual, salient: Salient, columns: Columns, sums: int) -> None:
+        first, last = residual.codes + columns.start // 16 * step, (columns.stop - columns.start) // 16
+        count, stride = salient.count, residual.stride
         for t in range(last):
             store_floats(sums + 64 * t, zero_floats())
         i = 0
         while i + 4 <= count:
-            c0, c1 = numba.int64(get_int(chosen + 4 * i)), numba.int64(get_int(chosen + 4 * i + 4))
-            c2, c3 = numba.int64(get_int(chosen + 4 * i + 8)), numba.int64(get_int(chosen + 4 * i + 12))
-            x0, x1 = fill(get_float(x + 4 * c0)), fill(get_float(x + 4 * c1))
-            x2, x3 = fill(get_float(x + 4 * c2)), fill(get_float(x + 4 * c3))
-            r0, r1 = first + c0 * row_bytes, first + c1 * row_bytes
-            r2, r3 = first + c2 * row_bytes, first + c3 * row_bytes
+            x0, x1 = fill(_value(salient, i)), fill(_value(salient, i + 1))
+            x2, x3 = fill(_value(salient, i + 2)), fill(_value(salient, i + 3))
+            r0, r1 = first + _channel(salient, i) * stride, first + _channel(salient, i + 1) * stride
+            r2, r3 = first + _channel(salient, i + 2) * stride, first + _channel(salient, i + 3) * stride
             n0, n1, n2, n3 = r0, r1, r2, r3
             if i + 8 <= count:  # the next four rows come in while these are added
-                n0 = first + numba.int64(get_int(chosen + 4 * i + 16)) * row_bytes
-                n1 = first + numba.int64(get_int(chosen + 4 * i + 20)) * row_bytes
-                n2 = first + numba.int64(get_int(chosen + 4 * i + 24)) * row_bytes
-                n3 = first + numba.int64(get_int(chosen + 4 * i + 28)) * row_bytes
+                n0, n1 = first + _channel(salient, i + 4) * stride, first + _channel(salient, i + 5) * stride
+                n2, n3 = first + _channel(salient, i + 6) * stride, first + _channel(salient, i + 7) * stride
             for t in range(last):
                 at = t * step
                 if at % 64 == 0:
@@ -184,8 +204,7 @@ def _gather(load_codes: Any) -> Any:
                 store_floats(sums + 64 * t, fma(load_codes(r3 + at), x3, total))
             i += 4
         while i < count:
-            c = numba.int64(get_int(chosen + 4 * i))
-            value, row = fill(get_float(x + 4 * c)), first + c * row_bytes
+            value, row = fill(_value(salient, i)), first + _channel(salient, i) * stride
             for t in range(last):
                 store_floats(sums + 64 * t, fma(load_codes(row + t * step), value, load_floats(sums + 64 * t)))
             i += 1
@@ -193,58 +212,45 @@ def _gather(load_codes: Any) -> Any:
     return gather
 
 
-gather_2, gather_8, _gather_16 = _gather(_codes_2), _gather(load_unsigned), _gather(load_halves)
+gather_2, gather_8, _gather_16 = _gather(_codes_2, 2), _gather(load_unsigned, 8), _gather(load_halves, 16)
 """Sums of 2-bit, of 8-bit codes and of halves, times the activations of their channels."""
+
+
+def sums_bytes(columns: int) -> int:
+    """Bytes of scratch for the compensation of so many output channels."""
+    return 4 * (columns + 128)
 
 
 @numba.njit(nogil=True)
 def compensate(
-    gather: Any,
-    bits: int,
-    residual: int,
-    scales: int,
-    row_bytes: int,
-    x: int,
-    chosen: int,
-    count: int,
-    start: int,
-    stop: int,
-    out: int,
-    sums: int,
+    gather: Any, bits: int, residual: Residual, salient: Salient, columns: Columns, out: int, sums: int
 ) -> None:
-    """out[n] += sum over chosen channels c of x[c] * R̂[c, n] for start <= n < stop.
+    """out[n] += sum over chosen channels c of x[c] * R̂[c, n] for the columns n.
 
     Args:
         gather: `gather_2`, `gather_4` or `gather_8`.
         bits: 2, 4 or 8.
-        residual: Address of the packed residuals [K, N], canonical packing.
-        scales: Address of float16 [N padded to 16].
-        row_bytes: Bytes from one input channel's row to the next.
-        x: Address of the input row, float32 [K].
-        chosen: Address of int32 [count], the salient channels, ascending.
-        count: k.
-        start: First output channel, a multiple of 16.
-        stop: End, a multiple of 16.
+        residual: The residuals [K, N].
+        salient: The channels.
+        columns: The output channels.
         out: Address of the output row, float32.
-        sums: Address of scratch, float32 [stop - start], and 128 more.
+        sums: Address of scratch, `sums_bytes`.
     """
-    gather(residual, row_bytes, x, chosen, count, start, stop, sums, bits)
+    gather(residual, salient, columns, sums)
     # Codes are stored with an offset of 2^(bits-1), the same for every channel: its share is subtracted once, and that
     # of the 1 beside a 4-bit code / 16.
     total = numba.float32(0.0)
-    for i in range(count):
-        total += get_float(x + 4 * numba.int64(get_int(chosen + 4 * i)))
+    for i in range(salient.count):
+        total += _value(salient, i)
     shift = fill(numba.float32(-total * numba.float32(24 if bits == 4 else 1 << (bits - 1))))
-    for n in range(start, stop, 16):
-        value = mul(add(load_floats(sums + 4 * (n - start)), shift), load_halves(scales + 2 * n))
+    for n in range(columns.start, columns.stop, 16):
+        value = mul(add(load_floats(sums + 4 * (n - columns.start)), shift), load_halves(residual.scales + 2 * n))
         store_floats(out + 4 * n, add(load_floats(out + 4 * n), value))
 
 
 @numba.njit(nogil=True)
-def compensate_halves(
-    residual: int, row_bytes: int, x: int, chosen: int, count: int, start: int, stop: int, out: int, sums: int
-) -> None:
+def compensate_halves(residual: Residual, salient: Salient, columns: Columns, out: int, sums: int) -> None:
     """As `compensate`, with residuals float16 [K, N'] and no scales."""
-    _gather_16(residual, row_bytes, x, chosen, count, start, stop, sums, 16)
-    for n in range(start, stop, 16):
-        store_floats(out + 4 * n, add(load_floats(out + 4 * n), load_floats(sums + 4 * (n - start))))
+    _gather_16(residual, salient, columns, sums)
+    for n in range(columns.start, columns.stop, 16):
+        store_floats(out + 4 * n, add(load_floats(out + 4 * n), load_floats(sums + 4 * (n - columns.start))))

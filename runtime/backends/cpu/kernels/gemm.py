@@ -13,7 +13,8 @@ import numba
 from llvmlite import ir
 from numba import types
 
-from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES, emit_unpack
+from runtime.backends.cpu.data.instructions import Quantized
+from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES, Tile, emit_unpack
 from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES
 from runtime.backends.cpu.machine.emit import (
     BYTES,
@@ -106,31 +107,21 @@ def _tile(bits: int, rows: int) -> Any:
     block_bytes = BLOCK_BYTES[bits]
 
     @numba.njit(nogil=True)
-    def tile(
-        codes: int,
-        scales: int,
-        zeros: int,
-        x: int,
-        x_scales: int,
-        x_shifts: int,
-        blocks: int,
-        group_blocks: int,
-        out: int,
-    ) -> None:
+    def gemm(tile: Tile, x: Quantized, out: int) -> None:
         for m in range(rows):
             store_floats(out + 64 * m, zero_floats())
-        start, group = 0, 0
+        start, group, blocks = 0, 0, tile.blocks
         while start < blocks:
-            stop = min(start + group_blocks, blocks)
+            stop = min(start + tile.group_blocks, blocks)
             sums = zeros_of()
             for block in range(start, stop):
-                sums = multiply(sums, codes + block * block_bytes, x + BLOCK * rows * block)
-            scale = load_halves(scales + 32 * group)
-            scaled_zero = mul(scale, load_unsigned(zeros + 16 * group))
-            finish(sums, scale, scaled_zero, x_scales + 4 * rows * group, x_shifts + 4 * rows * group, out)
+                sums = multiply(sums, tile.codes + block * block_bytes, x.codes + BLOCK * rows * block)
+            scale = load_halves(tile.scales + 32 * group)
+            scaled_zero = mul(scale, load_unsigned(tile.levels + 16 * group))
+            finish(sums, scale, scaled_zero, x.scales + 4 * rows * group, x.shifts + 4 * rows * group, out)
             start, group = stop, group + 1
 
-    return tile
+    return gemm
 
 
 gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16 = (_tile(3, rows) for rows in (4, 8, 16))
@@ -138,8 +129,8 @@ gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16 = (_tile(3, rows) for rows in (4, 8
 gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16 = (_tile(4, rows) for rows in (4, 8, 16))
 """Sixteen outputs of 4, 8 or 16 rows with a 4-bit matrix.
 
-Args: as `gemv_tile_4` with the activations of a row block (see `runtime.backends.cpu.kernels.activation`), and `out`,
-the address of float32 [rows, 16], aligned to 64 bytes.
+Args: the tile, the activations of a row block (see `runtime.backends.cpu.kernels.activation`), and the address of
+float32 [rows, 16], aligned to 64 bytes, which is written.
 """
 
 
@@ -147,30 +138,24 @@ def _entry_tile(rows: int) -> Any:
     zeros_of, multiply, finish = _zeros(rows), _multiply(8, rows), _finish(rows)
 
     @numba.njit(nogil=True)
-    def tile(
-        entries: int, scales: int, x: int, x_scales: int, x_shifts: int, blocks: int, group_blocks: int, out: int
-    ) -> None:
+    def gemm(tile: Tile, x: Quantized, out: int) -> None:
         for m in range(rows):
             store_floats(out + 64 * m, zero_floats())
-        scale = load_halves(scales)
+        scale = load_halves(tile.scales)
         scaled_offset = mul(scale, fill(numba.float32(ENTRY_OFFSET)))
-        start, group = 0, 0
+        start, group, blocks = 0, 0, tile.blocks
         while start < blocks:
-            stop = min(start + group_blocks, blocks)
+            stop = min(start + tile.group_blocks, blocks)
             sums = zeros_of()
             for block in range(start, stop):
-                sums = multiply(sums, entries + block * ENTRY_BYTES, x + BLOCK * rows * block)
-            finish(sums, scale, scaled_offset, x_scales + 4 * rows * group, x_shifts + 4 * rows * group, out)
+                sums = multiply(sums, tile.codes + block * ENTRY_BYTES, x.codes + BLOCK * rows * block)
+            finish(sums, scale, scaled_offset, x.scales + 4 * rows * group, x.shifts + 4 * rows * group, out)
             start, group = stop, group + 1
 
-    return tile
+    return gemm
 
 
 gemm_entries_tile_4, gemm_entries_tile_8 = _entry_tile(4), _entry_tile(8)
 """Sixteen outputs of 4 or 8 rows with decoded entries; arguments as `gemm_entries_tile_16`."""
 gemm_entries_tile_16 = _entry_tile(16)
-"""Sixteen outputs of 16 rows with a tile's decoded entries.
-
-Args: addresses of the entries (`runtime.backends.cpu.kernels.lookup.decode_tile_4`) and of the tile's scales fp16 [16];
-the rest as `gemm_tile_4x16`.
-"""
+"""Sixteen outputs of 16 rows with a tile whose codes are decoded entries (`runtime.backends.cpu.kernels.lookup`)."""

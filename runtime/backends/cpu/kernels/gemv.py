@@ -11,12 +11,13 @@ Partial sums stay apart in the lanes, for a row has one scale, and are added up 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from llvmlite import ir
 from numba import types
 
+from runtime.backends.cpu.data.instructions import Quantized
 from runtime.backends.cpu.kernels.lookup import (
     SLICES,
     VECTORS,
@@ -71,6 +72,21 @@ quarter faster with it than with 1536; on an idle machine distances cannot be to
 ahead: at 4 bits they are a quarter faster without, at 3 bits it makes no difference."""
 
 
+class Tile(NamedTuple):
+    """Sixteen output channels of a matrix: addresses and sizes."""
+
+    codes: int
+    """Of the first block; or of decoded entries, where a kernel says so."""
+    scales: int
+    """float16 [G, 16]; [16] with a codebook."""
+    levels: int
+    """Zeros uint8 [G, 16], or codebooks int8 [16, 2^bits]."""
+    blocks: int
+    """K / 32."""
+    group_blocks: int
+    """group_size / 32."""
+
+
 def emit_unpack(b: Builder, address: Any, bits: int) -> list[Any]:
     """Unpack a block: eight byte vectors, vector j with input channels 4j .. 4j + 3 of all 16 output channels."""
     if bits == 4:
@@ -108,19 +124,17 @@ def _tile(bits: int) -> Any:
     block_bytes = BLOCK_BYTES[bits]
 
     @numba.njit(nogil=True)
-    def tile(
-        codes: int, scales: int, zeros: int, x: int, x_scales: int, x_shifts: int, blocks: int, group_blocks: int
-    ) -> Any:
-        total = zero_floats()
+    def gemv(tile: Tile, x: Quantized) -> Any:
+        total, blocks = zero_floats(), tile.blocks
         start, group = 0, 0
         while start < blocks:
-            stop = min(start + group_blocks, blocks)
+            stop = min(start + tile.group_blocks, blocks)
             a0, a1, a2, a3 = zero_words(), zero_words(), zero_words(), zero_words()
             for block in range(start, stop):
-                base = codes + block * block_bytes
+                base = tile.codes + block * block_bytes
                 for line in range(0, block_bytes, 64):
                     prefetch(base + _AHEAD + line)
-                quad = x + BLOCK * block
+                quad = x.codes + BLOCK * block
                 u = unpack(base)
                 a0 = dot4(a0, u[0], broadcast_word(quad))
                 a1 = dot4(a1, u[1], broadcast_word(quad + 4))
@@ -131,14 +145,14 @@ def _tile(bits: int) -> Any:
                 a2 = dot4(a2, u[6], broadcast_word(quad + 24))
                 a3 = dot4(a3, u[7], broadcast_word(quad + 28))
             products = to_floats(add_words(add_words(a0, a1), add_words(a2, a3)))
-            scale = load_halves(scales + 32 * group)
-            zero = load_unsigned(zeros + 16 * group)
-            total = fma(products, mul(scale, broadcast(x_scales + 4 * group)), total)
-            total = fma(mul(scale, zero), broadcast(x_shifts + 4 * group), total)
+            scale = load_halves(tile.scales + 32 * group)
+            zero = load_unsigned(tile.levels + 16 * group)
+            total = fma(products, mul(scale, broadcast(x.scales + 4 * group)), total)
+            total = fma(mul(scale, zero), broadcast(x.shifts + 4 * group), total)
             start, group = stop, group + 1
         return total
 
-    return tile
+    return gemv
 
 
 gemv_tile_3 = _tile(3)
@@ -146,8 +160,7 @@ gemv_tile_3 = _tile(3)
 gemv_tile_4 = _tile(4)
 """Sixteen outputs of a 4-bit matrix.
 
-Args (addresses): codes of the tile, its scales fp16 [G, 16], its zeros uint8 [G, 16], and the vector's codes int8 [K],
-scales fp32 [G] and shifts fp32 [G]; then K / 32 and group_size / 32.
+Args: the tile, and the vector: codes int8 [K], scales fp32 [G] and shifts fp32 [G].
 
 Returns: floats16, the outputs.
 """
@@ -237,30 +250,22 @@ def _codebook_tile(bits: int) -> Any:
     block_bytes = BLOCK_BYTES[bits]
 
     @numba.njit(nogil=True)
-    def tile(
-        codes: int, scales: int, tables: int, x: int, x_scales: int, x_shifts: int, blocks: int, group_blocks: int
-    ) -> Any:
-        books, totals = tables_of(tables), no_totals()
+    def gemv(tile: Tile, x: Quantized) -> Any:
+        books, totals, blocks = tables_of(tile.levels), no_totals(), tile.blocks
         start, group = 0, 0
         while start < blocks:
-            stop = min(start + group_blocks, blocks)
+            stop = min(start + tile.group_blocks, blocks)
             sums = _no_sums()
             for block in range(start, stop):
-                sums = multiply(sums, books, codes + block * block_bytes, x + BLOCK * block)
-            totals = add_group(totals, sums, x_scales + 4 * group, x_shifts + 4 * group)
+                sums = multiply(sums, books, tile.codes + block * block_bytes, x.codes + BLOCK * block)
+            totals = add_group(totals, sums, x.scales + 4 * group, x.shifts + 4 * group)
             start, group = stop, group + 1
-        return mul(across(totals), load_halves(scales))
+        return mul(across(totals), load_halves(tile.scales))
 
-    return tile
+    return gemv
 
 
 gemv_codebook_tile_3 = _codebook_tile(3)
 """Sixteen outputs of a 3-bit matrix with codebooks; arguments as `gemv_codebook_tile_4`."""
 gemv_codebook_tile_4 = _codebook_tile(4)
-"""Sixteen outputs of a 4-bit matrix with codebooks.
-
-Args (addresses): codes of the tile, its scales fp16 [16], its codebooks int8 [16, 2^bits], and the vector's codes
-int8 [K], scales fp32 [G] and shifts fp32 [G]; then K / 32 and group_size / 32.
-
-Returns: floats16, the outputs.
-"""
+"""Sixteen outputs of a 4-bit matrix with codebooks; arguments as of `gemv_tile_4`."""

@@ -6,9 +6,12 @@ found. Magnitudes are compared through their bits, which order like the numbers.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba
 import numpy as np
 
+from runtime.backends.cpu.data.instructions import Border
 from runtime.backends.cpu.machine.vector import (
     absolute,
     choose,
@@ -38,6 +41,21 @@ _MANTISSA = (1 << 53) - 1
 _LARGEST = np.float32(3.4028235e38)
 
 SELECT_APPROX, SELECT_EXACT, SELECT_STATIC, SELECT_RANDOM = 0, 1, 2, 3
+
+
+class Chunk(NamedTuple):
+    """A chunk of a row, and what is wanted of it."""
+
+    x: int
+    """Address of the row, float32 [K]."""
+    start: int
+    """First channel of the chunk."""
+    width: int
+    """Channels of the chunk, at most 1024."""
+    k: int
+    """Channels to choose, in [1, width]."""
+    out: int
+    """Address of int32 [k], the chosen channels."""
 
 
 @numba.njit(nogil=True)
@@ -75,76 +93,61 @@ def kth_largest(keys: int, count: int, k: int, bits: int) -> tuple[int, int]:
 
 
 @numba.njit(nogil=True)
-def select_exact(x: int, start: int, width: int, k: int, out: int) -> bool:
-    """The k largest |x| of the channels start .. start + width - 1; of equals the lowest channel.
-
-    Args:
-        x: Address of the row, float32 [K].
-        start: First channel of the chunk.
-        width: Channels of the chunk, at most 1024.
-        k: Channels to choose, in [1, width].
-        out: Address of int32 [k].
-
-    Returns:
-        False when the chunk holds a NaN or infinity.
-    """
+def select_exact(chunk: Chunk) -> bool:
+    """The k largest |x| of a chunk; of equals the lowest channel. False when it holds a NaN or infinity."""
     keys = stack_words_1024()
     finite = True
-    for i in range(width):
-        key = magnitude_bits(x + 4 * (start + i))
+    for i in range(chunk.width):
+        key = magnitude_bits(chunk.x + 4 * (chunk.start + i))
         set_word(keys + 8 * i, key)
         finite = finite and key < _INFINITY
-    _write_largest(keys, start, width, k, 31, out)
+    _write_largest(keys, chunk, 31)
     return finite
 
 
 @numba.njit(nogil=True)
-def _write_largest(keys: int, start: int, width: int, k: int, bits: int, out: int) -> None:
-    threshold, equal = kth_largest(keys, width, k, bits)
+def _write_largest(keys: int, chunk: Chunk, bits: int) -> None:
+    threshold, equal = kth_largest(keys, chunk.width, chunk.k, bits)
     taken = 0
-    for i in range(width):
+    for i in range(chunk.width):
         key = get_word(keys + 8 * i)
         if key > threshold:
-            set_int(out + 4 * taken, numba.int32(start + i))
+            set_int(chunk.out + 4 * taken, numba.int32(chunk.start + i))
             taken += 1
         elif key == threshold and equal > 0:
             equal -= 1
-            set_int(out + 4 * taken, numba.int32(start + i))
+            set_int(chunk.out + 4 * taken, numba.int32(chunk.start + i))
             taken += 1
 
 
 @numba.njit(nogil=True)
-def select_approx(x: int, start: int, width: int, k: int, b15: float, upper: float, lower: float, out: int) -> bool:
+def select_approx(chunk: Chunk, border: Border) -> bool:
     """Like `select_exact`, by 32 buckets; the bucket that overflows gives its lowest channels.
-
-    Args:
-        x: Address of the row, float32 [K].
-        start: First channel of the chunk.
-        width: Channels of the chunk, at most 1024.
-        k: Channels to choose, in [1, width].
-        b15: See `runtime.operations.channels.Buckets`.
-        upper: Its upper_scale.
-        lower: Its lower_scale.
-        out: Address of int32 [k].
-
-    Returns:
-        False when the chunk holds a NaN or infinity.
 
     Source: QDEC §4.3, Fig. 8.
     """
     buckets = stack_words_1024()  # int32 [1024]
+    start, width = chunk.start, chunk.width
     vectors = (width + 15) // 16
     finite = True
-    uppers, lowers = fill(upper), fill(lower)
-    borders = fill(b15)
+    uppers, lowers = fill(border.upper), fill(border.lower)
+    borders = fill(border.b15)
     for v in range(vectors):
-        value = absolute(load_floats(x + 4 * (start + 16 * v)))
+        value = absolute(load_floats(chunk.x + 4 * (start + 16 * v)))
         inside = min(16, width - 16 * v)
         ordinary = lanes_below(value, _LARGEST) | (0xFFFF << inside)
         finite = finite and ordinary & 0xFFFF == 0xFFFF
         above = steps_down(mul(sub(value, borders), uppers), numba.int32(HALF - 1))
         below = steps_down(mul(value, lowers), numba.int32(BUCKETS - 1))
-        store_words(buckets + 64 * v, fill_from(choose(value, b15, above, below), inside, numba.int32(BUCKETS)))
+        store_words(buckets + 64 * v, fill_from(choose(value, border.b15, above, below), inside, numba.int32(BUCKETS)))
+    _write_buckets(buckets, chunk)
+    return finite
+
+
+@numba.njit(nogil=True)
+def _write_buckets(buckets: int, chunk: Chunk) -> None:
+    """Write the channels of the lowest buckets."""
+    vectors, k = (chunk.width + 15) // 16, chunk.k
     # The first bucket up to which there are enough: five halvings instead of a histogram.
     low, high = 0, BUCKETS - 1
     while low < high:
@@ -165,9 +168,8 @@ def select_approx(x: int, start: int, width: int, k: int, b15: float, upper: flo
                 if room == 0:
                     continue
                 room -= 1
-            set_int(out + 4 * taken, numba.int32(start + 16 * v + lane))
+            set_int(chunk.out + 4 * taken, numba.int32(chunk.start + 16 * v + lane))
             taken += 1
-    return finite
 
 
 @numba.njit(nogil=True)
@@ -189,15 +191,15 @@ def _mix(state: int) -> int:
 
 
 @numba.njit(nogil=True)
-def select_random(seed: int, layer: int, position: int, start: int, width: int, k: int, out: int) -> None:
+def select_random(seed: int, layer: int, position: int, chunk: Chunk) -> None:
     """K channels of the chunk by a counter-based generator; the same as `budget.random_channels`."""
     keys = stack_words_1024()
     state = _mix(np.uint64(seed))
     state = _mix(state ^ np.uint64(layer))
     state = _mix(state ^ np.uint64(position))
-    for i in range(width):
-        set_word(keys + 8 * i, np.int64(_mix(state ^ np.uint64(start + i)) >> np.uint64(11)) & _MANTISSA)
-    _write_largest(keys, start, width, k, 53, out)
+    for i in range(chunk.width):
+        set_word(keys + 8 * i, np.int64(_mix(state ^ np.uint64(chunk.start + i)) >> np.uint64(11)) & _MANTISSA)
+    _write_largest(keys, chunk, 53)
 
 
 @numba.njit(nogil=True)

@@ -130,7 +130,7 @@ def _caller(count: int) -> Any:
     return define(types.void, types.int64, *[types.int64] * count)(emit)
 
 
-call_5, call_6, call_10, call_13 = (_caller(count) for count in (5, 6, 10, 13))
+call_3, call_4, call_5 = (_caller(count) for count in (3, 4, 5))
 
 
 def digest(function: Callable[..., Any]) -> str:
@@ -170,6 +170,8 @@ def _parts(value: Any, seen: set[int]) -> Iterator[str]:
         yield from _of_code(value, seen)
     elif isinstance(value, types.Type | ir.Type | Signature):
         yield str(value)
+    elif isinstance(value, type) and issubclass(value, tuple):
+        yield f"{value.__name__} {getattr(value, '_fields', ())}"
     elif definition := getattr(value, "_defn", None):  # an intrinsic
         yield from _parts(definition, seen)
     else:

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data import pages as page
-from runtime.backends.cpu.data.operands import inner_of, operands, parameter, rows_of, share_of, word
+from runtime.backends.cpu.data.instructions import Attend, Heads, Stored, attend_at, header_at, heads_at
+from runtime.backends.cpu.data.operands import word
+from runtime.backends.cpu.data.step import Parameters, parameters_at, rows_of, share_of
 from runtime.backends.cpu.kernels.attention.page import (
     attend_page_2,
     attend_page_4,
     attend_page_8,
     attend_page_planes,
     begin_queries,
+    page_scratch,
     settle_queries,
 )
-from runtime.backends.cpu.kernels.attention.span import SPAN, attend_span, clear_sums
+from runtime.backends.cpu.kernels.attention.run import Queries, Sums, clear_sums, padded_channels, part_bytes
+from runtime.backends.cpu.kernels.attention.span import SPAN, Span, attend_span, span_scratch
 from runtime.backends.cpu.kernels.cache.tokens import store_half_key, store_half_value, store_key, store_value
 from runtime.backends.cpu.kernels.norm import norm_head
 from runtime.backends.cpu.kernels.rope import rotate_head
-from runtime.backends.cpu.machine.unit import Unit, call_13, compiled_unit
-from runtime.backends.cpu.machine.vector import as_float, get_float, get_int, set_float
+from runtime.backends.cpu.machine.unit import Unit, call_4, compiled_unit
+from runtime.backends.cpu.machine.vector import get_float, get_int, set_float
 
-_heads_operands, _attend_operands = operands(op.HEADS), operands(op.ATTEND)
+RUN_ROWS = 8
+"""Rows of one sequence that one work item of attention takes at most."""
+
+
+def attend_scratch(attend: Attend, padded: int, tokens: int, *, packed: bool) -> int:
+    """Bytes of scratch that a thread needs for the instruction.
+
+    Args:
+        attend: The instruction.
+        padded: D padded to 32.
+        tokens: Tokens of a page.
+        packed: Whether pages hold codes.
+    """
+    heads = attend.heads // attend.kv_heads
+    return max(span_scratch(heads), page_scratch(attend.rows * heads, padded, tokens) if packed else 0)
 
 
 @numba.njit(nogil=True)
-def _record(cache: int, pages: int, slot: int, number: int, kv_heads: int, head: int) -> int:
-    """Address of what a slot's page keeps of a head in the layer whose pages begin at `pages`."""
+def _record(stored: Stored, slot: int, number: int, kv_heads: int, head: int) -> int:
+    """Address of what a slot's page keeps of a head."""
+    cache = stored.cache
     table = word(cache, page.TABLES) + word(cache, page.TABLE_STEP) * slot
-    return pages + (numba.int64(get_int(table + 4 * number)) * kv_heads + head) * word(cache, page.RECORD)
+    return stored.pages + (numba.int64(get_int(table + 4 * number)) * kv_heads + head) * word(cache, page.RECORD)
 
 
 @numba.njit(nogil=True)
@@ -48,32 +66,32 @@ def _window(cache: int, windows: int, slot: int, kv_heads: int, head: int, width
 
 
 @register_jitable
-def _write_window(i: int, x: int, key: bool, slot: int, head: int, position: int) -> None:
-    kv_heads, dim = _heads_operands(i)[3], _heads_operands(i)[4]
-    cache, _, window_keys, window_values = _heads_operands(i)[12:]
-    width, place = (dim + 15) // 16 * 16, position - _paged(cache, slot)
+def _write_window(heads: Heads, x: int, key: bool, slot: int, head: int, position: int) -> None:
+    stored, dim = heads.stored, heads.dim
+    place = position - _paged(stored.cache, slot)
     if key:
-        store_half_key(x, dim, _window(cache, window_keys, slot, kv_heads, head, dim), place)
+        store_half_key(x, dim, _window(stored.cache, stored.keys, slot, heads.kv_heads, head, dim), place)
     else:
-        store_half_value(x, dim, _window(cache, window_values, slot, kv_heads, head, width), place)
+        width = padded_channels(dim)
+        store_half_value(x, dim, _window(stored.cache, stored.values, slot, heads.kv_heads, head, width), place)
 
 
 @register_jitable
-def _write_halves(i: int, x: int, key: bool, slot: int, head: int, position: int) -> None:
-    dim, cache = _heads_operands(i)[4], _heads_operands(i)[12]
+def _write_halves(heads: Heads, x: int, key: bool, slot: int, head: int, position: int) -> None:
+    cache = heads.stored.cache
     tokens = word(cache, page.TOKENS)
-    record = _record(cache, _heads_operands(i)[13], slot, position // tokens, _heads_operands(i)[3], head)
+    record = _record(heads.stored, slot, position // tokens, heads.kv_heads, head)
     if key:
-        store_half_key(x, dim, record + word(cache, page.KEY_CODES), position % tokens)
+        store_half_key(x, heads.dim, record + word(cache, page.KEY_CODES), position % tokens)
     else:
-        store_half_value(x, dim, record + word(cache, page.VALUE_CODES), position % tokens)
+        store_half_value(x, heads.dim, record + word(cache, page.VALUE_CODES), position % tokens)
 
 
 @register_jitable
-def _write_codes(i: int, x: int, key: bool, slot: int, head: int, position: int) -> None:
-    cache = _heads_operands(i)[12]
+def _write_codes(heads: Heads, x: int, key: bool, slot: int, head: int, position: int) -> None:
+    cache = heads.stored.cache
     tokens = word(cache, page.TOKENS)
-    record = _record(cache, _heads_operands(i)[13], slot, position // tokens, _heads_operands(i)[3], head)
+    record = _record(heads.stored, slot, position // tokens, heads.kv_heads, head)
     if key:
         store_key(x, cache, record, position % tokens)
     else:
@@ -81,273 +99,195 @@ def _write_codes(i: int, x: int, key: bool, slot: int, head: int, position: int)
 
 
 @numba.njit(nogil=True)
-def _finish_heads(write: Any, i: int, control: int, thread: int, threads: int) -> None:
-    """Norm and rotate queries and keys, scale queries, store keys and values: one thread's share."""
-    qkv, stride, heads, kv_heads, dim, half, cos, sin, q_norm, k_norm, eps, scale = _heads_operands(i)[:12]
-    slots, positions = parameter(control, op.SLOTS), parameter(control, op.POSITIONS)
-    all_heads = heads + 2 * kv_heads
-    first, last = share_of(rows_of(control, 0) * all_heads, thread, threads)
+def _finish_heads(write: Any, i: int, control: int, part: int, parts: int) -> None:
+    """Norm and rotate queries and keys, scale queries, store keys and values: a part of the rows' heads."""
+    heads, step = heads_at(i), parameters_at(control)
+    dim, half, keys = heads.dim, heads.half, heads.heads
+    values = keys + heads.kv_heads
+    all_heads = values + heads.kv_heads
+    first, last = share_of(rows_of(control, 0) * all_heads, part, parts)
     for work in range(first, last):
         row, head = work // all_heads, work % all_heads
-        position = numba.int64(get_int(positions + 4 * row))
-        x = qkv + row * stride + 4 * head * dim
-        if head < heads + kv_heads:
-            norm = q_norm if head < heads else k_norm
+        position = numba.int64(get_int(step.positions + 4 * row))
+        x = heads.qkv.at + row * heads.qkv.stride + 4 * head * dim
+        if head < values:
+            norm = heads.q_norm if head < keys else heads.k_norm
             if norm != 0:
-                norm_head(x, norm, dim, as_float(eps))
-            rotate_head(x, cos + 4 * half * position, sin + 4 * half * position, half)
-        if head < heads:
+                norm_head(x, norm, dim, heads.eps)
+            rotate_head(x, heads.cos + 4 * half * position, heads.sin + 4 * half * position, half)
+        if head < keys:
             for d in range(dim):
-                set_float(x + 4 * d, get_float(x + 4 * d) * as_float(scale))
+                set_float(x + 4 * d, get_float(x + 4 * d) * heads.scale)
             continue
-        slot, kv_head = numba.int64(get_int(slots + 4 * row)), (head - heads) % kv_heads
-        write(i, x, head < heads + kv_heads, slot, kv_head, position)
+        slot, kv_head = numba.int64(get_int(step.slots + 4 * row)), (head - keys) % heads.kv_heads
+        write(heads, x, head < values, slot, kv_head, position)
 
 
 @compiled_unit
-def heads_to_window(i: int, control: int, thread: int, threads: int, _scratch: int) -> None:
+def heads_to_window(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     """Run the HEADS instruction at address i: keys and values go to a window."""
-    _finish_heads(_write_window, i, control, thread, threads)
+    _finish_heads(_write_window, i, control, part, parts)
 
 
 @compiled_unit
-def heads_to_halves(i: int, control: int, thread: int, threads: int, _scratch: int) -> None:
+def heads_to_halves(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     """Run the HEADS instruction at address i: keys and values go to pages of half precision."""
-    _finish_heads(_write_halves, i, control, thread, threads)
+    _finish_heads(_write_halves, i, control, part, parts)
 
 
 @compiled_unit
-def heads_to_codes(i: int, control: int, thread: int, threads: int, _scratch: int) -> None:
+def heads_to_codes(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     """Run the HEADS instruction at address i: keys and values go to packed pages at once."""
-    _finish_heads(_write_codes, i, control, thread, threads)
+    _finish_heads(_write_codes, i, control, part, parts)
 
 
-@compiled_unit
-def attend(i: int, control: int, thread: int, threads: int, scratch: int) -> None:
-    """Attention of a step's rows: one thread's share of runs, key-value heads and splits."""
-    qkv, stride, heads, kv_heads, dim, window, cache, pages, window_keys, window_values, out = _attend_operands(i)
-    slots, positions = parameter(control, op.SLOTS), parameter(control, op.POSITIONS)
-    runs, splits = parameter(control, op.RUN_ROWS), parameter(control, op.SPLITS)
-    part, share = 4 * ((dim + 15) // 16 * 16 + 16), heads // kv_heads
-    tokens = word(cache, page.TOKENS)
-    first, last = share_of(parameter(control, op.RUNS) * kv_heads * splits, thread, threads)
-    for work in range(first, last):
-        run, kv_head, split = work // (kv_heads * splits), work // splits % kv_heads, work % splits
-        row, count = numba.int64(get_int(runs + 8 * run)), numba.int64(get_int(runs + 8 * run + 4))
-        position, slot = numba.int64(get_int(positions + 4 * row)), numba.int64(get_int(slots + 4 * row))
-        q, to = qkv + row * stride + 4 * kv_head * share * dim, out + ((row * heads + kv_head * share) * splits) * part
-        to += split * part
-        clear_sums(count, share, dim, to, heads * splits * part, splits * part)
-        # Units: the pages of the slot, then spans of its window.
-        paged = _paged(cache, slot) if word(cache, page.WINDOW) != 0 else position + count
-        whole = (paged + tokens - 1) // tokens
-        units = whole + (position + count - paged + SPAN - 1) // SPAN
-        seen = 0 if window == 0 else max(0, position + 1 - window)
-        begin = seen // tokens if seen < paged else whole + (seen - paged) // SPAN
-        start, stop = begin + (units - begin) * split // splits, begin + (units - begin) * (split + 1) // splits
-        _attend_pages(
-            inner_of(i),
-            cache,
-            parameter(control, op.DRAFT),
-            pages,
-            slot,
-            kv_heads,
-            kv_head,
-            q,
-            stride,
-            count,
-            share,
-            position,
-            window,
-            start,
-            min(stop, whole),
-            to,
-            heads * splits * part,
-            splits * part,
-            scratch,
-        )
-        for unit in range(max(start, whole), stop):
-            place = SPAN * (unit - whole)
-            keys = _window(cache, window_keys, slot, kv_heads, kv_head, dim) + 2 * dim * place
-            width = (dim + 15) // 16 * 16
-            values = _window(cache, window_values, slot, kv_heads, kv_head, width) + 2 * width * place
-            attend_span(
-                q,
-                stride,
-                count,
-                share,
-                position - paged - place,
-                window,
-                keys,
-                values,
-                dim,
-                to,
-                heads * splits * part,
-                splits * part,
-                scratch,
-            )
+class _Work(NamedTuple):
+    """One work item of attention: a run, a key-value head, and a piece of the context.
+
+    The context is cut into *units*: the pages of the slot, then spans of its window.
+    """
+
+    queries: Queries
+    """The run."""
+    sums: Sums
+    """Its partial results."""
+    slot: int
+    """The sequence."""
+    head: int
+    """The key-value head."""
+    paged: int
+    """Tokens in pages."""
+    pages: int
+    """Pages: the first units."""
+    start: int
+    """First unit of the piece."""
+    stop: int
+    """End of the piece."""
 
 
 @numba.njit(nogil=True)
-def _attend_pages(
-    page_kernel: int,
-    cache: int,
-    draft: int,
-    pages: int,
-    slot: int,
-    kv_heads: int,
-    kv_head: int,
-    q: int,
-    stride: int,
-    rows: int,
-    heads: int,
-    position: int,
-    window: int,
-    start: int,
-    stop: int,
-    sums: int,
-    sums_row: int,
-    sums_head: int,
-    scratch: int,
-) -> None:
-    """Add what a run's query heads of one key-value head get from pages start .. stop - 1 of its slot.
+def _work_of(attend: Attend, step: Parameters, number: int) -> _Work:
+    """A work item, by its number among all runs, key-value heads and splits."""
+    splits, kv_heads, heads = step.splits, attend.kv_heads, attend.heads // attend.kv_heads
+    run, head, split = number // (kv_heads * splits), number // splits % kv_heads, number % splits
+    row, rows = numba.int64(get_int(step.run_rows + 8 * run)), numba.int64(get_int(step.run_rows + 8 * run + 4))
+    position, slot = numba.int64(get_int(step.positions + 4 * row)), numba.int64(get_int(step.slots + 4 * row))
+    q = attend.qkv.at + row * attend.qkv.stride + 4 * head * heads * attend.dim
+    queries = Queries(q, attend.qkv.stride, rows, heads, attend.dim, position, attend.window)
+    size = part_bytes(attend.dim)
+    out = attend.out + ((row * attend.heads + head * heads) * splits + split) * size
+    sums = Sums(out, attend.heads * splits * size, splits * size)
+    cache = attend.stored.cache
+    tokens, end = word(cache, page.TOKENS), position + rows
+    paged = _paged(cache, slot) if word(cache, page.WINDOW) != 0 else end
+    pages = (paged + tokens - 1) // tokens
+    units = pages + (end - paged + SPAN - 1) // SPAN
+    seen = 0 if attend.window == 0 else max(0, position + 1 - attend.window)
+    begin = seen // tokens if seen < paged else pages + (seen - paged) // SPAN
+    start, stop = begin + (units - begin) * split // splits, begin + (units - begin) * (split + 1) // splits
+    return _Work(queries, sums, slot, head, paged, pages, start, stop)
 
-    Packed pages are the business of the unit at `page_kernel`, one of those at the end of this module.
-    """
-    tokens, dim = word(cache, page.TOKENS), word(cache, page.DIM)
-    lowbit = word(cache, page.FORMAT) != page.HALF
-    if lowbit and start < stop:
-        begin_queries(cache, q, stride, rows, heads, scratch)
-    for number in range(start, stop):
-        record = _record(cache, pages, slot, number, kv_heads, kv_head)
-        here = position - tokens * number
-        if lowbit:
-            prepared = number > start
-            following = _record(cache, pages, slot, number + 1, kv_heads, kv_head) if number + 1 < stop else 0
-            call_13(
-                page_kernel,
-                *(cache, record, following, draft, rows, heads, here, window),
-                *(sums, sums_row, sums_head, scratch, numba.int64(prepared)),
+
+@compiled_unit
+def attend(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Attention of a step's rows: a part of the work items. Packed pages are the business of the unit inside."""
+    attend, step, packed = attend_at(i), parameters_at(control), header_at(i).inner
+    stored, kv_heads, dim = attend.stored, attend.kv_heads, attend.dim
+    tokens, width = word(stored.cache, page.TOKENS), padded_channels(dim)
+    first, last = share_of(step.runs * kv_heads * step.splits, part, parts)
+    for number in range(first, last):
+        work = _work_of(attend, step, number)
+        clear_sums(work.queries, work.sums)
+        start = work.start
+        if packed != 0 and start < work.pages:
+            call_4(packed, i, control, number, scratch)
+            start = work.pages
+        for unit in range(start, work.stop):
+            if unit < work.pages:
+                record = _record(stored, work.slot, unit, kv_heads, work.head)
+                keys, values = (
+                    record + word(stored.cache, page.KEY_CODES),
+                    record + word(stored.cache, page.VALUE_CODES),
+                )
+                position = tokens * unit
+            else:
+                place = SPAN * (unit - work.pages)
+                keys = _window(stored.cache, stored.keys, work.slot, kv_heads, work.head, dim) + 2 * dim * place
+                values = _window(stored.cache, stored.values, work.slot, kv_heads, work.head, width) + 2 * width * place
+                position = work.paged + place
+            attend_span(work.queries, Span(keys, values, position), work.sums, scratch)
+
+
+def _pages(attend_page: Any) -> Any:
+    """What a work item gets from its packed pages, by the function for a page of some form."""
+
+    @numba.njit(nogil=True)
+    def attend_pages(i: int, control: int, number: int, scratch: int) -> None:
+        attend = attend_at(i)
+        stored, kv_heads = attend.stored, attend.kv_heads
+        work = _work_of(attend, parameters_at(control), number)
+        queries, sums, stop = work.queries, work.sums, min(work.stop, work.pages)
+        cache, tokens = stored.cache, word(stored.cache, page.TOKENS)
+        begin_queries(cache, queries.at, queries.stride, queries.rows, queries.heads, scratch)
+        record = _record(stored, work.slot, work.start, kv_heads, work.head)
+        for unit in range(work.start, stop):
+            following = _record(stored, work.slot, unit + 1, kv_heads, work.head) if unit + 1 < stop else 0
+            attend_page(
+                cache,
+                record,
+                following,
+                queries.rows,
+                queries.heads,
+                queries.position - tokens * unit,
+                queries.window,
+                sums.at,
+                sums.row,
+                sums.head,
+                scratch,
+                unit > work.start,
             )
-            continue
-        keys, values = record + word(cache, page.KEY_CODES), record + word(cache, page.VALUE_CODES)
-        attend_span(
-            q,
-            stride,
-            rows,
-            heads,
-            here,
-            window,
-            keys,
-            values,
-            dim,
-            sums,
-            sums_row,
-            sums_head,
-            scratch,
-        )
-    if lowbit and start < stop:
-        settle_queries(cache, rows, heads, sums, sums_row, sums_head, scratch)
+            record = following
+        settle_queries(cache, queries.rows, queries.heads, sums.at, sums.row, sums.head, scratch)
+
+    return attend_pages
+
+
+_attend_2, _attend_4, _attend_8 = _pages(attend_page_2), _pages(attend_page_4), _pages(attend_page_8)
+_attend_planes = _pages(attend_page_planes)
 
 
 @compiled_unit
-def page_2(
-    cache: int,
-    record: int,
-    following: int,
-    _draft: int,
-    rows: int,
-    heads: int,
-    position: int,
-    window: int,
-    sums: int,
-    sums_row: int,
-    sums_head: int,
-    scratch: int,
-    prepared: int,
-) -> None:
-    """Attend to a page with codes of 2 bits."""
-    attend_page_2(
-        cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared != 0
-    )
+def pages_2(i: int, control: int, number: int, scratch: int) -> None:
+    """Attend to the pages of a work item of the ATTEND instruction at address i: codes of 2 bits."""
+    _attend_2(i, control, number, scratch)
 
 
 @compiled_unit
-def page_4(
-    cache: int,
-    record: int,
-    following: int,
-    _draft: int,
-    rows: int,
-    heads: int,
-    position: int,
-    window: int,
-    sums: int,
-    sums_row: int,
-    sums_head: int,
-    scratch: int,
-    prepared: int,
-) -> None:
-    """Attend to a page with codes of 4 bits."""
-    attend_page_4(
-        cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared != 0
-    )
+def pages_4(i: int, control: int, number: int, scratch: int) -> None:
+    """Likewise codes of 4 bits."""
+    _attend_4(i, control, number, scratch)
 
 
 @compiled_unit
-def page_8(
-    cache: int,
-    record: int,
-    following: int,
-    _draft: int,
-    rows: int,
-    heads: int,
-    position: int,
-    window: int,
-    sums: int,
-    sums_row: int,
-    sums_head: int,
-    scratch: int,
-    prepared: int,
-) -> None:
-    """Attend to a page with codes of 8 bits."""
-    attend_page_8(
-        cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared != 0
-    )
+def pages_8(i: int, control: int, number: int, scratch: int) -> None:
+    """Likewise codes of 8 bits."""
+    _attend_8(i, control, number, scratch)
 
 
 @compiled_unit
-def page_planes(
-    cache: int,
-    record: int,
-    following: int,
-    draft: int,
-    rows: int,
-    heads: int,
-    position: int,
-    window: int,
-    sums: int,
-    sums_row: int,
-    sums_head: int,
-    scratch: int,
-    prepared: int,
-) -> None:
-    """Attend to a page with two planes of 4 bits, of which a draft reads the upper alone."""
-    if draft != 0:
-        attend_page_4(
-            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared != 0
-        )
+def pages_planes(i: int, control: int, number: int, scratch: int) -> None:
+    """Likewise two planes of 4 bits, of which a draft reads the upper alone."""
+    if parameters_at(control).draft != 0:
+        _attend_4(i, control, number, scratch)
     else:
-        attend_page_planes(
-            cache, record, following, rows, heads, position, window, sums, sums_row, sums_head, scratch, prepared != 0
-        )
+        _attend_planes(i, control, number, scratch)
 
 
-_PAGE_UNITS = {2: page_2, 4: page_4, 8: page_8, page.TWO_PLANES: page_planes}
+_PAGE_UNITS = {2: pages_2, 4: pages_4, 8: pages_8, page.TWO_PLANES: pages_planes}
 
 
 def page_unit(form: int) -> Unit | None:
-    """The unit that attends to a page, by the cache's FORMAT; None where `attend` does it itself."""
+    """The unit that attends to pages, by the cache's FORMAT; None where `attend` does it itself."""
     return _PAGE_UNITS.get(form)
 
 

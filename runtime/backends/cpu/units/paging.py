@@ -10,9 +10,10 @@ from typing import Any
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data import pages as page
-from runtime.backends.cpu.data.operands import operands, share_of, word
+from runtime.backends.cpu.data.instructions import Page, flush_at, restore_at
+from runtime.backends.cpu.data.operands import word
+from runtime.backends.cpu.data.step import share_of
 from runtime.backends.cpu.kernels.cache.gear import (
     add_low_rank,
     add_outliers,
@@ -39,22 +40,21 @@ from runtime.backends.cpu.kernels.cache.page import (
 )
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import set_float
-from runtime.kv.kinds import CacheKind
 
-_flush_operands, _restore_operands = operands(op.FLUSH), operands(op.RESTORE)
 _LANES = 16
 
 
-def paging_scratch(kind: CacheKind, padded: int) -> int:
+def paging_scratch(tokens: int, padded: int, rank: int, outliers: int) -> int:
     """Bytes of scratch that a thread needs for FLUSH and RESTORE.
 
     Args:
-        kind: The kind of cache.
+        tokens: T.
         padded: D padded to 32.
+        rank: Of GEAR's corrections.
+        outliers: Most outliers of a vector.
     """
-    T, longest = kind.page, max(kind.page, padded)
-    outliers = max(kind.outliers(T), kind.outliers(padded))
-    return 14 * T * padded + 128 * longest + 8 * outliers * longest + 4 * kind.rank * (T + padded + 1) + 1024
+    longest = max(tokens, padded)
+    return 14 * tokens * padded + 128 * longest + 4 * outliers * longest + 4 * rank * (tokens + padded + 1) + 1024
 
 
 @numba.njit(nogil=True)
@@ -176,57 +176,61 @@ def _add_low_rank(cache: int, record: int, key: bool, x: int) -> None:
 
 
 @numba.njit(nogil=True)
-def _flush(quantize: Any, i: int, thread: int, threads: int) -> None:
-    """Cut a page off a slot's window: one thread's share."""
-    cache, layers, heads, pages, pages_step, number, keys, keys_step, values, values_step, slot = _flush_operands(i)[
-        :11
-    ]
-    rest, start, scratch, scratch_step = _flush_operands(i)[11:]
+def _record(of: Page, layer: int, head: int) -> int:
+    """Address of what the page keeps of a layer's head."""
+    return of.pages.at + layer * of.pages.stride + (of.number * of.heads + head) * word(of.cache, page.RECORD)
+
+
+@numba.njit(nogil=True)
+def _flush(quantize: Any, i: int, part: int, parts: int, scratch: int) -> None:
+    """Cut a page off a slot's window: one part."""
+    flush = flush_at(i)
+    of, rest, start, own = flush.page, flush.rest, flush.start, scratch
+    cache, heads, slot = of.cache, of.heads, of.slot
     tokens, dim, window = word(cache, page.TOKENS), word(cache, page.DIM), word(cache, page.WINDOW)
-    width, own = (dim + 15) // 16 * 16, scratch + thread * scratch_step
-    first, last = share_of(2 * layers * heads, thread, threads)
+    width = (dim + 15) // 16 * 16
+    first, last = share_of(2 * of.layers * heads, part, parts)
     for item in range(first, last):
         layer, head, key = item // (2 * heads), item // 2 % heads, item % 2 == 0
-        record = pages + layer * pages_step + (number * heads + head) * word(cache, page.RECORD)
+        record = _record(of, layer, head)
         if key:
-            at = keys + layer * keys_step + 2 * dim * window * (slot * heads + head)
+            at = of.keys.at + layer * of.keys.stride + 2 * dim * window * (slot * heads + head)
             load_keys(at, tokens, dim, word(cache, page.PADDED), own)
             quantize(cache, record, True, own, start)
             move_bytes(at, at + 2 * dim * tokens, 2 * dim * ((rest + 15) // 16 * 16))
         else:
-            at = values + layer * values_step + 2 * width * window * (slot * heads + head)
+            at = of.values.at + layer * of.values.stride + 2 * width * window * (slot * heads + head)
             load_values(at, tokens, dim, own)
             quantize(cache, record, False, own, start)
             move_bytes(at, at + 2 * width * tokens, 2 * width * rest)
 
 
 @compiled_unit
-def flush(i: int, _control: int, thread: int, threads: int, _scratch: int) -> None:
+def flush(i: int, _control: int, part: int, parts: int, scratch: int) -> None:
     """Run the FLUSH instruction at address i: codes alone."""
-    _flush(_plain, i, thread, threads)
+    _flush(_plain, i, part, parts, scratch)
 
 
 @compiled_unit
-def flush_corrected(i: int, _control: int, thread: int, threads: int, _scratch: int) -> None:
+def flush_corrected(i: int, _control: int, part: int, parts: int, scratch: int) -> None:
     """Run the FLUSH instruction at address i: codes and GEAR's corrections."""
-    _flush(_corrected, i, thread, threads)
+    _flush(_corrected, i, part, parts, scratch)
 
 
 @compiled_unit
-def restore(i: int, _control: int, thread: int, threads: int, _scratch: int) -> None:
+def restore(i: int, _control: int, part: int, parts: int, scratch: int) -> None:
     """Run the RESTORE instruction at address i: the first tokens of a page, dequantized, go to a window's front."""
-    cache, layers, heads, pages, pages_step, number, keys, keys_step, values, values_step, slot = _restore_operands(i)[
-        :11
-    ]
-    wanted, scratch, scratch_step = _restore_operands(i)[11:]
+    restore = restore_at(i)
+    of, wanted = restore.page, restore.tokens
+    cache, heads, slot = of.cache, of.heads, of.slot
     tokens, dim, padded = word(cache, page.TOKENS), word(cache, page.DIM), word(cache, page.PADDED)
-    width, window, own = (dim + 15) // 16 * 16, word(cache, page.WINDOW), scratch + thread * scratch_step
-    x, _, codes, _ = _areas(cache, own)
+    width, window = (dim + 15) // 16 * 16, word(cache, page.WINDOW)
+    x, _, codes, _ = _areas(cache, scratch)
     bits, both = _bits(cache)
-    first, last = share_of(2 * layers * heads, thread, threads)
+    first, last = share_of(2 * of.layers * heads, part, parts)
     for item in range(first, last):
         layer, head, key = item // (2 * heads), item // 2 % heads, item % 2 == 0
-        record = pages + layer * pages_step + (number * heads + head) * word(cache, page.RECORD)
+        record = _record(of, layer, head)
         count, vectors, lanes, group = _sizes(cache, key)
         scales, zeros = _scales(cache, record, key)
         lower = codes + tokens * padded if both else 0
@@ -249,7 +253,9 @@ def restore(i: int, _control: int, thread: int, threads: int, _scratch: int) -> 
             kept = record + word(cache, page.KEY_KEPT if key else page.VALUE_KEPT)
             add_outliers(x, 4 * lanes, outliers, vectors, indices, kept)
         if key:
-            write_keys(x, dim, padded, wanted, keys + layer * keys_step + 2 * dim * window * (slot * heads + head))
+            write_keys(
+                x, dim, padded, wanted, of.keys.at + layer * of.keys.stride + 2 * dim * window * (slot * heads + head)
+            )
         else:
-            at = values + layer * values_step + 2 * width * window * (slot * heads + head)
+            at = of.values.at + layer * of.values.stride + 2 * width * window * (slot * heads + head)
             write_values(x, tokens, dim, wanted, at)

@@ -10,9 +10,18 @@ from typing import Any
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.operands import inner_of, operands, parameter, rows_of, share_of
-from runtime.backends.cpu.kernels.compensate import compensate, compensate_halves, gather_2, gather_4, gather_8
+from runtime.backends.cpu.data.instructions import Linear, Quantized, Weights, header_at, linear_at
+from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of
+from runtime.backends.cpu.kernels.compensate import (
+    Columns,
+    Salient,
+    compensate,
+    compensate_halves,
+    gather_2,
+    gather_4,
+    gather_8,
+    sums_bytes,
+)
 from runtime.backends.cpu.kernels.gemm import (
     gemm_entries_tile_4,
     gemm_entries_tile_8,
@@ -26,189 +35,195 @@ from runtime.backends.cpu.kernels.gemm import (
     row_block,
 )
 from runtime.backends.cpu.kernels.gemv import (
+    BLOCK,
     BLOCK_BYTES,
+    Tile,
     gemv_codebook_tile_3,
     gemv_codebook_tile_4,
     gemv_tile_3,
     gemv_tile_4,
 )
-from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
-from runtime.backends.cpu.machine.unit import call_10, compiled_unit
+from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES, decode_tile_3, decode_tile_4
+from runtime.backends.cpu.machine.unit import call_5, compiled_unit
 from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
 
-TILE_SCRATCH = 16 * 64
-"""Bytes at the start of a thread's scratch that hold a tile of 16 rows of outputs. After them, one after the other, a
-tile's decoded entries and compensation's sums."""
-_operands = operands(op.LINEAR)
+_TILE = 16 * 64
+"""Bytes at the start of the scratch that hold a tile of 16 rows of outputs. After them, one after the other, a tile's
+decoded entries and compensation's sums."""
+
+
+def linear_scratch(linear: Linear) -> int:
+    """Bytes of scratch that a thread needs for the instruction."""
+    entries = ENTRY_BYTES * linear.weights.blocks if linear.weights.codebooks else 0
+    return _TILE + max(entries, sums_bytes(16 * linear.weights.tiles) if linear.total else 0)
 
 
 @numba.njit(nogil=True)
-def _write_tile(value: Any, bias: int, out: int, accumulate: int, tile: int) -> None:
-    if bias != 0:
-        value = add(value, load_floats(bias + 64 * tile))
-    if accumulate != 0:
-        value = add(value, load_floats(out + 64 * tile))
-    store_floats(out + 64 * tile, value)
+def _write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
+    """Write, or add, sixteen outputs of a row."""
+    out = linear.out.at + row * linear.out.stride + 64 * tile
+    if linear.bias != 0:
+        value = add(value, load_floats(linear.bias + 64 * tile))
+    if linear.accumulate != 0:
+        value = add(value, load_floats(out))
+    store_floats(out, value)
 
 
-def _uniform(bits: int, one: Any, four: Any, eight: Any, sixteen: Any) -> tuple[Any, Any]:
-    """The product with one row of activations, and with several, by the kernels of tiles and row blocks."""
+@numba.njit(nogil=True)
+def _row_block_at(linear: Linear, row: int) -> Quantized:
+    """The activations of the row block that begins at a row."""
+    x, weights = linear.x, linear.weights
+    groups = 4 * row * weights.groups
+    return Quantized(x.codes + row * weights.blocks * BLOCK, x.scales + groups, x.shifts + groups)
+
+
+def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> tuple[Any, Any]:
+    """The product with one row of activations, and with several.
+
+    Args:
+        tile_of: Takes the weights and a tile's number for the `Tile`.
+        prepare: Takes it and the scratch for what the kernels of several rows want.
+        kernels: Of one row, and of blocks of 4, 8 and 16.
+    """
+    one, four, eight, sixteen = kernels
+
+    @register_jitable
+    def one_row(linear: Linear, first: int, last: int) -> None:
+        for tile in range(first, last):
+            _write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
+
+    @register_jitable
+    def several_rows(linear: Linear, first: int, last: int, rows: int, scratch: int) -> None:
+        side = row_block(rows)
+        for tile in range(first, last):
+            own = prepare(tile_of(linear.weights, tile), scratch + _TILE)
+            for row in range(0, rows, side):
+                x = _row_block_at(linear, row)
+                if side == 16:
+                    sixteen(own, x, scratch)
+                elif side == 8:
+                    eight(own, x, scratch)
+                else:
+                    four(own, x, scratch)
+                for m in range(min(side, rows - row)):
+                    _write_tile(linear, row + m, tile, load_floats(scratch + 64 * m))
+
+    return one_row, several_rows
+
+
+def _uniform(bits: int, *kernels: Any) -> tuple[Any, Any]:
+    """Products with uniform codes."""
     block_bytes = BLOCK_BYTES[bits]
 
     @register_jitable
-    def one_row(i: int, first: int, last: int) -> None:
-        codes, scales, zeros, x, x_scales, x_shifts, blocks, group_blocks, groups = _operands(i)[:9]
-        bias, out, accumulate = _operands(i)[11], _operands(i)[12], _operands(i)[14]
-        for tile in range(first, last):
-            at, s, z = codes + tile * blocks * block_bytes, scales + tile * groups * 32, zeros + tile * groups * 16
-            _write_tile(one(at, s, z, x, x_scales, x_shifts, blocks, group_blocks), bias, out, accumulate, tile)
+    def tile_of(weights: Weights, tile: int) -> Tile:
+        codes, groups = weights.codes + tile * weights.blocks * block_bytes, tile * weights.groups
+        scales, zeros = weights.scales + 32 * groups, weights.zeros + 16 * groups
+        return Tile(codes, scales, zeros, weights.blocks, weights.group_blocks)
 
     @register_jitable
-    def several_rows(i: int, first: int, last: int, rows: int, scratch: int) -> None:
-        codes, scales, zeros, x, x_scales, x_shifts, blocks, group_blocks, groups = _operands(i)[:9]
-        bias, out, out_stride, accumulate = _operands(i)[11:15]
-        side = row_block(rows)
-        for tile in range(first, last):
-            at, s, z = codes + tile * blocks * block_bytes, scales + tile * groups * 32, zeros + tile * groups * 16
-            for row in range(0, rows, side):
-                xc, xs, xz = x + row * blocks * 32, x_scales + 4 * row * groups, x_shifts + 4 * row * groups
-                if side == 16:
-                    sixteen(at, s, z, xc, xs, xz, blocks, group_blocks, scratch)
-                elif side == 8:
-                    eight(at, s, z, xc, xs, xz, blocks, group_blocks, scratch)
-                else:
-                    four(at, s, z, xc, xs, xz, blocks, group_blocks, scratch)
-                _write_rows(scratch, min(side, rows - row), bias, out + row * out_stride, out_stride, accumulate, tile)
+    def prepare(tile: Tile, _scratch: int) -> Tile:
+        return tile
 
-    return one_row, several_rows
+    return _product(tile_of, prepare, kernels)
 
 
-def _codebook(bits: int, one: Any, decode: Any) -> tuple[Any, Any]:
-    """Likewise with codebooks: several rows are multiplied with the entries of a tile, decoded once."""
+def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
+    """Products with codebooks: several rows are multiplied with the entries of a tile, decoded once."""
     block_bytes, book_bytes = BLOCK_BYTES[bits], 16 << bits
 
     @register_jitable
-    def one_row(i: int, first: int, last: int) -> None:
-        codes, scales, _, x, x_scales, x_shifts, blocks, group_blocks, _ = _operands(i)[:9]
-        bias, out, accumulate, codebooks = _operands(i)[11], _operands(i)[12], _operands(i)[14], _operands(i)[25]
-        for tile in range(first, last):
-            at, s, book = codes + tile * blocks * block_bytes, scales + tile * 32, codebooks + tile * book_bytes
-            _write_tile(one(at, s, book, x, x_scales, x_shifts, blocks, group_blocks), bias, out, accumulate, tile)
+    def tile_of(weights: Weights, tile: int) -> Tile:
+        codes, books = weights.codes + tile * weights.blocks * block_bytes, weights.codebooks + tile * book_bytes
+        return Tile(codes, weights.scales + 32 * tile, books, weights.blocks, weights.group_blocks)
 
     @register_jitable
-    def several_rows(i: int, first: int, last: int, rows: int, scratch: int) -> None:
-        codes, scales, _, x, x_scales, x_shifts, blocks, group_blocks, groups = _operands(i)[:9]
-        bias, out, out_stride, accumulate = _operands(i)[11:15]
-        side, entries, codebooks = row_block(rows), scratch + TILE_SCRATCH, _operands(i)[25]
-        for tile in range(first, last):
-            decode(codes + tile * blocks * block_bytes, codebooks + tile * book_bytes, blocks, entries)
-            s = scales + tile * 32
-            for row in range(0, rows, side):
-                xc, xs, xz = x + row * blocks * 32, x_scales + 4 * row * groups, x_shifts + 4 * row * groups
-                if side == 16:
-                    gemm_entries_tile_16(entries, s, xc, xs, xz, blocks, group_blocks, scratch)
-                elif side == 8:
-                    gemm_entries_tile_8(entries, s, xc, xs, xz, blocks, group_blocks, scratch)
-                else:
-                    gemm_entries_tile_4(entries, s, xc, xs, xz, blocks, group_blocks, scratch)
-                _write_rows(scratch, min(side, rows - row), bias, out + row * out_stride, out_stride, accumulate, tile)
+    def prepare(tile: Tile, entries: int) -> Tile:
+        decode(tile.codes, tile.levels, tile.blocks, entries)
+        return Tile(entries, tile.scales, tile.levels, tile.blocks, tile.group_blocks)
 
-    return one_row, several_rows
-
-
-@numba.njit(nogil=True)
-def _write_rows(tiles: int, count: int, bias: int, out: int, out_stride: int, accumulate: int, tile: int) -> None:
-    """Write the outputs of a row block, float32 [count, 16] in the scratch."""
-    for m in range(count):
-        _write_tile(load_floats(tiles + 64 * m), bias, out + m * out_stride, accumulate, tile)
+    return _product(tile_of, prepare, (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16))
 
 
 _one_3, _several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
 _one_4, _several_4 = _uniform(4, gemv_tile_4, gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16)
-_one_codebook_3, _several_codebook_3 = _codebook(3, gemv_codebook_tile_3, decode_tile_3)
-_one_codebook_4, _several_codebook_4 = _codebook(4, gemv_codebook_tile_4, decode_tile_4)
+_one_codebook_3, _several_codebook_3 = _codebook(3, decode_tile_3, gemv_codebook_tile_3)
+_one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook_tile_4)
 
 
 @numba.njit(nogil=True)
-def _multiply(one_row: Any, several_rows: Any, i: int, control: int, thread: int, threads: int, scratch: int) -> None:
-    """Run a LINEAR instruction: a thread takes whole tiles of 16 output channels."""
-    tiles, out, out_stride, which = _operands(i)[9], _operands(i)[12], _operands(i)[13], _operands(i)[15]
-    residual, residual_scales, _, residual_row, x, x_stride = _operands(i)[16:22]
-    chosen, chosen_stride, total = _operands(i)[22:25]
-    rows = rows_of(control, which)
-    first, last = share_of(tiles, thread, threads)
+def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run a LINEAR instruction: a part is a range of whole tiles of 16 output channels."""
+    linear = linear_at(i)
+    rows = rows_of(control, linear.wanted)
+    first, last = share_of(linear.weights.tiles, part, parts)
     if rows == 1:
-        one_row(i, first, last)
+        one_row(linear, first, last)
     else:
-        several_rows(i, first, last, rows, scratch)
-    if total > 0 and last > first and parameter(control, op.COMPENSATE) != 0:
+        several_rows(linear, first, last, rows, scratch)
+    if linear.total > 0 and last > first and parameters_at(control).compensate != 0:
         for row in range(rows):
-            call_10(
-                inner_of(i),
-                residual,
-                residual_scales,
-                residual_row,
-                x + row * x_stride,
-                chosen + row * chosen_stride,
-                total,
-                16 * first,
-                16 * last,
-                out + row * out_stride,
-                scratch + TILE_SCRATCH,
-            )
+            call_5(header_at(i).inner, i, row, first, last, scratch + _TILE)
 
 
 @compiled_unit
-def multiply_uniform_3(i: int, control: int, thread: int, threads: int, scratch: int) -> None:
+def multiply_uniform_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: uniform codes of 3 bits."""
-    _multiply(_one_3, _several_3, i, control, thread, threads, scratch)
+    _multiply(_one_3, _several_3, i, control, part, parts, scratch)
 
 
 @compiled_unit
-def multiply_uniform_4(i: int, control: int, thread: int, threads: int, scratch: int) -> None:
+def multiply_uniform_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: uniform codes of 4 bits."""
-    _multiply(_one_4, _several_4, i, control, thread, threads, scratch)
+    _multiply(_one_4, _several_4, i, control, part, parts, scratch)
 
 
 @compiled_unit
-def multiply_codebook_3(i: int, control: int, thread: int, threads: int, scratch: int) -> None:
+def multiply_codebook_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codebooks of 8 entries."""
-    _multiply(_one_codebook_3, _several_codebook_3, i, control, thread, threads, scratch)
+    _multiply(_one_codebook_3, _several_codebook_3, i, control, part, parts, scratch)
 
 
 @compiled_unit
-def multiply_codebook_4(i: int, control: int, thread: int, threads: int, scratch: int) -> None:
+def multiply_codebook_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codebooks of 16 entries."""
-    _multiply(_one_codebook_4, _several_codebook_4, i, control, thread, threads, scratch)
+    _multiply(_one_codebook_4, _several_codebook_4, i, control, part, parts, scratch)
+
+
+@numba.njit(nogil=True)
+def _salient(linear: Linear, row: int) -> Salient:
+    """The channels of a row that are compensated."""
+    x, chosen = linear.values.at + row * linear.values.stride, linear.chosen.at + row * linear.chosen.stride
+    return Salient(x, chosen, linear.total)
 
 
 @compiled_unit
-def compensate_2(
-    residual: int, scales: int, row: int, x: int, chosen: int, count: int, start: int, stop: int, out: int, sums: int
-) -> None:
-    """Add the compensation of one row by residuals of 2 bits."""
-    compensate(gather_2, 2, residual, scales, row, x, chosen, count, start, stop, out, sums)
+def compensate_2(i: int, row: int, first: int, last: int, sums: int) -> None:
+    """Compensate tiles first .. last - 1 of a row of the LINEAR instruction at address i, by residuals of 2 bits."""
+    linear = linear_at(i)
+    out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
+    compensate(gather_2, 2, linear.residual, _salient(linear, row), columns, out, sums)
 
 
 @compiled_unit
-def compensate_4(
-    residual: int, scales: int, row: int, x: int, chosen: int, count: int, start: int, stop: int, out: int, sums: int
-) -> None:
-    """Add the compensation of one row by residuals of 4 bits."""
-    compensate(gather_4, 4, residual, scales, row, x, chosen, count, start, stop, out, sums)
+def compensate_4(i: int, row: int, first: int, last: int, sums: int) -> None:
+    """Likewise by residuals of 4 bits."""
+    linear = linear_at(i)
+    out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
+    compensate(gather_4, 4, linear.residual, _salient(linear, row), columns, out, sums)
 
 
 @compiled_unit
-def compensate_8(
-    residual: int, scales: int, row: int, x: int, chosen: int, count: int, start: int, stop: int, out: int, sums: int
-) -> None:
-    """Add the compensation of one row by residuals of 8 bits."""
-    compensate(gather_8, 8, residual, scales, row, x, chosen, count, start, stop, out, sums)
+def compensate_8(i: int, row: int, first: int, last: int, sums: int) -> None:
+    """Likewise by residuals of 8 bits."""
+    linear = linear_at(i)
+    out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
+    compensate(gather_8, 8, linear.residual, _salient(linear, row), columns, out, sums)
 
 
 @compiled_unit
-def compensate_16(
-    residual: int, _scales: int, row: int, x: int, chosen: int, count: int, start: int, stop: int, out: int, sums: int
-) -> None:
-    """Add the compensation of one row by residuals in half precision."""
-    compensate_halves(residual, row, x, chosen, count, start, stop, out, sums)
+def compensate_16(i: int, row: int, first: int, last: int, sums: int) -> None:
+    """Likewise by residuals in half precision."""
+    linear = linear_at(i)
+    out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
+    compensate_halves(linear.residual, _salient(linear, row), columns, out, sums)

@@ -24,9 +24,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
 import triton
 import triton.language as tl
+
 from runtime.backends.triton.kernels.select import (
     MODES,
     NUM_WARPS,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
 import triton
 import triton.language as tl
+
 from runtime.backends.triton.kernels.gemv import (
     EXPONENT,
     ROWS,

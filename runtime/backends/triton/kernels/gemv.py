@@ -27,9 +27,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-
 import triton
 import triton.language as tl
+
 from runtime.backends.triton.layout import BLOCK, GpuLinear
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
 import triton
 import triton.language as tl
+
 from runtime.backends.triton.kernels.cache.kernel import store_token
 from runtime.backends.triton.kernels.cache.pages import LayerPages, record_sizes
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-
 import triton
 import triton.language as tl
+
 from models.packed import PackedLinear
 from runtime.decoder import Selector
 from runtime.operations.channels import BUCKETS, CHUNK, HALF, buckets, static_channels, total_budget

@@ -12,14 +12,21 @@ import torch
 
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.data.tiles import aligned_zeros, padded
+from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.pool import Pool
+from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.decoder import DecoderOptions
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 
 torch.set_num_threads(1)
+
+
+GUARD = 256
+"""Bytes behind a thread's scratch that no instruction may touch."""
 
 
 class Machine:
@@ -29,30 +36,32 @@ class Machine:
         self.threads = threads
         self.control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
         self.inputs = aligned_zeros((5, max(rows, 1) * 2), np.int32)
-        self.scratch = aligned_zeros((threads, 1 << 18), np.uint8)
-        for word, array in zip(
-            (op.TOKENS, op.SLOTS, op.POSITIONS, op.LOGIT_ROWS, op.RUN_ROWS), self.inputs, strict=True
-        ):
-            self.control[word] = array.ctypes.data
-        self.control[op.SCRATCH], self.control[op.SCRATCH_STRIDE] = self.scratch.ctypes.data, self.scratch.strides[0]
-        self.control[op.M_ROWS], self.control[op.R_ROWS] = rows, logit_rows
-        self.control[op.SPLITS], self.control[op.COMPENSATE] = 1, 1
+        self.step = parameters_of(self.control)
+        for name, array in zip(("tokens", "slots", "positions", "logit_rows", "run_rows"), self.inputs, strict=True):
+            self.step[name] = array.ctypes.data
+        self.step["rows"], self.step["wanted_rows"] = rows, logit_rows
+        self.step["splits"], self.step["compensate"] = 1, 1
 
-    def run(self, operation: int, **operands: Any) -> None:
-        """Run one instruction; arrays stand for their addresses, floats for their bits, absent operands are 0."""
+    def run(self, instruction: op.Instruction) -> None:
+        """Run one instruction, with the very scratch that it says it needs."""
         program = aligned_zeros((1, op.WIDTH), np.int64)
-        program[0, 0] = operation
-        for name, value in operands.items():
-            if isinstance(value, np.ndarray):
-                value = value.ctypes.data
-            elif isinstance(value, float):
-                value = op.float_bits(value)
-            program[0, 1 + op.OPERANDS[operation].index(name)] = value
+        op.write(program[0], instruction)
+        link(program)
+        room = most_scratch(program)
+        scratch = aligned_zeros((self.threads, padded(room, 64) + GUARD), np.uint8)
+        scratch[:] = 0xA5
+        self.step["scratch"], self.step["scratch_stride"] = scratch.ctypes.data, scratch.strides[0]
         Pool(self.control, self.threads).step(program)
+        assert (scratch[:, room:] == 0xA5).all(), "an instruction wrote beyond its scratch"
 
     @property
     def failed(self) -> bool:
         return bool(self.control[sync.FAILED])
+
+
+def matrix(array: npt.NDArray[Any]) -> op.Matrix:
+    """An array's rows as an instruction names them."""
+    return op.Matrix(int(array.ctypes.data), array.strides[0])
 
 
 class Attention:
@@ -115,45 +124,31 @@ class Attention:
         """Run the CPU backend's instructions for rows that its cache has begun. Returns its output [M, H, D]."""
         M, H, K, D = len(slots), self.heads, self.kv_heads, self.dim
         machine = Machine(M)
-        machine.scratch = aligned_zeros((2, 1 << 20), np.uint8)
-        machine.control[op.SCRATCH], machine.control[op.SCRATCH_STRIDE] = machine.scratch.ctypes.data, 1 << 20
         machine.inputs[1][:M], machine.inputs[2][:M] = slots, positions
         runs, row = [], 0
         while row < M:
             count = 1
-            while row + count < M and slots[row + count] == slots[row] and count < 8:
+            while row + count < M and slots[row + count] == slots[row] and count < RUN_ROWS:
                 count += 1
             runs += [row, count]
             row += count
         machine.inputs[4][: len(runs)] = runs
-        machine.control[op.RUNS], machine.control[op.SPLITS] = len(runs) // 2, self.splits
-        machine.control[op.DRAFT] = int(self.draft)
+        machine.step["runs"], machine.step["splits"], machine.step["draft"] = len(runs) // 2, self.splits, self.draft
         qkv = aligned_zeros((M, (H + 2 * K) * D + 16), np.float32)
         qkv[:, : (H + 2 * K) * D] = x.reshape(M, -1)
-        cache = dict(zip(("cache", "pages", "window_keys", "window_values"), self.cpu.addresses(layer), strict=True))
-        shape = {"qkv": qkv, "stride": qkv.strides[0], "heads": H, "kv_heads": K, "dim": D}
-        machine.run(op.HEADS, **shape, half=0, scale=D**-0.5, **cache)
+        stored, rows = self.cpu.stored(layer), matrix(qkv)
+        machine.run(op.Heads(rows, H, K, D, 0, 0, 0, 0, 0, 0.0, D**-0.5, stored))
         if not attend:
             return x
         partial = aligned_zeros((M * self.splits * H * (padded(D, 16) + 16),), np.float32)
         partial[:] = np.nan
-        machine.run(op.ATTEND, **shape, window=self.window or 0, out=partial, **cache)
+        at = int(partial.ctypes.data)
+        machine.run(op.Attend(rows, H, K, D, self.window or 0, RUN_ROWS, stored, at))
         wide = padded(H * D, 32)
         out, codes = aligned_zeros((M, wide), np.float32), aligned_zeros((padded(M, 16), wide), np.int8)
         scales = aligned_zeros((2, padded(M, 16), wide // 32), np.float32)
-        machine.run(
-            op.MERGE,
-            x=partial,
-            width=H * D,
-            out=out,
-            out_stride=out.strides[0],
-            codes=codes,
-            scales=scales[0],
-            shifts=scales[1],
-            group_blocks=1,
-            heads=H,
-            dim=D,
-        )
+        rounded = op.Quantized(*(int(array.ctypes.data) for array in (codes, *scales)))
+        machine.run(op.Merge(at, op.Input(H * D, False, matrix(out), rounded, 1), H, D))
         return out[:, : H * D].reshape(M, H, D)
 
     def check_stored(self) -> None:

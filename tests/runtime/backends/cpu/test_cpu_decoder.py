@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from models.spec import RopeSpec
-from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
 from runtime.backends.reference.decoder import ReferenceDecoder
@@ -124,7 +123,7 @@ def test_a_long_context_is_split_and_merged(tiny_model: Any, tiny_spec: Any, kv:
     for position in range(700, 704):
         one = step(tokens[position : position + 1], position)
         expected, actual = reference.forward(one), decoder.forward(one)
-        assert decoder._control[op.SPLITS] == 4
+        assert decoder._parameters["splits"] == 4
         errors.append(np.abs(actual - expected).mean() / expected.std())
     assert max(errors) <= (0.02 if kv == "fp16" else 0.1)
     assert np.median(errors) <= 0.02

@@ -22,7 +22,7 @@ from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers import squeezellm
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.tiles import TiledLinear, aligned_zeros, padded, tile_linear
+from runtime.backends.cpu.data.tiles import aligned_zeros, padded, tile_linear
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.operations import activation
@@ -52,6 +52,11 @@ class Activations:
         self.codes = aligned_zeros((padded(rows, 16), padded(width, 32)), np.int8)
         self.scales = aligned_zeros((padded(rows, 16), padded(width, 32) // 32), np.float32)
         self.shifts = aligned_zeros((padded(rows, 16), padded(width, 32) // 32), np.float32)
+
+    @property
+    def places(self) -> op.Quantized:
+        """What an instruction says of them."""
+        return op.Quantized(address(self.codes), address(self.scales), address(self.shifts))
 
     def fill(self, codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], group: int) -> None:
         """Write codes [M, K] and scales [M, G] in the layout of the kernels."""
@@ -84,22 +89,12 @@ class Activations:
         return np.array(codes), np.array([n[0] for n in numbers]), np.array([n[1] for n in numbers])
 
 
-def product_operands(tiled: TiledLinear, inputs: Activations) -> dict[str, Any]:
-    """Operands of a LINEAR instruction that say what is multiplied."""
-    return {
-        "codes": tiled.codes,
-        "scales": tiled.scales,
-        "zeros": 0 if tiled.zeros is None else tiled.zeros,
-        "x_codes": inputs.codes,
-        "x_scales": inputs.scales,
-        "x_shifts": inputs.shifts,
-        "blocks": tiled.blocks,
-        "group_blocks": tiled.group_blocks,
-        "groups": tiled.groups,
-        "tiles": tiled.tiles,
-        "bits": tiled.bits,
-        "codebooks": 0 if tiled.codebooks is None else tiled.codebooks,
-    }
+def address(array: npt.NDArray[Any] | None) -> int:
+    return 0 if array is None else int(array.ctypes.data)
+
+
+def matrix(array: npt.NDArray[Any]) -> op.Matrix:
+    return op.Matrix(address(array), array.strides[0])
 
 
 def assert_close(actual: npt.NDArray[Any], expected: npt.NDArray[Any], tolerance: float = 1e-5) -> None:
@@ -139,16 +134,10 @@ def test_matrix_product(
     before = rng.standard_normal((rows, N)).astype(np.float32)
     wide_bias = aligned_zeros((padded(N, 16),), np.float32)
     wide_bias[:N] = bias
-    for accumulate in (0, 1):
+    for accumulate in (False, True):
         out = wide(before, rows)
-        machine(rows).run(
-            op.LINEAR,
-            **product_operands(tiled, inputs),
-            bias=wide_bias,
-            out=out,
-            out_stride=out.strides[0],
-            accumulate=accumulate,
-        )
+        operands = (tiled.weights, inputs.places, False, matrix(out))
+        machine(rows).run(op.Linear(*operands, bias=address(wide_bias), accumulate=accumulate))
         assert_close(out[:rows, :N], expected + (before if accumulate else 0))
         assert np.isnan(out[rows:]).all()
 
@@ -158,8 +147,8 @@ def product(machine: Callable[..., Any], linear: PackedLinear, codes: Any, scale
     rows, N = codes.shape[0], linear.shape[0]
     inputs, out = Activations(rows, linear.shape[1]), wide(np.zeros((rows, N), np.float32))
     inputs.fill(codes, scales, linear.group_size)
-    operands = product_operands(tile_linear(linear), inputs)
-    machine(rows).run(op.LINEAR, **operands, out=out, out_stride=out.strides[0])
+    tiled = tile_linear(linear)
+    machine(rows).run(op.Linear(tiled.weights, inputs.places, False, matrix(out), bias=0, accumulate=False))
     return out[:rows, :N]
 
 
@@ -251,20 +240,8 @@ def test_norm_and_quantization(machine: Callable[..., Any], rows: int, K: int) -
     weight = aligned_zeros((padded(K, 32),), np.float32)
     weight[:K] = 1 + 0.3 * rng.standard_normal(K)
     source, out, quantized = wide(x), wide(np.zeros((rows, K), np.float32)), Activations(rows, K)
-    machine(rows).run(
-        op.NORM,
-        x=source,
-        x_stride=source.strides[0],
-        width=K,
-        out=out,
-        out_stride=out.strides[0],
-        codes=quantized.codes,
-        scales=quantized.scales,
-        shifts=quantized.shifts,
-        group_blocks=2,
-        weight=weight,
-        eps=1e-5,
-    )
+    to = op.Input(K, False, matrix(out), quantized.places, group_blocks=2)
+    machine(rows).run(op.Norm(matrix(source), to, address(weight), eps=1e-5))
     expected = rms_norm(torch.from_numpy(x), torch.from_numpy(weight[:K].copy()), 1e-5).numpy()
     assert_close(out[:rows, :K], expected)
     check_quantized(quantized, out[:rows, :K], 64)
@@ -288,18 +265,7 @@ def test_gate_and_quantization(machine: Callable[..., Any], rows: int) -> None:
     x = (rng.standard_normal((rows, 2 * width)) * 4).astype(np.float32)
     x[0, :4] = (90, -90, 0, -1e-3)
     source, out, quantized = wide(x), wide(np.full((rows, 192), 7, np.float32)), Activations(rows, width)
-    machine(rows).run(
-        op.GATE,
-        x=source,
-        x_stride=source.strides[0],
-        width=width,
-        out=out,
-        out_stride=out.strides[0],
-        codes=quantized.codes,
-        scales=quantized.scales,
-        shifts=quantized.shifts,
-        group_blocks=1,
-    )
+    machine(rows).run(op.Gate(matrix(source), op.Input(width, False, matrix(out), quantized.places, group_blocks=1)))
     gates, ups = torch.from_numpy(x[:, :width].copy()), torch.from_numpy(x[:, width:].copy())
     assert_close(out[:rows, :width], silu_gate(gates, ups).numpy())
     assert not out[:rows, width:192].any()
@@ -315,18 +281,22 @@ def run_select(
     chosen, source = aligned_zeros((rows, total), np.int32), wide(x)
     runner = machine(rows)
     runner.inputs[2, :rows] = np.arange(100, 100 + rows)
-    runner.run(
-        op.SELECT,
-        x=source,
-        x_stride=source.strides[0],
+    instruction = op.Select(
+        x=matrix(source),
         width=K,
+        wanted=False,
         k_chunk=k_chunk,
         total=total,
-        chosen=chosen,
-        chosen_stride=chosen.strides[0],
+        chosen=matrix(chosen),
         mode=mode,
-        **operands,
+        border=op.Border(0.0, 0.0, 0.0),
+        static=0,
+        seed=0,
+        layer=0,
+        measure=False,
+        hits=0,
     )
+    runner.run(instruction._replace(**operands))
     return chosen, runner
 
 
@@ -342,11 +312,11 @@ def test_selectors(machine: Callable[..., Any], K: int, k_chunk: int) -> None:
     tensor = torch.from_numpy(x)
     chosen, _ = run_select(machine, x, k_chunk, SELECT_EXACT)
     assert np.array_equal(chosen, np.sort(selection.exact(tensor, k_chunk).numpy(), axis=1))
-    border = {"b15": found.b15, "upper": found.upper_scale, "lower": found.lower_scale}
-    chosen, _ = run_select(machine, x, k_chunk, SELECT_APPROX, **border)
+    border = op.Border(found.b15, found.upper_scale, found.lower_scale)
+    chosen, _ = run_select(machine, x, k_chunk, SELECT_APPROX, border=border)
     assert np.array_equal(chosen, np.sort(selection.approximate(tensor, k_chunk, found).numpy(), axis=1))
     static = budget.static_channels(rng.random(K).astype(np.float32), k_chunk)
-    chosen, _ = run_select(machine, x, k_chunk, SELECT_STATIC, static=static)
+    chosen, _ = run_select(machine, x, k_chunk, SELECT_STATIC, static=address(static))
     assert np.array_equal(chosen, np.broadcast_to(static, chosen.shape))
     chosen, _ = run_select(machine, x, k_chunk, SELECT_RANDOM, seed=5, layer=3)
     for row, position in enumerate((100, 101, 102)):
@@ -357,16 +327,16 @@ def test_selectors(machine: Callable[..., Any], K: int, k_chunk: int) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_number_that_is_not_finite_is_noticed(machine: Callable[..., Any], mode: int, bad: float) -> None:
     x = np.ones((2, 1100), np.float32)
-    border = {"b15": 0.5, "upper": 15.0, "lower": 32.0}
-    assert not run_select(machine, x, 8, mode, **border)[1].failed
+    border = op.Border(b15=0.5, upper=15.0, lower=32.0)
+    assert not run_select(machine, x, 8, mode, border=border)[1].failed
     x[1, 1050] = bad
-    assert run_select(machine, x, 8, mode, **border)[1].failed
+    assert run_select(machine, x, 8, mode, border=border)[1].failed
 
 
 def test_recall_is_measured_against_the_whole_row(machine: Callable[..., Any]) -> None:
     x = np.random.default_rng(0).standard_normal((4, 3000)).astype(np.float32)
     sums = aligned_zeros((16,), np.float32)
-    chosen, _ = run_select(machine, x, 40, SELECT_EXACT, measure=1, hits=sums)
+    chosen, _ = run_select(machine, x, 40, SELECT_EXACT, measure=True, hits=address(sums))
     expected = [budget.recall(row, channels) for row, channels in zip(x, chosen, strict=True)]
     assert 0.5 < np.mean(expected) < 1
     assert_close(sums[:4], np.array(expected))
@@ -400,19 +370,17 @@ def test_compensation(
         scales[:N] = linear.residual.scales
     inputs, tiled = Activations(rows, K), tile_linear(linear)  # zero activations: only the compensation remains
     source, out = wide(x), wide(np.zeros((rows, N), np.float32))
-    machine(rows).run(
-        op.LINEAR,
-        **product_operands(tiled, inputs),
-        out=out,
-        out_stride=out.strides[0],
-        residual=codes,
-        residual_scales=scales,
-        residual_bits=residual_bits,
-        residual_row=codes.strides[0],
-        x=source,
-        x_stride=source.strides[0],
-        chosen=chosen,
-        chosen_stride=chosen.strides[0],
+    linear_instruction = op.Linear(
+        weights=tiled.weights,
+        x=inputs.places,
+        wanted=False,
+        out=matrix(out),
+        bias=0,
+        accumulate=False,
         total=k,
+        residual=op.Residual(address(codes), address(scales), residual_bits, codes.strides[0]),
+        values=matrix(source),
+        chosen=matrix(chosen),
     )
+    machine(rows).run(linear_instruction)
     assert_close(out[:rows, :N], expected)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import types
+import types as python
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import pytest
+from numba import types
 
-from runtime import open as opening
+from runtime.backends.cpu.backend import BACKEND
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.link import link, needed
+from runtime.backends.cpu.link import is_linked, link, most_scratch, needed
 from runtime.backends.cpu.machine import isa
 from runtime.backends.cpu.machine.unit import Unit, digest
 from runtime.backends.cpu.machine.vector import set_word
+from runtime.backends.cpu.machine.view import record_of, view
 from runtime.backends.cpu.units import attention, inputs, paging, products
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS
@@ -41,7 +45,7 @@ def other(x: int) -> None:
 
 
 def made(factor: int = 3, operator: str = "*", other: str = "pass") -> Any:
-    module = types.ModuleType("runtime.made")
+    module = python.ModuleType("runtime.made")
     exec(_KERNEL.format(factor=factor, operator=operator, other=other), module.__dict__)
     return module
 
@@ -54,23 +58,31 @@ def test_a_digest_follows_what_a_function_calls_and_nothing_else() -> None:
     assert digest(made(operator="+").outer) != before
 
 
-def test_a_digest_covers_intrinsics_and_constants_of_other_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_covers_intrinsics_and_the_records_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: getattr(inputs, name).folder.name for name in ("norm", "gather")}
-    monkeypatch.setattr(op, "LOGIT_ROWS", op.LOGIT_ROWS + 1)
+    other = view("gather", np.dtype([("x", op.HEADER), ("channels", np.int64), ("out", op.HEADER)]))
+    monkeypatch.setattr(inputs, "gather_at", other)
     after = {name: getattr(inputs, name).folder.name for name in ("norm", "gather")}
     assert after["norm"] == before["norm"]
     assert after["gather"] != before["gather"]
-    pages = attention.page_4.folder.name
+    pages = attention.pages_4.folder.name
     monkeypatch.setattr("runtime.backends.cpu.machine.codes.exp2", set_word)
     monkeypatch.setattr("runtime.backends.cpu.kernels.attention.weights.exp2", set_word)
-    assert attention.page_4.folder.name != pages
+    assert attention.pages_4.folder.name != pages
+
+
+def test_a_digest_covers_the_order_of_a_tuples_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = products.multiply_uniform_4.folder.name
+    turned: Any = namedtuple("Tile", tuple(reversed(products.Tile._fields)))
+    monkeypatch.setattr(products, "Tile", turned)
+    assert products.multiply_uniform_4.folder.name != before
 
 
 def test_a_digest_is_the_same_in_every_process() -> None:
-    names = "attention.page_4.folder, products.compensate_4.folder"
+    names = "attention.pages_4.folder, products.compensate_4.folder"
     script = f"from runtime.backends.cpu.units import attention, products; print({names})"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert found == [str(attention.page_4.folder), str(products.compensate_4.folder)]
+    assert found == [str(attention.pages_4.folder), str(products.compensate_4.folder)]
 
 
 def test_no_two_processes_give_their_machine_code_the_same_names(tmp_path: Path) -> None:
@@ -94,8 +106,8 @@ def test_no_two_processes_give_their_machine_code_the_same_names(tmp_path: Path)
 def test_a_cache_needs_its_own_kernels_only() -> None:
     half, int4, hierarchical = (set(needed(KINDS[kind])) for kind in ("fp16", "int4", "hierarchical"))
     assert half - int4 == {attention.heads_to_halves}
-    assert int4 - half == {attention.heads_to_codes, attention.page_4}
-    assert hierarchical - half == {attention.heads_to_window, attention.page_planes, paging.flush, paging.restore}
+    assert int4 - half == {attention.heads_to_codes, attention.pages_4}
+    assert hierarchical - half == {attention.heads_to_window, attention.pages_planes, paging.flush, paging.restore}
     assert paging.flush_corrected in needed(KINDS["gear4"])
     assert {unit.name for unit in half & int4} == {
         *("execute", "embed", "gather", "norm", "gate", "merge", "attend"),
@@ -103,15 +115,68 @@ def test_a_cache_needs_its_own_kernels_only() -> None:
 
 
 def test_linking_writes_the_unit_and_the_one_inside_it() -> None:
-    words = np.zeros((2, op.WIDTH), np.int64)
-    words[:, 0] = op.LINEAR
-    names = op.OPERANDS[op.LINEAR]
-    for row, operands in zip(words, ({"bits": 4}, {"bits": 4, "total": 8, "residual_bits": 2}), strict=True):
-        for name, value in operands.items():
-            row[1 + names.index(name)] = value
+    words, none = np.zeros((2, op.WIDTH), np.int64), op.Matrix(0, 0)
+    weights = op.Weights(0, 0, 0, 0, bits=4, tiles=6, blocks=3, groups=1, group_blocks=3)
+    plain = op.Linear(weights, op.Quantized(0, 0, 0), False, none, bias=0, accumulate=False)
+    op.write(words[0], plain)
+    op.write(words[1], plain._replace(total=8, residual=op.Residual(0, 0, 2, 0)))
+    assert not is_linked(words)
     link(words)
-    assert words[:, op.UNIT].tolist() == [products.multiply_uniform_4.address] * 2
-    assert words[:, op.INNER].tolist() == [0, products.compensate_2.address]
+    headers = [op.header_of(own) for own in words]
+    assert is_linked(words)
+    assert [header["unit"] for header in headers] == [products.multiply_uniform_4.address] * 2
+    assert [header["inner"] for header in headers] == [0, products.compensate_2.address]
+    assert most_scratch(words) == headers[1]["scratch"] > headers[0]["scratch"]
+
+
+def test_instructions_are_read_back_as_they_were_written() -> None:
+    words = np.full(op.WIDTH, -1, np.int64)
+    to = op.Input(7, True, op.Matrix(1 << 60, 64), op.Quantized(1, 2, 3), 4)
+    op.write(words, op.Norm(op.Matrix(5, 6), to, 8, eps=0.5))
+    assert op.read(words) == op.Norm(op.Matrix(5, 6), to, 8, eps=0.5)
+    assert op.header_of(words).tolist() == (op.OPERATIONS.index(op.Norm), 0, 0, 0)
+    assert words[-1] == 0
+
+
+class Inner(NamedTuple):
+    number: int
+    half: float
+
+
+class Outer(NamedTuple):
+    first: float
+    inner: Inner
+    truth: bool
+
+
+def test_views_read_fields_by_name() -> None:
+    record = np.zeros(3, record_of(Outer))
+    record[1] = Outer(0.25, Inner(-7, 0.5), True)
+    outer_at = view("outer", record.dtype, offset=record.itemsize)
+
+    @numba.njit
+    def read(address: int) -> Any:
+        outer = outer_at(address)
+        inner = outer.inner
+        return outer.first, inner.number, inner.half, outer.truth
+
+    assert read(record.ctypes.data) == (0.25, -7, 0.5, 1)
+    with pytest.raises(numba.TypingError, match="Unknown attribute 'seconds'"):
+        numba.njit(lambda address: outer_at(address).seconds)(record.ctypes.data)
+
+
+def number_by(at: Any) -> Callable[[int], int]:
+    return lambda address: at(address).number
+
+
+def test_a_view_that_changes_is_read_anew() -> None:
+    """Others are read once, however often they are named: a loop over stores does not load them again."""
+    loads = []
+    for at in (view("counter", record_of(Inner), changes=changes) for changes in (False, True)):
+        read = numba.njit(types.int64(types.int64))(number_by(at))
+        (code,) = read.inspect_llvm().values()
+        loads.append(code.count("!invariant.load"))
+    assert loads[0] > loads[1] == 0
 
 
 def note_address(to: int, value: int) -> None:
@@ -203,9 +268,8 @@ def test_a_load_says_what_it_will_compile(folder: Path, monkeypatch: pytest.Monk
     assert folder.name
     for unit in {*needed(KINDS["fp16"]), *needed(KINDS["int4"])}:
         monkeypatch.setattr(unit, "_compiled", None)
-    assert "for this processor" in str(opening.preparation("cpu"))
+    assert "for this processor" in str(BACKEND.preparation("fp16"))
     for unit in needed(KINDS["fp16"]):
         monkeypatch.setattr(unit, "_compiled", object())
-    assert opening.preparation("cpu") is None
-    assert "int4 caches need besides" in str(opening.preparation("cpu", "int4"))
-    assert opening.preparation("triton", "int4") is None
+    assert BACKEND.preparation("fp16") is None
+    assert "int4 caches need besides" in str(BACKEND.preparation("int4"))

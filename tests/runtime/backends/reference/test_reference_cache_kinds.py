@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from runtime.backends.reference.decoder import ReferenceDecoder
-from runtime.decoder import DecoderOptions, Step, check_kind
+from runtime.decoder import DecoderOptions, Step
 from runtime.errors import ContextOverflowError, RequestError
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.measure import fill, measure_at
@@ -113,12 +113,6 @@ def test_a_gap_is_refused_and_changes_nothing(kv: KVKind, model: Any) -> None:
     with pytest.raises(RequestError, match="out of range"):
         run(decoder, [1], start=512)
     np.testing.assert_array_equal(run(decoder, TOKENS[:5]), first)
-
-
-def test_a_backend_without_a_kind_says_which_it_has() -> None:
-    check_kind("int8", "CPU", ("fp16", "int8"))
-    with pytest.raises(RequestError, match="the CPU backend has no gear2 cache: choose fp16, int8, or the reference"):
-        check_kind("gear2", "CPU", ("fp16", "int8"))
 
 
 @pytest.mark.parametrize("kv", KINDS)

@@ -17,9 +17,9 @@ from runtime.backends.triton.kernels.attention.configs import (
     MAX_SPLITS,
     SPLIT_ROWS,
     launch_config,
-    power_of_two,
 )
 from runtime.backends.triton.kernels.attention.kernel import attend
+from runtime.backends.triton.kernels.cache.pages import power_of_two
 from runtime.backends.triton.workspace import Workspace
 from runtime.operations import attention as reference
 from tests.close import assert_close

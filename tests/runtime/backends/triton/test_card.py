@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from runtime import open as opening
+from runtime.backend import ModelSizes
+from runtime.backends import backend
 from runtime.backends.triton import card as gpu
 from runtime.backends.triton import link
 from runtime.decoder import DecoderOptions
 from runtime.errors import BackendError, OutOfMemoryError
-from runtime.memory import ModelSizes, plan
-from tuner.detect import GpuInfo, PcieLink
+from runtime.placement import place
+from tuner.detect import MemoryInfo
+from tuner.gpu import GpuInfo, PcieLink
 
 CARD = GpuInfo(
     name="NVIDIA GeForce RTX 4050 Laptop GPU",
@@ -43,8 +46,8 @@ def test_a_card_that_can_be_used(cards: Callable[..., None]) -> None:
     assert "RTX 4050" in found.reason
     assert found.memory is not None
     assert found.memory.available_bytes == 5 << 30
-    chosen = opening.target("auto")
-    assert (chosen.backend, chosen.memory) == ("triton", found.memory)
+    chosen = next(opening.candidates())
+    assert (chosen.backend.name, chosen.presence.memory) == ("triton", found.memory)
     assert "RTX 4050" in chosen.reason
 
 
@@ -64,10 +67,11 @@ def test_why_a_card_cannot_be_used(cards: Callable[..., None], card: Any, missin
     assert not found.usable
     assert words in found.reason
     assert found.memory is None
-    assert opening.target("auto").backend == "cpu"
-    assert words in opening.target("auto").reason
+    chosen = next(opening.candidates())
+    assert chosen.backend.name == "cpu"
+    assert words in chosen.reason
     with pytest.raises(BackendError, match=words):
-        opening.target("triton")
+        next(opening.candidates("triton"))
 
 
 def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
@@ -77,7 +81,7 @@ def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
         raise OutOfMemoryError("3 GiB are free")
 
     cards(CARD)
-    monkeypatch.setattr(opening, "_triton", full)
+    monkeypatch.setattr(backend("triton"), "open", full)
     options = DecoderOptions(context=64, max_rows=4, threads=1)
     decoder, reason = opening.open_decoder(tiny_model(), options)
     assert decoder.backend == "cpu"
@@ -86,17 +90,27 @@ def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
         opening.open_decoder(tiny_model(), options, "triton")
 
 
-def test_the_plan_for_a_card_counts_the_drivers_own_memory(tiny_spec: Callable[..., Any]) -> None:
-    sizes = ModelSizes(weight_bytes=1 << 30, residual_bytes=8 << 30)
-    found = gpu.GpuChoice(usable=True, reason="", gpu=CARD)
-    planned = {
-        backend: plan(tiny_spec(), sizes, backend=backend, compensated=True, memory=found.memory)
-        for backend in ("cpu", "triton")
-    }
-    assert planned["triton"].margin_bytes > planned["cpu"].margin_bytes
-    assert planned["triton"].available_bytes == 5 << 30
+def test_what_does_not_fit_the_card_is_planned_for_main_memory(
+    cards: Callable[..., None], tiny_spec: Callable[..., Any]
+) -> None:
+    cards(CARD)
+    room = MemoryInfo(total_bytes=64 << 30, available_bytes=48 << 30, limit_bytes=None)
+    want = {"kv": "fp16", "context": None, "compensated": True, "memory": room}
+    small, large = (
+        place(tiny_spec(), ModelSizes(weight_bytes=size << 30, residual_bytes=8 << 30), **want) for size in (1, 5)
+    )
+    assert (small.asked, small.backend.name, small.plan.available_bytes) == ("auto", "triton", 5 << 30)
+    assert (large.asked, large.backend.name, large.plan.available_bytes) == ("cpu", "cpu", 48 << 30)
     with pytest.raises(OutOfMemoryError):
-        plan(tiny_spec(), ModelSizes(weight_bytes=5 << 30), backend="triton", memory=found.memory)
+        place(tiny_spec(), ModelSizes(weight_bytes=5 << 30), asked="triton", **want)
+    with pytest.raises(OutOfMemoryError):
+        place(tiny_spec(), ModelSizes(weight_bytes=50 << 30), **want)
+
+
+def test_a_card_that_is_gone(cards: Callable[..., None]) -> None:
+    cards()
+    with pytest.raises(BackendError, match="does not answer any more"):
+        backend("triton").device(DecoderOptions())
 
 
 def test_the_link_is_measured_where_there_is_a_card(

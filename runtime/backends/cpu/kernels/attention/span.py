@@ -10,9 +10,18 @@ the splits (flash-decoding).
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numba
 
+from runtime.backends.cpu.kernels.attention.run import (
+    LOWEST,
+    Queries,
+    Sums,
+    padded_channels,
+    part_bytes,
+    seen_by,
+)
 from runtime.backends.cpu.machine.vector import (
     add,
     broadcast,
@@ -37,7 +46,22 @@ from runtime.backends.cpu.machine.vector import (
 SPAN = 64
 """Tokens handled between two updates of the softmax."""
 _TILE = 16
-_LOWEST = -1e30
+
+
+class Span(NamedTuple):
+    """SPAN tokens of one key-value head."""
+
+    keys: int
+    """Address of float16 [SPAN / 16, D, 16]."""
+    values: int
+    """Address of float16 [SPAN, D padded to 16]."""
+    start: int
+    """Position of the first."""
+
+
+def span_scratch(heads: int) -> int:
+    """Bytes of scratch for the scores of so many query heads of a row."""
+    return 4 * SPAN * heads
 
 
 @numba.njit(nogil=True)
@@ -124,25 +148,18 @@ def _weigh(weights: int, queries: int, values: int, count: int, padded: int, sum
 
 
 @numba.njit(nogil=True)
-def _softmax_span(
-    scores: int,
-    first: int,
-    end: int,
-    sums: int,
-    padded: int,
-    state: int,
-) -> None:
+def _softmax_span(scores: int, first: int, end: int, sums: int, padded: int) -> None:
     """Turn one query's SPAN scores into weights and bring its running maximum and sum up to date.
 
     Args:
         scores: Address of float32 [SPAN], the scores; overwritten by the weights.
         first: First token of the span that the query sees.
         end: One past the last token that it sees.
-        sums: Address of the query's weighted sum, float32 [padded]; rescaled when the maximum grows.
+        sums: Address of the query's partial result; rescaled when the maximum grows.
         padded: D padded to 16.
-        state: Address of float32 [2], running maximum and running sum of the weights.
     """
-    largest = fill(numba.float32(_LOWEST))
+    state = sums + 4 * padded
+    largest = fill(numba.float32(LOWEST))
     for tile in range(0, SPAN, _TILE):
         s = load_floats(scores + 4 * tile)
         if tile < first or tile + _TILE > end:
@@ -168,79 +185,34 @@ def _softmax_span(
 
 
 @numba.njit(nogil=True)
-def clear_sums(rows: int, heads: int, dim: int, sums: int, sums_row: int, sums_head: int) -> None:
-    """Begin the partial results of some rows and heads: nothing seen yet. Arguments as of `attend_span`."""
-    padded = (dim + 15) // 16 * 16
-    for row in range(rows):
-        for head in range(heads):
-            to = sums + row * sums_row + head * sums_head
-            for d in range(0, padded, 16):
-                store_floats(to + 4 * d, zero_floats())
-            set_float(to + 4 * padded, numba.float32(_LOWEST))
-            set_float(to + 4 * padded + 4, numba.float32(0.0))
-
-
-@numba.njit(nogil=True)
-def attend_span(
-    q: int,
-    q_row: int,
-    rows: int,
-    heads: int,
-    position: int,
-    window: int,
-    keys: int,
-    values: int,
-    dim: int,
-    sums: int,
-    sums_row: int,
-    sums_head: int,
-    scores: int,
-) -> None:
-    """Add what a few rows of one sequence get from SPAN tokens of one key-value head.
-
-    Args:
-        q: Address of the first row's first query head of the group, float32, rotated and divided by sqrt(D).
-        q_row: Bytes from row to row.
-        rows: Rows, at consecutive positions.
-        heads: Query heads that share the key-value head.
-        position: Position of the first row, counted from the span's first token.
-        window: Tokens that a query sees, itself included; 0 = all.
-        keys: Address of the span's keys [SPAN / 16, D, 16].
-        values: Address of its values [SPAN, D padded to 16].
-        dim: D.
-        sums: Address of the first row's and head's partial result: float32 [D padded to 16], then maximum and sum.
-        sums_row: Bytes from row to row.
-        sums_head: Bytes from head to head.
-        scores: Address of scratch, float32 [heads, SPAN].
-    """
-    padded = (dim + 15) // 16 * 16
-    for row in range(rows):
-        end = min(position + row + 1, SPAN)
-        first = 0 if window == 0 else max(0, position + row + 1 - window)
+def attend_span(queries: Queries, span: Span, sums: Sums, scores: int) -> None:
+    """Add what a run gets from a span. `scores` is the address of scratch, `span_scratch` bytes."""
+    dim, heads = queries.dim, queries.heads
+    padded = padded_channels(dim)
+    for row in range(queries.rows):
+        first, end = seen_by(queries, row, span.start, SPAN)
         if first >= end:
             continue
-        at, to = q + row * q_row, sums + row * sums_row
-        _scores(at, 4 * dim, heads, keys, dim, scores)
+        to = sums.at + row * sums.row
+        _scores(queries.at + row * queries.stride, 4 * dim, heads, span.keys, dim, scores)
         for head in range(heads):
-            out = to + head * sums_head
-            state = out + 4 * padded
-            _softmax_span(scores + 4 * SPAN * head, first, end, out, padded, state)
-        _weigh(scores, heads, values, end, padded, to, sums_head)
+            out = to + head * sums.head
+            _softmax_span(scores + 4 * SPAN * head, first, end, out, padded)
+        _weigh(scores, heads, span.values, end, padded, to, sums.head)
 
 
 @numba.njit(nogil=True)
-def merge_splits(sums: int, splits: int, split_step: int, dim: int, out: int) -> None:
+def merge_splits(sums: int, splits: int, dim: int, out: int) -> None:
     """Join the partial results of one row and query head and normalize: float32 [D] at `out`.
 
     Args:
-        sums: Address of the first split's partial result (see `attend_split`).
+        sums: Address of the first split's partial result, the others behind it.
         splits: Number of splits.
-        split_step: Bytes from split to split.
         dim: D.
         out: Address of float32 [D].
     """
-    padded = (dim + 15) // 16 * 16
-    top = numba.float32(_LOWEST)
+    padded, split_step = padded_channels(dim), part_bytes(dim)
+    top = numba.float32(LOWEST)
     for split in range(splits):
         top = max(top, get_float(sums + split * split_step + 4 * padded))
     total = numba.float32(0.0)

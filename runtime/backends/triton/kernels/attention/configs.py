@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from runtime.backends.triton.kernels.cache.pages import power_of_two
+
 SPLIT_ROWS = 8
 """Steps of at most so many rows, decoded tokens and drafts to be verified, are split finely along the context."""
 FEW_TILE_ROWS = 64
@@ -49,11 +51,6 @@ class LaunchConfig:
     """Warps of a program."""
     num_stages: int
     """Stages of the pipeline that fetches keys and values ahead."""
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below a positive number."""
-    return 1 << (number - 1).bit_length()
 
 
 @lru_cache(maxsize=1024)

@@ -19,12 +19,12 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-
 import triton
 import triton.language as tl
-from runtime.backends.triton.kernels.attention.configs import LaunchConfig, launch_config, power_of_two
+
+from runtime.backends.triton.kernels.attention.configs import LaunchConfig, launch_config
 from runtime.backends.triton.kernels.attention.visit import visit_slot
-from runtime.backends.triton.kernels.cache.pages import LayerPages, record_sizes
+from runtime.backends.triton.kernels.cache.pages import LayerPages, power_of_two, record_sizes
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
 
 if TYPE_CHECKING:

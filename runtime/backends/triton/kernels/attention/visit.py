@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from runtime.backends.triton.kernels.attention.packed import add_outliers, codes_of, factors, scales_of, value_scales
 
 

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-
 import triton
 import triton.language as tl
-from runtime.backends.triton.kernels.attention.configs import power_of_two
-from runtime.backends.triton.kernels.cache.pages import record_sizes
+
+from runtime.backends.triton.kernels.cache.pages import power_of_two, record_sizes
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
 
 if TYPE_CHECKING:

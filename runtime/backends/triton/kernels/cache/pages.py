@@ -59,6 +59,11 @@ class LayerPages:
         return pool, pool.view(torch.float16), pool.view(torch.int16)
 
 
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
 def record_bytes(kind: CacheKind, part: Part, head_dim: int) -> int:
     """Bytes of one record."""
     return sum(field.nbytes for field in page_fields(kind, part, head_dim))

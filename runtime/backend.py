@@ -1,0 +1,163 @@
+"""What everything above asks of a backend: whether it can run here, on what, and how to open a model on it.
+
+A backend is a room under `runtime.backends`; `runtime.backends` lists them, best first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from models.spec import ModelSpec
+from runtime.decoder import Decoder, DecoderOptions
+from runtime.kv.kinds import KVKind
+from runtime.problem import Problem
+from runtime.weights import Weights
+
+if TYPE_CHECKING:
+    from tuner.detect import MemoryInfo
+    from tuner.gpu import GpuInfo
+    from tuner.timer import Timer
+
+D = TypeVar("D", bound=Decoder, contravariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device; timings taken on it are good for another one that is equal.
+
+    Source: QDEC §4.4 (a profile belongs to a model and a device).
+    """
+
+    name: str
+    """As it calls itself."""
+    capability: str
+    """What it can do: `avx512, 8 threads`, or the compute capability `8.9`."""
+    driver: str | None
+    """Version of its driver; None for a processor."""
+    sm_count: int | None = None
+    """Multiprocessors; None for a processor."""
+    shared_bytes: int | None = None
+    """Shared memory of a thread block in bytes; None for a processor."""
+
+    def __str__(self) -> str:
+        """For a person."""
+        return f"{self.name} ({self.capability})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Presence:
+    """Whether a backend can run on this machine."""
+
+    usable: bool
+    """Whether it can."""
+    reason: str
+    """Why, or why not, in half a sentence."""
+    fix: str | None = None
+    """What a person can do about it; None where there is nothing to be done, or no need."""
+    variant: str | None = None
+    """What its kernels are built for; None where they can't be built, or need not be."""
+    memory: MemoryInfo | None = None
+    """The memory that weights and cache have to fit; None: main memory."""
+    gpu: GpuInfo | None = None
+    """The card that it would run on, or would if it could."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What the weights of a stored model take."""
+
+    weight_bytes: int
+    """Packed linear layers, norms and scales."""
+    residual_bytes: int = 0
+    """Residual codes; they stay mapped from the file, and the system may drop and read them again."""
+
+    def __post_init__(self) -> None:
+        if self.weight_bytes < 0 or self.residual_bytes < 0:
+            raise ValueError(f"sizes cannot be negative: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What a model takes on a backend, apart from cache and buffers. All sizes in bytes."""
+
+    weight_bytes: int
+    """Weights in the backend's own layout."""
+    residual_bytes: int = 0
+    """Residuals, in main memory and outside what must fit."""
+    overhead_bytes: int = 0
+    """What the backend itself takes: a driver's context, say."""
+
+
+class Backend(Protocol[D]):
+    """One way to run models. Importing its module is cheap; what it stands on is imported when a method needs it."""
+
+    name: str
+    """What `--backend` calls it."""
+    label: str
+    """What a sentence calls it: `the CPU backend`."""
+    kinds: Sequence[KVKind]
+    """Kinds of KV cache that it has."""
+    untuned: Problem | None
+    """Why a slowdown budget has no effect on it; None where it has."""
+
+    def probe(self) -> Presence:
+        """Whether it can run here. Free memory is as it is now."""
+        ...
+
+    def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
+        """What a model would take.
+
+        Args:
+            spec: The architecture.
+            sizes: What its stored weights take.
+            compensated: Whether error compensation will be used.
+        """
+        ...
+
+    def preparation(self, kv: KVKind) -> str | None:
+        """What the first load with this kind of cache does that later ones do not, in one sentence; None: nothing."""
+        ...
+
+    def open(self, model: Weights, options: DecoderOptions) -> Decoder:
+        """Load a model.
+
+        Raises:
+            BackendError: it cannot run here, or not this model.
+            OutOfMemoryError: its memory does not suffice.
+            RequestError: an option is out of range, or the model keeps no residuals.
+        """
+        ...
+
+    def device(self, options: DecoderOptions) -> Device:
+        """What a decoder of these options computes on.
+
+        Raises:
+            BackendError: the device does not answer.
+        """
+        ...
+
+    def timer(self, decoder: D, *, seconds: float) -> Timer:
+        """What times the layer types of a model that this backend opened; slot 0 of its cache is overwritten.
+
+        Args:
+            decoder: What `open` gave.
+            seconds: How long one reading may take; a large model's takes longer, for it needs a few passes.
+
+        Raises:
+            BackendError: it has no clock.
+        """
+        ...
+
+    def problems(self, decoder: D) -> tuple[Problem, ...]:
+        """What a model that this backend opened goes without."""
+        ...
+
+    def link_gb_s(self) -> float | None:
+        """Measured bandwidth of the link that residuals come over, in 10^9 bytes per second; None without one."""
+        ...
+
+
+AnyBackend = Backend[Any]
+"""A backend as everything above sees it: decoders go back to where they came from."""

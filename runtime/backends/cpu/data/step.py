@@ -1,0 +1,76 @@
+"""What every instruction knows besides itself: the parameters of the step, and its share of the work."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from runtime.backends.cpu.machine.sync import CONTROL_WORDS
+from runtime.backends.cpu.machine.view import record_of, view
+
+
+class Parameters(NamedTuple):
+    """The part of the control block that is written before a step begins and stays as it is until it ends."""
+
+    rows: int
+    """M, rows of the step."""
+    wanted_rows: int
+    """R, rows whose logits are wanted."""
+    runs: int
+    """Runs: rows of one sequence at consecutive positions."""
+    splits: int
+    """Pieces that the context of a head is cut into."""
+    compensate: bool
+    """Whether products are compensated."""
+    draft: bool
+    """Whether attention reads the upper plane alone where the cache has two."""
+    tokens: int
+    """Address of int32 [M]."""
+    slots: int
+    """Address of int32 [M]."""
+    positions: int
+    """Address of int32 [M]."""
+    logit_rows: int
+    """Address of int32 [R]."""
+    run_rows: int
+    """Address of int32 [runs, 2]: first row and number of rows."""
+    scratch: int
+    """Address of the threads' scratch."""
+    scratch_stride: int
+    """Bytes of one thread's."""
+    program: int
+    """Address of the program, int64 [instructions, WIDTH]."""
+    instructions: int
+    """Its number of instructions."""
+
+
+_FIRST: Final = 40
+"""Word of the control block that they begin at, after those of `runtime.backends.cpu.machine.sync`."""
+_RECORD: Final = record_of(Parameters)
+assert 8 * _FIRST + _RECORD.itemsize <= 8 * CONTROL_WORDS
+
+parameters_at = view("parameters", _RECORD, offset=8 * _FIRST)
+"""The parameters in the control block at an address."""
+changing_parameters_at = view("changing_parameters", _RECORD, offset=8 * _FIRST, changes=True)
+"""Likewise for code that runs longer than one step."""
+
+
+def parameters_of(control: npt.NDArray[np.int64]) -> Any:
+    """The parameters in a control block, to be read and written by names."""
+    return control[_FIRST : _FIRST + _RECORD.itemsize // 8].view(_RECORD)[0]
+
+
+@numba.njit(nogil=True)
+def rows_of(control: int, wanted: int) -> int:
+    """Rows of the step, or those whose logits are wanted."""
+    step: Parameters = parameters_at(control)
+    return step.wanted_rows if wanted != 0 else step.rows
+
+
+@numba.njit(nogil=True)
+def share_of(count: int, part: int, parts: int) -> tuple[int, int]:
+    """A part's range of `count` equal items."""
+    return count * part // parts, count * (part + 1) // parts

@@ -1,0 +1,78 @@
+"""A run of attention: query heads of a few rows of one sequence that share a key-value head, and what they have seen.
+
+What a query has seen of the context is kept unnormalized, as its *partial result*: float32 [D padded to 16], then the
+largest score and the sum of the weights, in units of e^(score - largest).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+
+from runtime.backends.cpu.machine.vector import set_float, store_floats, zero_floats
+
+LOWEST = -1e30
+"""The largest score of a query that has seen nothing."""
+
+
+class Queries(NamedTuple):
+    """The query heads of a run."""
+
+    at: int
+    """Address of the first row's first head, float32 [heads, D], rotated and divided by sqrt(D)."""
+    stride: int
+    """Bytes from row to row."""
+    rows: int
+    """Rows, at consecutive positions."""
+    heads: int
+    """Query heads of a row."""
+    dim: int
+    """D."""
+    position: int
+    """Position of the first row."""
+    window: int
+    """Tokens that a query sees, itself included; 0 = all."""
+
+
+class Sums(NamedTuple):
+    """Partial results of a run."""
+
+    at: int
+    """Address of the first row's first head."""
+    row: int
+    """Bytes from row to row."""
+    head: int
+    """Bytes from head to head."""
+
+
+@numba.njit(nogil=True)
+def padded_channels(dim: int) -> int:
+    """D padded to 16."""
+    return (dim + 15) // 16 * 16
+
+
+@numba.njit(nogil=True)
+def part_bytes(dim: int) -> int:
+    """Bytes of a partial result."""
+    return 4 * (padded_channels(dim) + 16)
+
+
+@numba.njit(nogil=True)
+def seen_by(queries: Queries, row: int, start: int, count: int) -> tuple[int, int]:
+    """Which of the `count` tokens from position `start` on a row sees: from the first up to the second."""
+    behind = queries.position - start + row + 1
+    return (0 if queries.window == 0 else max(0, behind - queries.window)), min(behind, count)
+
+
+@numba.njit(nogil=True)
+def clear_sums(queries: Queries, sums: Sums) -> None:
+    """Begin the partial results of a run: nothing seen yet."""
+    padded = padded_channels(queries.dim)
+    for row in range(queries.rows):
+        for head in range(queries.heads):
+            to = sums.at + row * sums.row + head * sums.head
+            for d in range(0, padded, 16):
+                store_floats(to + 4 * d, zero_floats())
+            set_float(to + 4 * padded, numba.float32(LOWEST))
+            set_float(to + 4 * padded + 4, numba.float32(0.0))

@@ -1,0 +1,124 @@
+"""Views: records in memory that Python writes and compiled code reads, field by field and by name.
+
+A record is declared once, as a NamedTuple of integers, floats, truths and other records; `record_of` gives the numpy
+dtype by which Python writes it. Compiled code takes its address for a *view*, whose fields are attributes; those that
+are records themselves are views in turn. After inlining an attribute is one load from a constant offset.
+
+Fields are read as constants (`!invariant.load`), so that a loop reads them once though it stores floats: while a unit
+runs nobody may write a record that it views, unless the view says that it `changes`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple, get_type_hints
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import infer_getattr, lower_getattr_generic, models, register_model
+
+from runtime.backends.cpu.machine.emit import I8, I64, Builder, define
+from runtime.backends.cpu.machine.emit import offset as moved
+
+_POINTER = I8.as_pointer()
+_SCALARS = {
+    np.dtype(np.int64): (types.int64, I64),
+    np.dtype(np.int32): (types.int32, ir.IntType(32)),
+    np.dtype(np.float32): (types.float32, ir.FloatType()),
+}
+"""What a field may be besides a record."""
+
+
+_WORDS: dict[Any, Any] = {int: np.int64, bool: np.int64, float: np.float32}
+"""How numbers of a record are stored."""
+
+
+def record_of(declared: type[NamedTuple]) -> np.dtype[Any]:
+    """The dtype of a record.
+
+    Args:
+        declared: A NamedTuple whose fields are int or bool (int64), float (float32), or such NamedTuples.
+    """
+    fields = [(name, _WORDS.get(kind) or record_of(kind)) for name, kind in get_type_hints(declared).items()]
+    return np.dtype(fields, align=True)
+
+
+class ViewType(types.Type):
+    """A numba type whose value is a pointer to a record.
+
+    Args:
+        label: What messages call it.
+        dtype: The record.
+        changes: Whether others may write it while a unit runs.
+    """
+
+    def __init__(self, label: str, dtype: np.dtype[Any], *, changes: bool) -> None:
+        self.label, self.dtype, self.changes = label, dtype, changes
+        # The name is what digests of units know of a layout, so it has to tell any two apart.
+        layout = hashlib.sha256(_described(dtype).encode()).hexdigest()[:12]
+        super().__init__(name=f"View_{label}_{layout}{'_changing' * changes}")
+
+
+def _described(dtype: np.dtype[Any]) -> str:
+    """Names, types and offsets of all fields."""
+    if dtype.fields is None:
+        return dtype.str
+    return "{" + ",".join(f"{name}:{own[1]}:{_described(own[0])}" for name, own in dtype.fields.items()) + "}"
+
+
+@register_model(ViewType)
+class _ViewModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: ViewType) -> None:
+        super().__init__(manager, numba_type, _POINTER)
+
+
+def _field(view: ViewType, name: str) -> types.Type | None:
+    """Type of a view's attribute; None where it has none of that name."""
+    if view.dtype.fields is None or name not in view.dtype.fields:
+        return None
+    dtype = view.dtype.fields[name][0]
+    if dtype.fields is not None:
+        return ViewType(f"{view.label}.{name}", dtype, changes=view.changes)
+    return _SCALARS[dtype][0]
+
+
+@infer_getattr
+class _ViewAttributes(AttributeTemplate):
+    key = ViewType
+
+    def generic_resolve(self, view: Any, name: str) -> Any:  # type: ignore[override]  # numba marks it absent
+        return _field(view, name)
+
+
+@lower_getattr_generic(ViewType)
+def _read_field(_context: Any, b: Builder, view: ViewType, value: Any, name: str) -> Any:
+    assert view.dtype.fields is not None
+    dtype, offset = view.dtype.fields[name][:2]
+    at = b.gep(value, [ir.Constant(I64, offset)], inbounds=True)
+    if dtype.fields is not None:
+        return at
+    loaded = b.load(b.bitcast(at, _SCALARS[dtype][1].as_pointer()), align=dtype.alignment)
+    if not view.changes:
+        loaded.set_metadata("invariant.load", b.module.add_metadata([]))
+    return loaded
+
+
+def view(label: str, dtype: np.dtype[Any], *, offset: int = 0, changes: bool = False) -> Any:
+    """Intrinsic that takes an address for a view of a record.
+
+    Args:
+        label: What messages call the view.
+        dtype: The record: fields of int64, int32 and float32, and records of those.
+        offset: Bytes from the address to the record.
+        changes: Whether others may write the record while compiled code reads it.
+    """
+    numba_type = ViewType(label, dtype, changes=changes)
+
+    def emit(b: Builder, address: Any) -> Any:
+        return b.inttoptr(moved(b, address, offset), _POINTER)
+
+    emit.__name__ = f"{label}_at"
+    emit.__doc__ = f"The {label} at the address."
+    return define(numba_type, types.int64)(emit)

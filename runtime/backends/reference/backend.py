@@ -1,0 +1,70 @@
+"""The reference backend as `runtime.backend.Backend` describes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from models.spec import ModelSpec
+from runtime.backend import Device, Footprint, ModelSizes, Presence
+from runtime.decoder import Decoder, DecoderOptions
+from runtime.errors import BackendError
+from runtime.kv.kinds import KINDS, KVKind
+from runtime.operations.channels import layer_kind
+from runtime.problem import Problem
+from runtime.weights import Weights
+
+if TYPE_CHECKING:
+    from tuner.timer import Timer
+
+_FOR_CHECKING = "the reference backend is for checking numbers, not for speed, and is not tuned"
+
+
+class ReferenceBackend:
+    """Plain torch in float32, on any machine."""
+
+    name = "reference"
+    label = "the reference backend"
+    kinds = tuple(KINDS)
+    untuned = Problem(what=_FOR_CHECKING, fix="choose another backend, or a fixed k_chunk")
+
+    def probe(self) -> Presence:
+        """See `runtime.backend.Backend.probe`."""
+        return Presence(usable=True, reason="plain torch runs the model, slowly")
+
+    def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
+        """See `runtime.backend.Backend.footprint`. Weights, and residuals that are used, are unpacked to float32."""
+        shapes = (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())
+        values = sum(N * K for N, K in shapes)
+        weights = 4 * values * (2 if compensated else 1) + 2 * spec.vocab_size * spec.hidden_size
+        return Footprint(weight_bytes=weights, residual_bytes=sizes.residual_bytes if compensated else 0)
+
+    def preparation(self, kv: KVKind) -> str | None:
+        """See `runtime.backend.Backend.preparation`."""
+        return None
+
+    def open(self, model: Weights, options: DecoderOptions) -> Decoder:
+        """See `runtime.backend.Backend.open`."""
+        try:
+            from runtime.backends.reference.decoder import ReferenceDecoder
+        except (ImportError, OSError) as error:
+            raise BackendError(f"the reference backend needs torch, which cannot be imported: {error}") from error
+        return ReferenceDecoder(model, options)
+
+    def device(self, options: DecoderOptions) -> Device:
+        """See `runtime.backend.Backend.device`."""
+        raise BackendError(_FOR_CHECKING)
+
+    def timer(self, decoder: Decoder, *, seconds: float) -> Timer:
+        """See `runtime.backend.Backend.timer`."""
+        raise BackendError(_FOR_CHECKING)
+
+    def problems(self, decoder: Decoder) -> tuple[Problem, ...]:
+        """See `runtime.backend.Backend.problems`."""
+        return ()
+
+    def link_gb_s(self) -> float | None:
+        """See `runtime.backend.Backend.link_gb_s`."""
+        return None
+
+
+BACKEND = ReferenceBackend()

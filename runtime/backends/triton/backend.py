@@ -1,0 +1,75 @@
+"""The GPU backend as `runtime.backend.Backend` describes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from models.spec import ModelSpec
+from runtime.backend import Device, Footprint, ModelSizes, Presence
+from runtime.backends.triton import card
+from runtime.decoder import Decoder, DecoderOptions
+from runtime.errors import BackendError
+from runtime.kv.kinds import KINDS, KVKind
+from runtime.problem import Problem
+from runtime.weights import Weights
+
+if TYPE_CHECKING:
+    from runtime.backends.triton.decoder import TritonDecoder
+    from tuner.timer import Timer
+
+_DRIVER_BYTES = 384 << 20
+"""What the driver takes on a GPU for this process: context, modules, graphs."""
+
+
+class TritonBackend:
+    """Triton kernels on an NVIDIA card."""
+
+    name = "triton"
+    label = "the GPU backend"
+    kinds = tuple(KINDS)
+    untuned: Problem | None = None
+
+    def probe(self) -> Presence:
+        """See `runtime.backend.Backend.probe`."""
+        return card.look()
+
+    def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
+        """See `runtime.backend.Backend.footprint`. Residuals stay in main memory."""
+        return Footprint(
+            weight_bytes=sizes.weight_bytes,
+            residual_bytes=sizes.residual_bytes if compensated else 0,
+            overhead_bytes=_DRIVER_BYTES,
+        )
+
+    def preparation(self, kv: KVKind) -> str | None:
+        """See `runtime.backend.Backend.preparation`."""
+        return None
+
+    def open(self, model: Weights, options: DecoderOptions) -> Decoder:
+        """See `runtime.backend.Backend.open`."""
+        try:
+            from runtime.backends.triton.decoder import TritonDecoder
+        except (ImportError, OSError) as error:
+            raise BackendError(f"the GPU backend needs torch and Triton, which cannot be imported: {error}") from error
+        return TritonDecoder(model, options)
+
+    def device(self, options: DecoderOptions) -> Device:
+        """See `runtime.backend.Backend.device`."""
+        return card.device()
+
+    def timer(self, decoder: TritonDecoder, *, seconds: float) -> Timer:
+        """See `runtime.backend.Backend.timer`."""
+        from runtime.backends.triton.timer import CudaTimer
+
+        return CudaTimer(decoder)
+
+    def problems(self, decoder: TritonDecoder) -> tuple[Problem, ...]:
+        """See `runtime.backend.Backend.problems`."""
+        return decoder.model.problems
+
+    def link_gb_s(self) -> float | None:
+        """See `runtime.backend.Backend.link_gb_s`."""
+        return card.link_gb_s()
+
+
+BACKEND = TritonBackend()

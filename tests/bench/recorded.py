@@ -1,0 +1,259 @@
+"""What every backend computes, to the last bit: recorded before a change that is to change nothing, compared after it.
+
+    python -m tests.bench.recorded --out before.json
+    python -m tests.bench.recorded --against before.json [--backends cpu] [--only gear4]
+
+Runs the bundled model, and small random ones of other shapes, on each backend with every kind of KV cache and way of
+compensation: a prompt in chunks, greedy decoding across the ends of pages, a cut back into a page, a draft, a check of
+several rows. Of every step it keeps a digest of the logits and the tokens they lead to. Runs of the same code on the
+same machine and instruction set agree exactly; the number of threads is fixed. The Triton kernels are interpreted.
+
+A tree from before the move of the backends runs it too: `PYTHONPATH=TREE python recorded.py --out before.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import assets
+from models.store import StoredModel
+from runtime.decoder import Decoder, DecoderOptions, Step
+from runtime.kv.kinds import KINDS, KVKind
+from runtime.open import open_decoder
+from tests.runtime.conftest import make_model, make_spec
+
+BACKENDS = ("cpu", "reference", "triton")
+_TRITON = ("runtime.backends.triton.decoder", "runtime.triton.decoder")
+"""Where the GPU decoder is, and was: without a GPU `open_decoder` does not give it."""
+_DIGITS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run."""
+
+    backend: str
+    """`cpu`, `reference` or `triton`."""
+    model: str = "demo"
+    """`demo`, or a name of `SHAPES`."""
+    kv: KVKind = "fp16"
+    """Kind of cache."""
+    prompt: int = 40
+    """Tokens of the prompt."""
+    rows: int = 128
+    """Most rows of a step."""
+    decoded: int = 8
+    """Tokens that are decoded."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Other options of the decoder."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in a record."""
+        more = "".join(f" {key} {value}" for key, value in self.more.items())
+        return f"{self.backend} {self.model} {self.kv} {self.prompt}+{self.decoded}{more}"
+
+
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "3bit": ({"bits": 3, "residual_bits": 4}, {}),
+    "codebook3": ({"bits": 3, "codebook": True, "residual_bits": 2}, {"qkv_bias": True}),
+    "codebook4": ({"bits": 4, "codebook": True, "residual_bits": 16}, {"mlp_bias": True, "o_bias": True}),
+    "windows": ({"bits": 4, "group_size": 64}, {"qk_norm": True, "windows": (9, None), "head_dim": 20}),
+}
+"""Arguments of a random model, and of its shape."""
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+SMALL_SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "small3bit": ({"bits": 3, "residual_bits": 4}, SMALL),
+    "smallcodebook": ({"bits": 4, "residual_bits": 4, "codebook": True}, {**SMALL, "qkv_bias": True}),
+}
+"""Small enough for Triton's interpreter."""
+
+
+def cases() -> Iterator[Case]:
+    """All runs."""
+    for kv in KINDS:
+        yield Case(backend="cpu", kv=kv, prompt=300, decoded=100)
+        yield Case(backend="cpu", kv=kv, prompt=150, rows=16, decoded=6, more={"k_chunk": 16})
+        yield Case(backend="reference", kv=kv, prompt=270, decoded=4)
+        yield Case(backend="triton", kv=kv, model="small3bit", prompt=5, rows=4, decoded=2, more={"k_chunk": 256})
+    for k_chunk in (16, 64):
+        for select in ("approx", "exact", "static", "random"):
+            yield Case(backend="cpu", more={"k_chunk": k_chunk, "select": select, "measure_recall": k_chunk == 64})
+        yield Case(backend="reference", more={"k_chunk": k_chunk}, decoded=4)
+    for model in SHAPES:
+        for kv in ("fp16", "int4", "gear2"):
+            yield Case(backend="cpu", model=model, kv=kv, prompt=90, rows=33, decoded=30, more={"k_chunk": 200})
+        yield Case(backend="cpu", model=model, decoded=10, more={"threads": 3})
+        yield Case(backend="reference", model=model, decoded=4, more={"k_chunk": 200})
+    for select in ("approx", "exact", "static", "random"):
+        yield Case(
+            backend="triton",
+            model="smallcodebook",
+            prompt=5,
+            rows=4,
+            decoded=2,
+            more={"k_chunk": 128, "select": select},
+        )
+
+
+def stored_model(name: str) -> Any:
+    """The bundled model, or a random one."""
+    if name == "demo":
+        return StoredModel.open_folder(assets.demo_path(), "demo")
+    arguments, shape = (SHAPES | SMALL_SHAPES)[name]
+    return make_model(make_spec(**shape), **arguments)
+
+
+def opened(case: Case) -> Decoder:
+    """A decoder of the case's backend."""
+    model = stored_model(case.model)
+    context = min(model.spec.max_context, case.prompt + case.decoded + 24)
+    chosen = {"threads": 2, "seed": 3, **case.more}
+    options = DecoderOptions(kv=case.kv, context=context, max_rows=case.rows, **chosen)
+    if case.backend != "triton":
+        return open_decoder(model, options, case.backend)[0]
+    for name in _TRITON:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        decoder: Decoder = module.TritonDecoder(model, options, "cpu")
+        return decoder
+    raise SystemExit(f"the GPU decoder is in none of {', '.join(_TRITON)}")
+
+
+class Run:
+    """Steps of one decoder, and what is kept of them."""
+
+    def __init__(self, case: Case) -> None:
+        self.decoder = opened(case)
+        self.case = case
+        self.digests: list[str] = []
+        self.tokens: list[int] = []
+
+    def step(self, tokens: list[int], position: int, **how: Any) -> int:
+        """Run rows of slot 0, and note the logits of the last two. Returns the likeliest next token."""
+        count = len(tokens)
+        rows = np.arange(count, dtype=np.int32)
+        logits = self.decoder.forward(
+            Step(
+                tokens=np.array(tokens, np.int32),
+                slots=np.zeros(count, np.int32),
+                positions=rows + np.int32(position),
+                logit_rows=rows[-2:],
+                **how,
+            )
+        )
+        self.digests.append(hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()[:_DIGITS])
+        self.tokens.append(int(logits[-1].argmax()))
+        return self.tokens[-1]
+
+    def all(self) -> dict[str, Any]:
+        """Prompt, decoding, a cut back, a check of several rows and a draft."""
+        case, rng = self.case, np.random.default_rng(len(self.case.kv) + self.case.prompt)
+        prompt = rng.integers(3, self.decoder.spec.vocab_size, case.prompt).tolist()
+        with self.decoder.session():
+            token = 0
+            for start in range(0, case.prompt, case.rows):
+                token = self.step(prompt[start : start + case.rows], start, compensate=start > 0)
+            for position in range(case.prompt, case.prompt + case.decoded):
+                token = self.step([token], position)
+            back = case.prompt // 2
+            token = self.step([token], back)
+            token = self.step([token, 5, 6, 7], back + 1)
+            self.step([token], back + 5, draft=KINDS[case.kv].has_draft)
+        self.decoder.close()
+        return {"tokens": self.tokens, "steps": self.digests, "recall": self.decoder.recall}
+
+
+def prepare_triton() -> None:
+    """Have kernels interpreted, and the interpreter patch the language once a launch instead of for every function."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    patch_language, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[tuple[bool, ...]] = set()
+
+    def patch_once(function: Any) -> Any:
+        language = (interpreter.tl, interpreter.tl.core)
+        seen = tuple(any(value is module for value in function.__globals__.values()) for module in language)
+        if seen in patched:
+            return None
+        patched.add(seen)
+        return patch_language(function)
+
+    @functools.wraps(run)
+    def run_patched(self: Any, *arguments: Any, **options: Any) -> Any:
+        patched.clear()
+        return run(self, *arguments, **options)
+
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = run_patched
+
+
+def record(chosen: list[Case]) -> dict[str, Any]:
+    """Run cases, one line each."""
+    found = {}
+    for case in chosen:
+        begin = time.perf_counter()
+        found[case.name] = Run(case).all()
+        print(f"{case.name:60}{found[case.name]['steps'][-1]:>20}{time.perf_counter() - begin:8.1f} s", flush=True)
+    return found
+
+
+def compare(found: dict[str, Any], before: dict[str, Any]) -> int:
+    """Say where a record differs from another. Returns the number of cases that do."""
+    differing = 0
+    for name, new in found.items():
+        old = before.get(name)
+        if old is None:
+            print(f"new        {name}")
+        elif old != new:
+            differing += 1
+            steps = [i for i, pair in enumerate(zip(old["steps"], new["steps"], strict=True)) if pair[0] != pair[1]]
+            tokens = [i for i, pair in enumerate(zip(old["tokens"], new["tokens"], strict=True)) if pair[0] != pair[1]]
+            print(f"differs    {name}: steps {steps[:4]}, tokens {tokens[:4]}, recall {old['recall']} {new['recall']}")
+    print(f"{len(found) - differing} of {len(found)} cases are the same to the last bit")
+    return differing
+
+
+def main() -> None:
+    """Record, or compare with a record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the record here")
+    parser.add_argument("--against", type=Path, help="compare with this record; exits 1 where something differs")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="which, with commas between")
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    arguments = parser.parse_args()
+    backends = arguments.backends.split(",")
+    chosen = [case for case in cases() if case.backend in backends and arguments.only in case.name]
+    if "triton" in backends:
+        prepare_triton()
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        torch.set_num_threads(1)
+    found = record(chosen)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if arguments.against:
+        sys.exit(1 if compare(found, json.loads(arguments.against.read_text(encoding="utf-8"))) else 0)
+
+
+if __name__ == "__main__":
+    main()
