@@ -93,7 +93,8 @@ def assert_close(actual: Any, expected: Any, tolerance: str | Tolerance = "float
 
 
 def _doubles(numbers: Any) -> npt.NDArray[np.float64]:
-    """Float64 copy, from whatever holds them."""
+    """Float64, from whatever holds them; a complex number gives two."""
     if hasattr(numbers, "detach"):
         numbers = numbers.detach().cpu().double().numpy()
-    return np.asarray(numbers, np.float64)
+    array = np.asarray(numbers)
+    return np.stack([array.real, array.imag], -1) if np.iscomplexobj(array) else array.astype(np.float64)

@@ -46,8 +46,8 @@ class Sut:
         return slots, positions
 
     def cut(self, slot: int, length: int) -> None:
+        self.kept(slot, slot, length)  # before the cache forgets which pages there were
         self.cache.trim(slot, length)
-        self.kept(slot, slot, length)
 
     def fork(self, source: int, target: int, length: int) -> None:
         self.cache.fork(source, target, length)
