@@ -141,12 +141,15 @@ def test_a_child_does_not_outlive_its_parent(tmp_path):
     share = tmp_path / "share.json"
     share.write_text(json.dumps(ahead.pairs()), encoding="utf-8")
     words = [sys.executable, "-m", ahead.__name__, str(share)]
-    start = f"import os, subprocess; print(subprocess.Popen([*{words!r}, str(os.getpid())]).pid)"
+    start = f"import os, subprocess as s; print(s.Popen([*{words!r}, str(os.getpid())], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": ""}
     parent = subprocess.run([sys.executable, "-c", start], env=environment, capture_output=True, text=True, check=True)
-    # The parent is gone by now, and all kernels for all devices take minutes; waiting for the child's end is the test.
-    child = psutil.Process(int(parent.stdout)) if psutil.pid_exists(int(parent.stdout)) else None
-    assert child is None or psutil.wait_procs([child], timeout=60)[0]
+    # The parent is gone by now, and all kernels for all devices take minutes.
+    children = [psutil.Process(pid) for pid in [int(parent.stdout)] if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(children, timeout=60)
+    for child in alive:
+        child.kill()
+    assert not alive
     assert json.loads(share.read_text(encoding="utf-8")) == [list(pair) for pair in ahead.pairs()]
 
 
