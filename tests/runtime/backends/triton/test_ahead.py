@@ -141,7 +141,8 @@ def test_a_child_does_not_outlive_its_parent(tmp_path):
     share = tmp_path / "share.json"
     share.write_text(json.dumps(ahead.pairs()), encoding="utf-8")
     words = [sys.executable, "-m", ahead.__name__, str(share)]
-    start = f"import os, subprocess as s; print(s.Popen([*{words!r}, str(os.getpid())], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+    quiet = "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"  # it would hold the parent's pipes open
+    start = f"import os, subprocess; print(subprocess.Popen([*{words!r}, str(os.getpid())], {quiet}).pid)"
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": ""}
     parent = subprocess.run([sys.executable, "-c", start], env=environment, capture_output=True, text=True, check=True)
     # The parent is gone by now, and all kernels for all devices take minutes.
