@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from models.errors import ModelError
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
@@ -24,6 +23,7 @@ from runtime.errors import BackendError, Cancelled, RequestError, RuntimeFailure
 from runtime.operations.channels import LAYER_KINDS, k_chunk_by_type
 from runtime.problem import Problem
 from runtime.profile_key import TunedModel, profile_key
+from runtime.wire.device import Tuning
 from tuner.curve import Curve
 
 if TYPE_CHECKING:
@@ -45,42 +45,6 @@ _READINGS_A_KIND = 10
 _BLOCK_COUNTS = 5
 """About how many times as many there are on a GPU, whose thread blocks are searched too."""
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """What was found for one model, device and budget."""
-
-    device: str
-    """The device, in words."""
-    budget_percent: float
-    """Slowdown that was allowed."""
-    n_tb_max: int | None
-    """Most thread blocks of any layer type; None on a CPU."""
-    n_tb: Mapping[str, int]
-    """Thread blocks by layer type; 0 on a CPU."""
-    k_chunk: Mapping[str, int]
-    """Compensated channels per 1024, by layer type."""
-    predicted_slowdown_percent: float
-    """From the times of the layers alone."""
-    measured_slowdown_percent: float
-    """Of whole decoding steps; at most the budget."""
-    seconds: float
-    """How long tuning took."""
-    date: str
-    """When, in UTC: `2026-11-21T16:40:00+00:00`; empty where nothing was tuned."""
-    cached: bool
-    """Whether a saved profile had it."""
-    curve: tuple[Curve, ...] = ()
-    """Time against k_chunk, as far as it was measured."""
-    source: str = "measured"
-    """How it was found."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The object of `GET /runtime/device`."""
-        body = asdict(self)
-        body["curve"] = [{**curve, "points": [list(point) for point in curve["points"]]} for curve in body["curve"]]
-        return body
 
 
 class NoTuningError(RuntimeFailure):

@@ -229,7 +229,7 @@ class Pipeline:
             del weight
         done += 1
         streams.run_low(working, layer, linears, step)
-        tensors = {name: working.vector(name).numpy() for name in layout.block_vectors(checkpoint.spec, layer)}
+        tensors = {name: working.vector(name).numpy() for name in checkpoint.spec.block_norms(layer)}
         for linear in linears.values():
             tensors |= stored_tensors(linear)
         work.save_tensors(layout.block_file(layer), tensors)

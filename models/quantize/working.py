@@ -13,7 +13,6 @@ import torch
 from models.checkpoint import Checkpoint
 from models.quantizers.groups import FloatArray
 from models.spec import LAYER_TYPES, ModelSpec
-from models.store import layout
 
 _NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm"}
 
@@ -29,7 +28,7 @@ class WorkingBlock:
     def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
         self.layer = layer
         self._checkpoint = checkpoint
-        self._vectors = {name: checkpoint.vector(name) for name in layout.block_vectors(checkpoint.spec, layer)}
+        self._vectors = {name: checkpoint.vector(name) for name in checkpoint.spec.block_norms(layer)}
         self._linears: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for kind in LAYER_TYPES:
             weight, bias = checkpoint.linear(f"layers.{layer}.{kind}")

@@ -12,15 +12,17 @@ from models.store import Store, StoredModel
 from runtime.backends import backend
 from runtime.decoder import Decoder
 from runtime.errors import Cancelled
-from runtime.kv.saved_folder import Holding, SavedCaches, forget, holding
+from runtime.kv.saved_folder import SavedCaches, forget, holding
 from runtime.operations.channels import k_chunk_by_type
 from runtime.problem import Problem
 from runtime.server.catalogue import Bundle, StoreCatalogue
 from runtime.server.inspecting import MachineInspector
+from runtime.server.interfaces import LoadedModel
 from runtime.server.making import StoreWorkshop
-from runtime.server.records import LoadedModel, LoadRequest, TuneRequest
 from runtime.server.service import Service
 from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, within_budget
+from runtime.wire.answers import Holding
+from runtime.wire.requests import LoadRequest, TuneRequest
 from tuner.profiles import ProfileStore
 
 if TYPE_CHECKING:

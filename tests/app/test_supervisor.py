@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from app.client import ChatOptions
 from app.errors import ConnectionLostError, StartError
+from app.protocol import ChatOptions
 from app.supervisor import Supervisor, own_command
 from runtime.lock import is_alive, lock_path, read_lock, write_lock
 

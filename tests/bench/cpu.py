@@ -85,7 +85,7 @@ class Product:
         for words, codes in zip(program, self._codes, strict=True):
             weights = op.Weights(_address(codes), _address(self._scales), _address(self._zeros), books, *sizes)
             op.write(words, op.Linear(weights, x, False, out, bias=0, accumulate=False))
-        link(program)
+        link(program, default_threads())
         self._scratch = aligned_zeros((default_threads(), padded(most_scratch(program), 64)), np.uint8)
         step["scratch"], step["scratch_stride"] = _address(self._scratch), self._scratch.strides[0]
         self._program = program

@@ -23,6 +23,7 @@ from runtime.clocks import NOISE_PERCENT, Clocks, Decided, Ratios, Readings
 from runtime.decoder import DecoderOptions
 from runtime.errors import BackendError, Cancelled, RequestError
 from runtime.operations.channels import k_chunk_by_type
+from runtime.wire.codec import to_json
 from tuner.errors import TimerError
 from tuner.profiles import ProfileStore
 
@@ -300,7 +301,7 @@ def test_the_curve_is_what_was_timed(lab: Lab) -> None:
         assert curve.points[0] == (0, 1.0)
         assert [k for k, _ in curve.points] == sorted({k for kind, k in lab.points if kind == curve.kind})
         assert all(ratio == pytest.approx(1 + STEEP[curve.kind] * k / 1e4) for k, ratio in curve.points)
-    assert found.to_json()["curve"][0]["points"][0] == [0, 1.0]
+    assert to_json(found)["curve"][0]["points"][0] == [0, 1.0]
 
 
 def test_ratios_use_one_plain_time(lab: Lab) -> None:

@@ -109,7 +109,7 @@ def test_the_promise_holds_under_noise(device: str, seed: int) -> None:
     """Every time is 5 % off either way; the true slowdown of what is promised stays within the budget and its noise."""
     rng = random.Random(seed)
     layers, spec, budget = SHAPES["llama-3-8b"].layers, DEVICES[device], 5.0
-    exact = SimulatedTimer(spec, layers, 3, "awq")
+    exact = SimulatedTimer(spec, layers, 3)
 
     class Noisy:
         measured = True

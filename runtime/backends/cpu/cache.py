@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from models.spec import ModelSpec
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.pages import WORDS, PageLayout
+from runtime.backends.cpu.data.pages import PageLayout
 from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.data.tiles import aligned_zeros, padded
 from runtime.backends.cpu.kernels.attention.span import SPAN
@@ -53,8 +53,7 @@ class CpuStore:
         """uint8 [layers, pages, H_kv, bytes]."""
         self._keys = aligned_zeros((*heads, window // LANES, spec.head_dim, LANES), np.float16)
         self._values = aligned_zeros((*heads, window, padded(spec.head_dim, LANES)), np.float16)
-        self._words = aligned_zeros((WORDS,), np.int64)
-        self._words[:] = self.layout.description(window=window)
+        self._description = self.layout.description(window=window)
         self.scratch_bytes = 0
         """Bytes of scratch that a thread needs to cut off and restore pages."""
         if kind.windowed:
@@ -108,7 +107,7 @@ class CpuStore:
             op.Matrix(int(array.ctypes.data), array.strides[0]) for array in (self.records, self._keys, self._values)
         )
         layers, _, heads = self.records.shape[:3]
-        return op.Page(int(self._words.ctypes.data), layers, heads, records, page, keys, values, slot)
+        return op.Page(int(self._description.ctypes.data), layers, heads, records, page, keys, values, slot)
 
     def _flush(self, slot: int, page: int, rest: int) -> op.Flush:
         return op.Flush(self._page(slot, page), rest, int(self._start.ctypes.data))
@@ -123,7 +122,7 @@ class CpuStore:
         if self._kind.windowed:
             for instruction in (self._flush(0, 0, 0), op.Restore(self._page(0, 0), 0)):
                 op.write(self._program[0], instruction)
-                link(self._program)
+                link(self._program, self._pool.threads)
 
     def use(self, pool: Pool) -> None:
         """Cut off and restore pages with a pool's threads, which have `scratch_bytes` each, instead of the caller's."""
@@ -208,8 +207,7 @@ class CpuCache(PagedCache):
         self._paged = aligned_zeros((options.slots,), np.int32)
         self._dither = aligned_zeros((kind.page,), np.float32)
         self._dither[:] = _dither(kind.page)
-        self._description = aligned_zeros((len(self.store.layout.description()),), np.int64)
-        self._description[:] = self.store.layout.description(
+        self._description = self.store.layout.description(
             dither=int(self._dither.ctypes.data),
             tables=int(self.table.tables.ctypes.data),
             table_step=self.table.tables.strides[0],

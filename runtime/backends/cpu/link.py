@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import numpy.typing as npt
 
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data import pages as page
-from runtime.backends.cpu.data.pages import form_of
-from runtime.backends.cpu.executor import execute
+from runtime.backends.cpu.data.pages import cache_of, form_of
+from runtime.backends.cpu.executor import execute, set_active
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.machine.unit import Unit
+from runtime.backends.cpu.parts import parts_of
 from runtime.backends.cpu.units import attention, inputs, paging, products, selection
 from runtime.kv.kinds import CacheKind
 
@@ -46,19 +44,20 @@ def needed(kind: CacheKind) -> list[Unit]:
         kind: The kind of cache.
     """
     form = form_of(kind)
-    paged = attention.page_unit(form)
+    paged = attention.page_unit(form, kind.rank)
     heads = attention.heads_unit(form, int(kind.windowed))
     windowed = [_flush_unit(kind.rank), paging.restore] if kind.windowed else []
-    return [execute, *_INPUTS.values(), heads, attention.attend, *([paged] if paged else []), *windowed]
+    return [execute, set_active, *_INPUTS.values(), heads, attention.attend, *([paged] if paged else []), *windowed]
 
 
-def link(program: npt.NDArray[np.int64]) -> None:
-    """Write into a program's instructions the addresses of the units that they need, and the bytes of scratch.
+def link(program: npt.NDArray[np.int64], threads: int) -> None:
+    """Write into a program's instructions the addresses of the units that they need, the bytes of scratch, and parts.
 
     Compiles what is missing.
 
     Args:
         program: int64 [instructions, WIDTH]; what it points to has to be alive.
+        threads: Threads that will share its instructions.
 
     Raises:
         BackendError: a unit cannot be compiled here.
@@ -69,6 +68,7 @@ def link(program: npt.NDArray[np.int64]) -> None:
         header = op.header_of(words)
         header["unit"], header["inner"] = own.address, 0 if inner is None else inner.address
         header["scratch"] = scratch_of(instruction)
+        header["parts"], header["parts_of_many"] = parts_of(instruction, threads)
 
 
 def most_scratch(program: npt.NDArray[np.int64]) -> int:
@@ -90,12 +90,13 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
         case op.Select(mode=mode, measure=measure):
             return _SELECT[mode], selection.add_recall if measure else None
         case op.Heads(stored=stored):
-            form, window = _described(stored.cache, page.FORMAT), _described(stored.cache, page.WINDOW)
-            return attention.heads_unit(form, window), None
+            cache = cache_of(stored.cache)
+            return attention.heads_unit(int(cache["form"]), int(cache["window"])), None
         case op.Attend(stored=stored):
-            return attention.attend, attention.page_unit(_described(stored.cache, page.FORMAT))
+            cache = cache_of(stored.cache)
+            return attention.attend, attention.page_unit(int(cache["form"]), int(cache["rank"]))
         case op.Flush(page=of):
-            return _flush_unit(_described(of.cache, page.RANK)), None
+            return _flush_unit(int(cache_of(of.cache)["rank"])), None
         case op.Restore():
             return paging.restore, None
     return _INPUTS[type(instruction)], None
@@ -109,20 +110,11 @@ def scratch_of(instruction: op.Instruction) -> int:
         case op.Select():
             return selection.select_scratch(instruction)
         case op.Attend(stored=stored):
-            padded, tokens = (_described(stored.cache, word) for word in (page.PADDED, page.TOKENS))
-            packed = _described(stored.cache, page.FORMAT) != page.HALF
-            return attention.attend_scratch(instruction, padded, tokens, packed=packed)
+            return attention.attend_scratch(instruction, cache_of(stored.cache))
         case op.Flush(page=of) | op.Restore(page=of):
-            tokens, padded, rank = (_described(of.cache, word) for word in (page.TOKENS, page.PADDED, page.RANK))
-            outliers = max(_described(of.cache, word) for word in (page.KEY_OUTLIERS, page.VALUE_OUTLIERS))
-            return paging.paging_scratch(tokens, padded, rank, outliers)
+            return paging.paging_scratch(cache_of(of.cache))
     return 0
 
 
 def _flush_unit(rank: int) -> Unit:
     return paging.flush_corrected if rank else paging.flush
-
-
-def _described(cache: int, index: int) -> int:
-    """A word of the description at an address (`runtime.backends.cpu.data.pages`)."""
-    return ctypes.c_int64.from_address(cache + 8 * index).value

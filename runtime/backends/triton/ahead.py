@@ -15,10 +15,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from runtime.errors import BackendError
 from runtime.parent import ParentWatch
@@ -31,6 +31,8 @@ SHARED_LIMIT = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 
 """KiB of shared memory that a program may have at most."""
 INSTRUCTION_BYTES = 16
 WARPS = (1, 2, 4, 8, 16, 32)
+Types: TypeAlias = str | tuple[Any, ...]
+"""Type of an argument as Triton writes it, or of each member of a tuple of arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +43,10 @@ class Ahead:
     """Unique among all kernels: the operation and what is special, `gemv b3 split`."""
     kernel: Any
     """The function that `triton.jit` made."""
-    signature: dict[str, str]
-    """Type of each argument in the kernel's order: `*fp16`, `*i32`, `i32`, `fp32`, ...; `constexpr` for constants."""
-    constants: dict[str, Any] = field(default_factory=dict)
+    signature: Mapping[str, Types]
+    """Type of each argument: `*fp16`, `*i32`, `i32`, `fp32`, ...; `constexpr` for constants. A named tuple of types for
+    a named tuple of arguments, in which `constexpr` stands for a tensor that isn't there, None."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
     """Value of each `constexpr` argument."""
     num_warps: int = 4
     """Warps of a program."""
@@ -123,9 +126,10 @@ def compile_ahead(ahead: Ahead, target: str) -> Compiled:
     from triton.errors import TritonError
 
     signature = _ordered(ahead)
-    aligned = {
-        (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
-    }
+    places = dict(_leaves(tuple(signature.values())))
+    aligned = {place: [["tt.divisibility", 16]] for place, kind in places.items() if kind.startswith("*")}
+    constants: dict[Any, Any] = dict(ahead.constants)
+    constants |= {place: None for place, kind in places.items() if kind == "constexpr" and len(place) > 1}
     options = {
         "num_warps": ahead.num_warps,
         "num_stages": ahead.num_stages,
@@ -133,7 +137,7 @@ def compile_ahead(ahead: Ahead, target: str) -> Compiled:
     }
     try:
         built = build(
-            ASTSource(ahead.kernel, signature, ahead.constants, aligned),
+            ASTSource(ahead.kernel, signature, constants, aligned),
             GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
             options,
         )
@@ -224,7 +228,16 @@ def code_bytes(cubin: bytes) -> int:
     return total
 
 
-def _ordered(ahead: Ahead) -> dict[str, str]:
+def _leaves(types: tuple[Any, ...], place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Every type in nested tuples, with its place in each of them from the outermost on."""
+    for number, kind in enumerate(types):
+        if isinstance(kind, str):
+            yield (*place, number), kind
+        else:
+            yield from _leaves(kind, (*place, number))
+
+
+def _ordered(ahead: Ahead) -> dict[str, Types]:
     """The signature in the kernel's own order."""
     arguments = getattr(ahead.kernel, "arg_names", None)
     if arguments is None or not hasattr(ahead.kernel, "cache_key"):

@@ -122,7 +122,7 @@ def test_devices_are_listed(run: Callable[..., Any], answer: Answer) -> None:
         (["--simulate", "hal-9000", "--shape", "llama-3-8b"], "--list-devices"),
         (["--simulate", "rtx-4050m", "--shape", "llama-3-8"], "did you mean llama-3-8b"),
         (["--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--bits", 5], "5 bits"),
-        (["--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--method", "magic"], "magic"),
+        (["--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--method", "magic"], "called 'magic'; there are rtn"),
         (["demo", "--backend", "reference"], "not tuned"),
         (["nowhere"], "no stored model 'nowhere'"),
     ],
@@ -269,7 +269,7 @@ def test_the_programs_own_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_serve_passes_the_budget_on(run: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from runtime.server import serve
-    from runtime.server.records import TuneRequest
+    from runtime.wire.requests import TuneRequest
 
     served: list[Any] = []
     services.service = served.append

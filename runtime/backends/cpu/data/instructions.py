@@ -30,6 +30,10 @@ class Header(NamedTuple):
     """Address of a unit that this calls; 0 = none."""
     scratch: int
     """Bytes of scratch that a thread needs for it."""
+    parts: int
+    """Parts that it is cut into in a step of one row; 0: as many as attention has items in the step."""
+    parts_of_many: int
+    """Likewise in a step of several rows."""
 
 
 class Matrix(NamedTuple):

@@ -3,49 +3,82 @@
 A record holds keys and values together: first the codes, in the vectors that
 `runtime.backends.cpu.kernels.attention.products` multiplies (or halves in those of
 `runtime.backends.cpu.kernels.attention.span`), then scales, zeros and GEAR's corrections. Channels are padded to whole
-vectors. `PageLayout` knows the places, describes them to compiled code as words, and converts to and from the fields of
-`runtime.kv.kinds.page_fields`.
+vectors.
+
+What a page stores is declared in `runtime.kv.kinds.page_fields`; each field has one or two *places* in the record, by
+an arrangement of its own where kernels want another order (`runtime.backends.cpu.data.arrangements`). The table of
+places drives what writes records, what reads them, what compiled code knows of them (`cache_at`, then
+`cache.keys.scales`) and their size: a new field needs nothing here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.kv.kinds import PARTS, CacheKind, Part, page_fields
+from runtime.backends.cpu.data.arrangements import Arrangement, Array, arrangement_of, padded
+from runtime.backends.cpu.machine.view import view
+from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, page_fields
 
-# Words of a cache's description, int64 each: sizes, places in a record in bytes, and addresses.
-FORMAT: Final = 0
-"""Bits of a code, 2, 4 or 8; or `TWO_PLANES` of 4 bits; or `HALF` precision."""
 TWO_PLANES, HALF = 44, 16
-TOKENS, DIM, PADDED, RECORD = 1, 2, 3, 4
-"""Tokens of a page; D; D padded; bytes of a record."""
-KEY_CODES, KEY_LOWER, KEY_SCALES, KEY_ZEROS, KEY_VECTORS, KEY_TOKENWISE, KEY_GROUP = 5, 6, 7, 8, 9, 10, 11
-"""Places of codes and scales; the lower plane counted from the codes; vectors of 16 tokens; whether a scale spans a
-token; tokens of a group."""
-VALUE_CODES, VALUE_LOWER, VALUE_SCALES, VALUE_ZEROS, VALUE_COUNT, VALUE_BLOCK, VALUE_GROUP = 12, 13, 14, 15, 16, 17, 18
-"""Likewise; vectors along the tokens of 32 channels, their bytes, channels of a group."""
-RANK, KEY_A, KEY_B, VALUE_A, VALUE_B = 19, 20, 21, 22, 23
-KEY_OUTLIERS, KEY_INDICES, KEY_KEPT, VALUE_OUTLIERS, VALUE_INDICES, VALUE_KEPT = 24, 25, 26, 27, 28, 29
-"""Outliers of a vector and their places."""
-DITHER, TABLES, TABLE_STEP, PAGED = 30, 31, 32, 33
-"""Addresses of the dither, the block tables (and bytes of one), and int32 tokens in pages of each slot."""
-WINDOW, WORDS = 34, 36
-"""Tokens that a window has room for; number of words."""
+"""Forms of a page besides 2, 4 and 8, the bits of a code: two planes of 4 bits, and half precision."""
+_STORED: Final = tuple(
+    dict.fromkeys(
+        name
+        for kind in KINDS.values()
+        for part in PARTS
+        for field in page_fields(kind, part, 64)
+        for name in arrangement_of(kind, part, field, 64).names
+    )
+)
+"""Every place that some kind has."""
+_PART: Final = np.dtype(
+    [
+        *((name, np.int64) for name in _STORED),  # bytes from the record's start; 0 where a kind has no such place
+        ("vectors", np.int64),  # of keys: vectors of 16 tokens
+        ("block", np.int64),  # of values: bytes of the codes of 32 channels
+        ("group", np.int64),  # numbers that share a scale: tokens of keys by channel, else channels
+        ("tokenwise", np.int64),  # 1: a scale spans what a token has; 0: what a channel has
+        ("kept", np.int64),  # outliers of a vector
+    ]
+)
+_CACHE: Final = np.dtype(
+    [
+        ("form", np.int64),  # bits of a code, TWO_PLANES or HALF
+        ("tokens", np.int64),  # of a page, T
+        ("dim", np.int64),  # D
+        ("padded", np.int64),  # D padded to whole vectors
+        ("record", np.int64),  # bytes
+        ("rank", np.int64),  # of GEAR's corrections; 0 = none
+        ("keys", _PART),
+        ("values", _PART),
+        ("dither", np.int64),  # address of float32 [T] in [0, 1)
+        ("tables", np.int64),  # address of the block tables, int32 [slots, pages]
+        ("table_step", np.int64),  # bytes of one
+        ("paged", np.int64),  # address of int32 [slots], tokens in pages
+        ("window", np.int64),  # tokens that a window has room for
+    ]
+)
+Cache = Any
+"""In compiled code: the view of a cache's description."""
+cache_at = view("cache", _CACHE)
+"""The description of a cache at an address."""
 
-Array = npt.NDArray[Any]
 
-
-def _padded(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def cache_of(address: int) -> Any:
+    """The description at an address, to be read by names."""
+    raw = (ctypes.c_char * _CACHE.itemsize).from_address(address)
+    return np.frombuffer(memoryview(raw), _CACHE)[0]
 
 
 def form_of(kind: CacheKind) -> int:
-    """A kind's word FORMAT."""
+    """A kind's form."""
     return TWO_PLANES if kind.hierarchical else kind.keys.bits
 
 
@@ -53,10 +86,21 @@ def form_of(kind: CacheKind) -> int:
 class _Place:
     """One array of a record."""
 
+    name: str
+    """What compiled code calls it."""
     offset: int
     """Bytes from the record's start."""
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def view(self, records: npt.NDArray[np.uint8]) -> Array:
+        """It in all records uint8 [..., record], as an array of its type in their memory."""
+        raw = records[..., self.offset : self.offset + self.nbytes]
+        return raw.view(self.dtype).reshape(*records.shape[:-1], *self.shape)
 
 
 class PageLayout:
@@ -69,55 +113,52 @@ class PageLayout:
 
     def __init__(self, kind: CacheKind, head_dim: int) -> None:
         self.kind, self.head_dim = kind, head_dim
-        self.format = form_of(kind)
-        """Word FORMAT."""
-        self.lowbit = self.format != HALF
-        """Whether attention goes by integer products."""
-        self.padded = _padded(head_dim, 32 if self.lowbit else 16)
+        self.padded = padded(head_dim, 16 if form_of(kind) == HALF else 32)
         """Channels of padded vectors."""
-        self._places: dict[tuple[Part, str], _Place] = {}
-        self._size = 0
-        for part in PARTS:
-            self._place_codes(part)
-        for part in PARTS:
-            self._place_scales(part)
-        self.record = _padded(self._size, 64)
+        self._arrangements: dict[Part, dict[str, Arrangement]] = {
+            part: {
+                field.name: arrangement_of(kind, part, field, head_dim) for field in page_fields(kind, part, head_dim)
+            }
+            for part in PARTS
+        }
+        self._places: dict[Part, dict[str, _Place]] = {part: {} for part in PARTS}
+        size = 0
+        for part, arrangement in sorted(self._all(), key=lambda own: not own[1].aligned):
+            for name in arrangement.names:
+                place = _Place(name, size, arrangement.dtype, arrangement.shape)
+                self._places[part][name] = place
+                size += padded(place.nbytes, 64 if arrangement.aligned else 2)
+        self.record = padded(size, 64)
         """Bytes of a record."""
+
+    def _all(self) -> Iterator[tuple[Part, Arrangement]]:
+        return ((part, own) for part in PARTS for own in self._arrangements[part].values())
 
     def description(
         self, *, dither: int = 0, tables: int = 0, table_step: int = 0, paged: int = 0, window: int = 0
     ) -> Array:
-        """The words that compiled code reads; the arguments are addresses and sizes that a layout does not know.
+        """What compiled code reads; the arguments are addresses and sizes that a layout does not know.
 
         Returns:
-            int64 [WORDS].
+            A structured array [1].
         """
-        words = np.zeros(WORDS, np.int64)
-        kind, T = self.kind, self.kind.page
-        words[[FORMAT, TOKENS, DIM, PADDED, RECORD]] = self.format, T, self.head_dim, self.padded, self.record
-        for part, at in zip(PARTS, (KEY_CODES, VALUE_CODES), strict=True):
-            codes = self._offset(part, "codes")
-            words[at] = codes
-            words[at + 1] = max(0, self._offset(part, "lower") - codes)
-            words[at + 2], words[at + 3] = self._offset(part, "scales"), self._offset(part, "zeros")
-        words[KEY_TOKENWISE] = int(kind.keys.axis == "token")
-        words[KEY_GROUP] = T if kind.keys.axis == "token" else kind.keys.group or T
-        width = kind.values.group or self.padded
-        words[VALUE_GROUP] = min(width, self.padded)
-        if self.lowbit:
-            words[KEY_VECTORS] = self._places["keys", "codes"].shape[1]
-            words[VALUE_COUNT] = T // (16 if self.format == 2 else 4)
-            words[VALUE_BLOCK] = int(np.prod(self._places["values", "codes"].shape[1:]))
-        if kind.rank:
-            words[RANK] = kind.rank
-            words[[KEY_A, KEY_B]] = self._offset("keys", "a"), self._offset("keys", "b")
-            words[[VALUE_A, VALUE_B]] = self._offset("values", "a"), self._offset("values", "b")
-        if kind.sparsity:
-            for part, at in zip(PARTS, (KEY_OUTLIERS, VALUE_OUTLIERS), strict=True):
-                words[at] = self._places[part, "indices"].shape[1]
-                words[at + 1], words[at + 2] = self._offset(part, "indices"), self._offset(part, "outliers")
-        words[[DITHER, TABLES, TABLE_STEP, PAGED, WINDOW]] = dither, tables, table_step, paged, window
-        return words
+        found = np.zeros(1, _CACHE)
+        cache, kind = found[0], self.kind
+        cache["form"], cache["tokens"], cache["dim"] = form_of(kind), kind.page, self.head_dim
+        cache["padded"], cache["record"], cache["rank"] = self.padded, self.record, kind.rank
+        cache["dither"], cache["tables"], cache["table_step"] = dither, tables, table_step
+        cache["paged"], cache["window"] = paged, window
+        for part in PARTS:
+            own, places, code = cache[part], self._places[part], kind.code(part)
+            for name, place in places.items():
+                own[name] = place.offset
+            longest = kind.page if part == "keys" else self.padded
+            own["group"] = min(code.group or longest, longest)
+            own["tokenwise"] = code.axis == "token"
+            own["vectors"] = places["codes"].shape[1]
+            own["block"] = places["codes"].nbytes // places["codes"].shape[0]
+            own["kept"] = places["indices"].shape[1] if "indices" in places else 0
+        return found
 
     def write(self, records: npt.NDArray[np.uint8], part: Part, fields: Mapping[str, Array]) -> None:
         """Write the keys or values of whole pages.
@@ -128,17 +169,9 @@ class PageLayout:
             fields: The arrays of `runtime.kv.kinds.page_fields`, with the leading dimensions of the records.
         """
         for name, values in fields.items():
-            if name in ("codes", "upper", "lower", "x"):
-                self._view(records, part, self._named(name))[...] = self._arranged(part, name, values)
-            elif name == "scales":
-                for i, target in enumerate(("scales", "zeros")):
-                    turned = np.swapaxes(values[..., i], -1, -2)
-                    self._view(records, part, target)[..., : turned.shape[-1]] = turned
-            elif name in ("a", "b"):
-                length, rank = values.shape[-2:]
-                self._view(records, part, name)[..., :rank, :length] = np.swapaxes(values, -1, -2)
-            else:
-                self._view(records, part, name)[...] = values
+            arrangement = self._arrangements[part][name]
+            for place, array in zip(arrangement.names, arrangement.arrange(values), strict=True):
+                self._places[part][place].view(records)[...] = array
 
     def read(self, records: npt.NDArray[np.uint8], part: Part) -> dict[str, Array]:
         """The fields of whole pages: the reverse of `write`.
@@ -150,163 +183,7 @@ class PageLayout:
         Returns:
             Arrays by their names, with the leading dimensions of the records.
         """
-        fields: dict[str, Array] = {}
-        for field in page_fields(self.kind, part, self.head_dim):
-            name, shape = field.name, field.shape
-            if name in ("codes", "upper", "lower", "x"):
-                fields[name] = self._canonical(part, name, self._view(records, part, self._named(name)))
-            elif name == "scales":
-                both = [self._view(records, part, source)[..., : shape[0]] for source in ("scales", "zeros")]
-                fields[name] = np.stack([np.swapaxes(one, -1, -2) for one in both], axis=-1)
-            elif name in ("a", "b"):
-                length, rank = shape
-                fields[name] = np.swapaxes(self._view(records, part, name)[..., :rank, :length], -1, -2).copy()
-            else:
-                fields[name] = self._view(records, part, name).copy()
-        return fields
-
-    def _named(self, field: str) -> str:
-        """The place that a field's codes have."""
-        return "codes" if field in ("upper", "x") else field
-
-    def _add(self, part: Part, name: str, dtype: str, *shape: int) -> None:
-        self._places[part, name] = _Place(self._size, dtype, shape)
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self._size += _padded(size, 64) if name in ("codes", "lower") else _padded(size, 2)
-
-    def _place_codes(self, part: Part) -> None:
-        T, D, P = self.kind.page, self.head_dim, self.padded
-        shape: tuple[int, ...]
-        if not self.lowbit:
-            shape = (T // 16, D, 16) if part == "keys" else (T, P)
-            self._add(part, "codes", "float16", *shape)
-            return
-        if self.format == 8:
-            shape = (T // 16, -(-D // 8), 2, 16, 4) if part == "keys" else (P // 32, T // 4, 2, 16, 4)
-        elif part == "keys":
-            shape = (T // 16, -(-D // (16 if self.format == 2 else 8)), 16, 4)
-        elif self.format == 2:
-            shape = (P // 32, T // 16, 2, 16, 4)
-        else:
-            shape = (P // 32, T // 4, 16, 4)
-        self._add(part, "codes", "uint8", *shape)
-        if self.format == TWO_PLANES:
-            self._add(part, "lower", "uint8", *shape)
-
-    def _place_scales(self, part: Part) -> None:
-        kind, code, T, P = self.kind, self.kind.code(part), self.kind.page, self.padded
-        if self.format == HALF:
-            return
-        vectors, length = (T, self.head_dim) if code.axis == "token" else (P, T)
-        groups = -(-length // (code.group or length))
-        self._add(part, "scales", "float16", groups, vectors)
-        self._add(part, "zeros", "float16", groups, vectors)
-        if kind.rank:
-            self._add(part, "a", "float16", kind.rank, T)
-            self._add(part, "b", "float16", kind.rank, P)
-        if kind.sparsity:
-            count = 2 * kind.outliers(length)
-            vectors = T if code.axis == "token" else self.head_dim
-            self._add(part, "indices", "int16", vectors, count)
-            self._add(part, "outliers", "float16", vectors, count)
-
-    def _offset(self, part: Part, name: str) -> int:
-        place = self._places.get((part, name))
-        return place.offset if place else 0
-
-    def _view(self, records: npt.NDArray[np.uint8], part: Part, name: str) -> Array:
-        """A place of all records, as an array of its type in their memory."""
-        place = self._places[part, name]
-        size = int(np.prod(place.shape)) * np.dtype(place.dtype).itemsize
-        raw = records[..., place.offset : place.offset + size]
-        return raw.view(place.dtype).reshape(*records.shape[:-1], *place.shape)
-
-    def _arranged(self, part: Part, name: str, values: Array) -> Array:
-        """Codes [..., T, D * bits / 8] in the order of their vectors."""
-        T, D = self.kind.page, self.head_dim
-        lead = values.shape[:-2]
-        if not self.lowbit:
-            if part == "keys":
-                return np.swapaxes(values.reshape(*lead, T // 16, 16, D), -1, -2)
-            return _widened(values, self.padded)
-        if self.format == 8:
-            if part == "keys":
-                fields = _widened(values, _padded(D, 8)).reshape(*lead, T // 16, 16, -1, 2, 4)
-                return np.moveaxis(fields, -4, -2)  # tile, token, vector, half, byte
-            fields = _widened(values, self.padded).reshape(*lead, T // 4, 4, -1, 2, 16)
-            return np.moveaxis(fields, (-5, -4), (-4, -1))  # quad, byte, block, half, lane
-        bits = 2 if self.format == 2 else 4
-        codes = _unpacked(values, bits, D)
-        if name == "lower":
-            codes = codes ^ 8
-        each = 8 // bits
-        if part == "keys":
-            codes = _widened(codes, _padded(D, 4 * each))
-            fields = codes.reshape(*lead, T // 16, 16, -1, each, 4)  # tile, token, vector, field, byte
-            return _joined(np.moveaxis(fields, (-4, -3, -2, -1), (-3, -4, -1, -2)), bits)
-        codes = _widened(codes, self.padded)
-        if bits == 2:
-            fields = codes.reshape(*lead, T // 16, 4, 4, -1, 2, 16)  # n, field, byte, block, half, lane
-            return _joined(np.moveaxis(fields, (-6, -5, -4, -3, -2, -1), (-5, -1, -2, -6, -4, -3)), bits)
-        fields = codes.reshape(*lead, T // 4, 4, -1, 2, 16)  # quad, byte, block, field, lane
-        return _joined(np.moveaxis(fields, (-5, -4, -3, -2, -1), (-4, -2, -5, -1, -3)), bits)
-
-    def _canonical(self, part: Part, name: str, stored: Array) -> Array:
-        """The reverse of `_arranged`."""
-        T, D = self.kind.page, self.head_dim
-        if not self.lowbit:
-            if part == "keys":
-                lead = stored.shape[:-3]
-                return np.swapaxes(stored, -1, -2).reshape(*lead, T, D).copy()
-            return stored[..., :D].copy()
-        if self.format == 8:
-            lead = stored.shape[:-5]
-            fields = np.moveaxis(stored, -2, -4) if part == "keys" else np.moveaxis(stored, (-4, -1), (-5, -4))
-            width = _padded(D, 8) if part == "keys" else self.padded
-            return fields.reshape(*lead, T, width)[..., :D].copy()
-        bits = 2 if self.format == 2 else 4
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        fields = (stored[..., None] >> shifts) & np.uint8(2**bits - 1)
-        width = _padded(D, 32 // bits) if part == "keys" else self.padded
-        if part == "keys":  # tile, vector, token, byte, field
-            lead = fields.shape[:-5]
-            codes = np.moveaxis(fields, (-5, -4, -3, -2, -1), (-5, -3, -4, -1, -2)).reshape(*lead, T, width)
-        elif bits == 2:  # block, n, half, lane, byte, field
-            lead = fields.shape[:-6]
-            codes = np.moveaxis(fields, (-5, -1, -2, -6, -4, -3), (-6, -5, -4, -3, -2, -1)).reshape(*lead, T, width)
-        else:  # block, quad, lane, byte, field
-            lead = fields.shape[:-5]
-            codes = np.moveaxis(fields, (-4, -2, -5, -1, -3), (-5, -4, -3, -2, -1)).reshape(*lead, T, width)
-        codes = codes[..., :D]
-        return _packed(codes ^ 8 if name == "lower" else codes, bits)
-
-
-def _widened(values: Array, width: int) -> Array:
-    """The last dimension filled up with zeros."""
-    out = np.zeros((*values.shape[:-1], width), values.dtype)
-    out[..., : values.shape[-1]] = values
-    return out
-
-
-def _joined(fields: Array, bits: int) -> Array:
-    """Fields [..., 8 / bits] of a byte, the first lowest, as bytes."""
-    out = np.zeros(fields.shape[:-1], np.uint8)
-    for i in range(fields.shape[-1]):
-        out |= fields[..., i] << np.uint8(bits * i)
-    return out
-
-
-def _unpacked(packed: Array, bits: int, count: int) -> Array:
-    """Codes packed side by side, low bits first, one a byte."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    codes = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * (8 // bits))[..., :count]
-
-
-def _packed(codes: Array, bits: int) -> Array:
-    """The reverse of `_unpacked`."""
-    each = 8 // bits
-    return _joined(
-        _widened(codes, _padded(codes.shape[-1], each)).reshape(*codes.shape[:-1], -(-codes.shape[-1] // each), each),
-        bits,
-    )
+        return {
+            name: own.restore([self._places[part][place].view(records) for place in own.names]).copy()
+            for name, own in self._arrangements[part].items()
+        }

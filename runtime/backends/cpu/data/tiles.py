@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.packed import PackedLinear
+from runtime.backends.cpu.data.arrangements import padded as padded
 from runtime.backends.cpu.data.instructions import Weights
 from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES
 from runtime.backends.cpu.kernels.lookup import HIGH_BITS
@@ -43,11 +44,6 @@ def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[A
     raw = np.zeros(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(kind).reshape(shape)
-
-
-def padded(count: int, multiple: int) -> int:
-    """The next multiple, at or above count."""
-    return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

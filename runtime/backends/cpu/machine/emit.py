@@ -78,6 +78,16 @@ def define(result: types.Type, *arguments: types.Type) -> Callable[[Emit], Any]:
     return decorate
 
 
+def named(declared: type) -> types.Type:
+    """The numba type of a NamedTuple of integers, for the signature of an intrinsic."""
+    return types.NamedUniTuple(types.int64, len(declared._fields), declared)  # type: ignore[attr-defined]
+
+
+def parts(b: Builder, value: Any, declared: Any) -> Any:
+    """The values in a NamedTuple that an intrinsic was given, by the same names."""
+    return declared(*(b.extract_value(value, i) for i in range(len(declared._fields))))
+
+
 def pointer(b: Builder, address: Any) -> Any:
     """The address as an LLVM pointer."""
     return b.inttoptr(address, POINTER)

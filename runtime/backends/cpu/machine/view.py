@@ -80,7 +80,7 @@ def _field(view: ViewType, name: str) -> types.Type | None:
         return None
     dtype = view.dtype.fields[name][0]
     if dtype.fields is not None:
-        return ViewType(f"{view.label}.{name}", dtype, changes=view.changes)
+        return ViewType("record", dtype, changes=view.changes)  # one type for all of one layout
     return _SCALARS[dtype][0]
 
 

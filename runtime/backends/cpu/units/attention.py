@@ -7,18 +7,19 @@ from typing import Any, NamedTuple
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data import pages as page
 from runtime.backends.cpu.data.instructions import Attend, Heads, Stored, attend_at, header_at, heads_at
-from runtime.backends.cpu.data.operands import word
+from runtime.backends.cpu.data.pages import HALF, TWO_PLANES, Cache, cache_at
 from runtime.backends.cpu.data.step import Parameters, parameters_at, rows_of, share_of
 from runtime.backends.cpu.kernels.attention.page import (
-    attend_page_2,
-    attend_page_4,
-    attend_page_8,
-    attend_page_planes,
-    begin_queries,
+    Attention,
+    Visit,
+    corrected_2,
+    corrected_4,
+    packed_2,
+    packed_4,
+    packed_8,
+    packed_planes,
     page_scratch,
-    settle_queries,
 )
 from runtime.backends.cpu.kernels.attention.run import Queries, Sums, clear_sums, padded_channels, part_bytes
 from runtime.backends.cpu.kernels.attention.span import SPAN, Span, attend_span, span_scratch
@@ -32,70 +33,61 @@ RUN_ROWS = 8
 """Rows of one sequence that one work item of attention takes at most."""
 
 
-def attend_scratch(attend: Attend, padded: int, tokens: int, *, packed: bool) -> int:
-    """Bytes of scratch that a thread needs for the instruction.
-
-    Args:
-        attend: The instruction.
-        padded: D padded to 32.
-        tokens: Tokens of a page.
-        packed: Whether pages hold codes.
-    """
+def attend_scratch(attend: Attend, cache: Cache) -> int:
+    """Bytes of scratch that a thread needs for the instruction, with a cache of this description."""
     heads = attend.heads // attend.kv_heads
-    return max(span_scratch(heads), page_scratch(attend.rows * heads, padded, tokens) if packed else 0)
+    return max(span_scratch(heads), page_scratch(attend.rows * heads, cache) if cache["form"] != HALF else 0)
 
 
 @numba.njit(nogil=True)
 def _record(stored: Stored, slot: int, number: int, kv_heads: int, head: int) -> int:
     """Address of what a slot's page keeps of a head."""
-    cache = stored.cache
-    table = word(cache, page.TABLES) + word(cache, page.TABLE_STEP) * slot
-    return stored.pages + (numba.int64(get_int(table + 4 * number)) * kv_heads + head) * word(cache, page.RECORD)
+    cache = cache_at(stored.cache)
+    page = numba.int64(get_int(cache.tables + cache.table_step * slot + 4 * number))
+    return stored.pages + (page * kv_heads + head) * cache.record
 
 
 @numba.njit(nogil=True)
-def _paged(cache: int, slot: int) -> int:
+def _paged(cache: Cache, slot: int) -> int:
     """Tokens of a slot that are in pages; all of them where there is no window."""
-    return numba.int64(get_int(word(cache, page.PAGED) + 4 * slot))
+    return numba.int64(get_int(cache.paged + 4 * slot))
 
 
 @numba.njit(nogil=True)
-def _window(cache: int, windows: int, slot: int, kv_heads: int, head: int, width: int) -> int:
-    """Address of a head's keys, or values, in a slot's window."""
-    return windows + 2 * width * word(cache, page.WINDOW) * (slot * kv_heads + head)
+def _window(stored: Stored, of: int, dim: int) -> tuple[int, int]:
+    """Addresses of keys and values in a window, by its number among all slots and heads."""
+    tokens = cache_at(stored.cache).window * of
+    return stored.keys + 2 * dim * tokens, stored.values + 2 * padded_channels(dim) * tokens
 
 
 @register_jitable
 def _write_window(heads: Heads, x: int, key: bool, slot: int, head: int, position: int) -> None:
-    stored, dim = heads.stored, heads.dim
-    place = position - _paged(stored.cache, slot)
+    place = position - _paged(cache_at(heads.stored.cache), slot)
+    keys, values = _window(heads.stored, slot * heads.kv_heads + head, heads.dim)
     if key:
-        store_half_key(x, dim, _window(stored.cache, stored.keys, slot, heads.kv_heads, head, dim), place)
+        store_half_key(x, heads.dim, keys, place)
     else:
-        width = padded_channels(dim)
-        store_half_value(x, dim, _window(stored.cache, stored.values, slot, heads.kv_heads, head, width), place)
+        store_half_value(x, heads.dim, values, place)
 
 
 @register_jitable
 def _write_halves(heads: Heads, x: int, key: bool, slot: int, head: int, position: int) -> None:
-    cache = heads.stored.cache
-    tokens = word(cache, page.TOKENS)
-    record = _record(heads.stored, slot, position // tokens, heads.kv_heads, head)
+    cache = cache_at(heads.stored.cache)
+    record = _record(heads.stored, slot, position // cache.tokens, heads.kv_heads, head)
     if key:
-        store_half_key(x, heads.dim, record + word(cache, page.KEY_CODES), position % tokens)
+        store_half_key(x, heads.dim, record + cache.keys.codes, position % cache.tokens)
     else:
-        store_half_value(x, heads.dim, record + word(cache, page.VALUE_CODES), position % tokens)
+        store_half_value(x, heads.dim, record + cache.values.codes, position % cache.tokens)
 
 
 @register_jitable
 def _write_codes(heads: Heads, x: int, key: bool, slot: int, head: int, position: int) -> None:
-    cache = heads.stored.cache
-    tokens = word(cache, page.TOKENS)
-    record = _record(heads.stored, slot, position // tokens, heads.kv_heads, head)
+    cache = cache_at(heads.stored.cache)
+    record = _record(heads.stored, slot, position // cache.tokens, heads.kv_heads, head)
     if key:
-        store_key(x, cache, record, position % tokens)
+        store_key(x, cache, record, position % cache.tokens)
     else:
-        store_value(x, cache, record, position % tokens)
+        store_value(x, cache, record, position % cache.tokens)
 
 
 @numba.njit(nogil=True)
@@ -177,9 +169,9 @@ def _work_of(attend: Attend, step: Parameters, number: int) -> _Work:
     size = part_bytes(attend.dim)
     out = attend.out + ((row * attend.heads + head * heads) * splits + split) * size
     sums = Sums(out, attend.heads * splits * size, splits * size)
-    cache = attend.stored.cache
-    tokens, end = word(cache, page.TOKENS), position + rows
-    paged = _paged(cache, slot) if word(cache, page.WINDOW) != 0 else end
+    cache = cache_at(attend.stored.cache)
+    tokens, end = cache.tokens, position + rows
+    paged = _paged(cache, slot) if cache.window != 0 else end
     pages = (paged + tokens - 1) // tokens
     units = pages + (end - paged + SPAN - 1) // SPAN
     seen = 0 if attend.window == 0 else max(0, position + 1 - attend.window)
@@ -193,7 +185,7 @@ def attend(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Attention of a step's rows: a part of the work items. Packed pages are the business of the unit inside."""
     attend, step, packed = attend_at(i), parameters_at(control), header_at(i).inner
     stored, kv_heads, dim = attend.stored, attend.kv_heads, attend.dim
-    tokens, width = word(stored.cache, page.TOKENS), padded_channels(dim)
+    cache, value = cache_at(stored.cache), 2 * padded_channels(dim)
     first, last = share_of(step.runs * kv_heads * step.splits, part, parts)
     for number in range(first, last):
         work = _work_of(attend, step, number)
@@ -205,55 +197,38 @@ def attend(i: int, control: int, part: int, parts: int, scratch: int) -> None:
         for unit in range(start, work.stop):
             if unit < work.pages:
                 record = _record(stored, work.slot, unit, kv_heads, work.head)
-                keys, values = (
-                    record + word(stored.cache, page.KEY_CODES),
-                    record + word(stored.cache, page.VALUE_CODES),
-                )
-                position = tokens * unit
+                span = Span(record + cache.keys.codes, record + cache.values.codes, cache.tokens * unit)
             else:
                 place = SPAN * (unit - work.pages)
-                keys = _window(stored.cache, stored.keys, work.slot, kv_heads, work.head, dim) + 2 * dim * place
-                values = _window(stored.cache, stored.values, work.slot, kv_heads, work.head, width) + 2 * width * place
-                position = work.paged + place
-            attend_span(work.queries, Span(keys, values, position), work.sums, scratch)
+                keys, values = _window(stored, work.slot * kv_heads + work.head, dim)
+                span = Span(keys + 2 * dim * place, values + value * place, work.paged + place)
+            attend_span(work.queries, span, work.sums, scratch)
 
 
-def _pages(attend_page: Any) -> Any:
-    """What a work item gets from its packed pages, by the function for a page of some form."""
+def _pages(attention: Attention) -> Any:
+    """What a work item gets from its packed pages."""
+    begin, attend_page, settle = attention
 
     @numba.njit(nogil=True)
     def attend_pages(i: int, control: int, number: int, scratch: int) -> None:
         attend = attend_at(i)
         stored, kv_heads = attend.stored, attend.kv_heads
         work = _work_of(attend, parameters_at(control), number)
-        queries, sums, stop = work.queries, work.sums, min(work.stop, work.pages)
-        cache, tokens = stored.cache, word(stored.cache, page.TOKENS)
-        begin_queries(cache, queries.at, queries.stride, queries.rows, queries.heads, scratch)
+        cache, stop = cache_at(stored.cache), min(work.stop, work.pages)
+        begin(cache, work.queries, scratch)
         record = _record(stored, work.slot, work.start, kv_heads, work.head)
         for unit in range(work.start, stop):
             following = _record(stored, work.slot, unit + 1, kv_heads, work.head) if unit + 1 < stop else 0
-            attend_page(
-                cache,
-                record,
-                following,
-                queries.rows,
-                queries.heads,
-                queries.position - tokens * unit,
-                queries.window,
-                sums.at,
-                sums.row,
-                sums.head,
-                scratch,
-                unit > work.start,
-            )
+            visit = Visit(record, following, cache.tokens * unit, unit > work.start)
+            attend_page(cache, visit, work.queries, work.sums, scratch)
             record = following
-        settle_queries(cache, queries.rows, queries.heads, sums.at, sums.row, sums.head, scratch)
+        settle(cache, work.queries, work.sums, scratch)
 
     return attend_pages
 
 
-_attend_2, _attend_4, _attend_8 = _pages(attend_page_2), _pages(attend_page_4), _pages(attend_page_8)
-_attend_planes = _pages(attend_page_planes)
+_attend_2, _attend_4, _attend_8, _attend_planes = map(_pages, (packed_2, packed_4, packed_8, packed_planes))
+_attend_corrected_2, _attend_corrected_4 = _pages(corrected_2), _pages(corrected_4)
 
 
 @compiled_unit
@@ -283,16 +258,29 @@ def pages_planes(i: int, control: int, number: int, scratch: int) -> None:
         _attend_planes(i, control, number, scratch)
 
 
-_PAGE_UNITS = {2: pages_2, 4: pages_4, 8: pages_8, page.TWO_PLANES: pages_planes}
+@compiled_unit
+def corrected_pages_2(i: int, control: int, number: int, scratch: int) -> None:
+    """Likewise codes of 2 bits with GEAR's corrections."""
+    _attend_corrected_2(i, control, number, scratch)
 
 
-def page_unit(form: int) -> Unit | None:
-    """The unit that attends to pages, by the cache's FORMAT; None where `attend` does it itself."""
-    return _PAGE_UNITS.get(form)
+@compiled_unit
+def corrected_pages_4(i: int, control: int, number: int, scratch: int) -> None:
+    """Likewise codes of 4 bits with GEAR's corrections."""
+    _attend_corrected_4(i, control, number, scratch)
+
+
+_PAGES = {2: pages_2, 4: pages_4, 8: pages_8, TWO_PLANES: pages_planes}
+_CORRECTED_PAGES = {2: corrected_pages_2, 4: corrected_pages_4}
+
+
+def page_unit(form: int, rank: int) -> Unit | None:
+    """The unit that attends to pages, by the cache's form and rank; None where `attend` does it itself."""
+    return _CORRECTED_PAGES[form] if rank else _PAGES.get(form)
 
 
 def heads_unit(form: int, window: int) -> Unit:
-    """The unit of HEADS instructions, by the cache's FORMAT and WINDOW."""
+    """The unit of HEADS instructions, by the cache's form, and whether it has a window."""
     if window:
         return heads_to_window
-    return heads_to_halves if form == page.HALF else heads_to_codes
+    return heads_to_halves if form == HALF else heads_to_codes

@@ -5,16 +5,17 @@ Each layer's key-value heads are independent of each other, keys of values too, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data import pages as page
 from runtime.backends.cpu.data.instructions import Page, flush_at, restore_at
-from runtime.backends.cpu.data.operands import word
+from runtime.backends.cpu.data.pages import TWO_PLANES, Cache, cache_at
 from runtime.backends.cpu.data.step import share_of
+from runtime.backends.cpu.kernels.attention.run import padded_channels
 from runtime.backends.cpu.kernels.cache.gear import (
+    LowRank,
     add_low_rank,
     add_outliers,
     choose_outliers,
@@ -25,6 +26,9 @@ from runtime.backends.cpu.kernels.cache.gear import (
     turn,
 )
 from runtime.backends.cpu.kernels.cache.page import (
+    Coded,
+    Extremes,
+    Vectors,
     clear_codes,
     decode_lanes,
     encode_lanes,
@@ -44,164 +48,220 @@ from runtime.backends.cpu.machine.vector import set_float
 _LANES = 16
 
 
-def paging_scratch(tokens: int, padded: int, rank: int, outliers: int) -> int:
-    """Bytes of scratch that a thread needs for FLUSH and RESTORE.
+class _Areas(NamedTuple):
+    """The scratch of one head's keys, or values: addresses."""
 
-    Args:
-        tokens: T.
-        padded: D padded to 32.
-        rank: Of GEAR's corrections.
-        outliers: Most outliers of a vector.
-    """
-    longest = max(tokens, padded)
-    return 14 * tokens * padded + 128 * longest + 4 * outliers * longest + 4 * rank * (tokens + padded + 1) + 1024
-
-
-@numba.njit(nogil=True)
-def _sizes(cache: int, key: bool) -> tuple[int, int, int, int]:
-    """Numbers of a vector, vectors, vectors padded to whole lanes, and numbers of a group."""
-    tokens, dim = word(cache, page.TOKENS), word(cache, page.DIM)
-    if key:
-        return tokens, dim, word(cache, page.PADDED), word(cache, page.KEY_GROUP)
-    return dim, tokens, tokens, word(cache, page.VALUE_GROUP)
-
-
-@numba.njit(nogil=True)
-def _scales(cache: int, record: int, key: bool) -> tuple[int, int]:
-    """Addresses of the scales and of the zeros."""
-    if key:
-        return record + word(cache, page.KEY_SCALES), record + word(cache, page.KEY_ZEROS)
-    return record + word(cache, page.VALUE_SCALES), record + word(cache, page.VALUE_ZEROS)
-
-
-@numba.njit(nogil=True)
-def _bits(cache: int) -> tuple[int, bool]:
-    """Bits of a plane, and whether there are two."""
-    form = word(cache, page.FORMAT)
-    return (4, True) if form == page.TWO_PLANES else (form, False)
+    x: int
+    """float32 [T, D padded] or [D padded, T]: the numbers."""
+    lost: int
+    """Likewise: what codes lost."""
+    turned: int
+    """Its transpose."""
+    codes: int
+    """Bytes, likewise."""
+    lower: int
+    """Of the lower plane."""
+    low: int
+    """float32 [n, 16], the numbers without the largest outliers."""
+    high: int
+    """Likewise without the least."""
+    places: int
+    """int32 [outliers, R]."""
+    a: int
+    """float32 [r, T]."""
+    b: int
+    """float32 [r, D padded]."""
+    shares: int
+    """float32 [r]."""
+    end: int
+    """Behind all."""
 
 
-@numba.njit(nogil=True)
-def _areas(cache: int, scratch: int) -> tuple[int, int, int, int]:
-    """Places in the scratch: numbers, other numbers, codes of both planes, and what follows."""
-    size = word(cache, page.TOKENS) * word(cache, page.PADDED)
-    return scratch, scratch + 4 * size, scratch + 12 * size, scratch + 14 * size
-
-
-@numba.njit(nogil=True)
-def _write_codes(cache: int, record: int, key: bool, codes: int, lower: int) -> None:
-    """Join the codes of both planes into the record's vectors."""
-    tokens, dim, padded = word(cache, page.TOKENS), word(cache, page.DIM), word(cache, page.PADDED)
-    bits, _ = _bits(cache)
-    for plane in range(1 if lower == 0 else 2):
-        own = lower if plane == 1 else codes
-        if key:
-            at = record + word(cache, page.KEY_CODES) + plane * word(cache, page.KEY_LOWER)
-            clear_codes(own, tokens, dim, padded, padded)
-            join_keys(own, tokens, padded, word(cache, page.KEY_VECTORS), bits, at)
-        else:
-            at = record + word(cache, page.VALUE_CODES) + plane * word(cache, page.VALUE_LOWER)
-            clear_codes(own + dim * tokens, padded - dim, 0, tokens, tokens)
-            join_values(own, tokens, padded, word(cache, page.VALUE_BLOCK), bits, at)
-
-
-@register_jitable
-def _plain(cache: int, record: int, key: bool, scratch: int, _start: int) -> None:
-    """Quantize the numbers in the scratch."""
-    count, _, lanes, group = _sizes(cache, key)
-    scales, zeros = _scales(cache, record, key)
-    x, _, codes, _ = _areas(cache, scratch)
-    bits, both = _bits(cache)
-    lower = codes + word(cache, page.TOKENS) * word(cache, page.PADDED) if both else 0
-    for r in range(0, lanes, _LANES):
-        at, own = x + 4 * r, lower + r if both else 0
-        encode_lanes(at, count, lanes, at, at, 4 * lanes, group, bits, scales + 2 * r, zeros + 2 * r, codes + r, own)
-    _write_codes(cache, record, key, codes, lower)
-
-
-@register_jitable
-def _corrected(cache: int, record: int, key: bool, scratch: int, start: int) -> None:
-    """Quantize the numbers in the scratch and store GEAR's corrections."""
-    count, vectors, lanes, group = _sizes(cache, key)
-    scales, zeros = _scales(cache, record, key)
-    x, lost, codes, rest = _areas(cache, scratch)
-    tokens, dim, padded = word(cache, page.TOKENS), word(cache, page.DIM), word(cache, page.PADDED)
-    bits, rank, step = word(cache, page.FORMAT), word(cache, page.RANK), 4 * lanes
-    each = word(cache, page.KEY_OUTLIERS if key else page.VALUE_OUTLIERS) // 2
-    low, high = rest, rest + 64 * count
-    places = high + 64 * count
-    a = places + 8 * each * lanes
+def _lay_out(tokens: int, padded: int, rank: int, outliers: int, scratch: int) -> _Areas:
+    """The areas of a scratch, for vectors with so many outliers at most."""
+    size, longest = tokens * padded, max(tokens, padded)
+    lost = scratch + 4 * size
+    turned = lost + 4 * size
+    codes = turned + 4 * size
+    lower = codes + size
+    low = lower + size
+    high = low + 64 * longest
+    places = high + 64 * longest
+    a = places + 4 * outliers * longest
     b = a + 4 * rank * tokens
-    for r in range(0, lanes, _LANES):
-        at, s, z = x + 4 * r, scales + 2 * r, zeros + 2 * r
-        choose_outliers(at, count, step, each, low, high, places + 8 * each * r)
-        encode_lanes(at, count, lanes, low, high, 64, group, bits, s, z, codes + r, 0)
-        decode_lanes(codes + r, 0, count, lanes, group, s, z, lost + 4 * r)
-        subtract(at, low, high, count, step, lost + 4 * r)
-    _write_codes(cache, record, key, codes, 0)
-    turned = lost + 4 * tokens * padded
+    shares = b + 4 * rank * padded
+    return _Areas(scratch, lost, turned, codes, lower, low, high, places, a, b, shares, shares + 4 * rank)
+
+
+_compiled_lay_out = numba.njit(nogil=True)(_lay_out)
+
+
+def paging_scratch(cache: Cache) -> int:
+    """Bytes of scratch that a thread needs for FLUSH and RESTORE, with a cache of this description."""
+    outliers = max(cache["keys"]["kept"], cache["values"]["kept"])
+    return int(_lay_out(cache["tokens"], cache["padded"], cache["rank"], outliers, 0).end)
+
+
+@numba.njit(nogil=True)
+def _areas(cache: Cache, scratch: int) -> _Areas:
+    outliers = max(cache.keys.kept, cache.values.kept)
+    return _compiled_lay_out(cache.tokens, cache.padded, cache.rank, outliers, scratch)
+
+
+@numba.njit(nogil=True)
+def _part(cache: Cache, key: bool) -> Any:
+    """What the description says of the keys, or the values."""
+    return cache.keys if key else cache.values
+
+
+@numba.njit(nogil=True)
+def _vectors(cache: Cache, key: bool) -> Vectors:
+    """The vectors of the keys, or the values."""
+    bits = 4 if cache.form == TWO_PLANES else cache.form
     if key:
-        turn(lost, tokens, padded, step, turned, 4 * tokens)
-        low_rank(lost, turned, tokens, dim, padded, rank, start, a, b, b + 4 * rank * padded)
+        return Vectors(cache.dim, cache.tokens, cache.padded, cache.keys.group, bits)
+    return Vectors(cache.tokens, cache.dim, cache.tokens, cache.values.group, bits)
+
+
+@numba.njit(nogil=True)
+def _coded(cache: Cache, record: int, key: bool, areas: _Areas, r: int) -> Coded:
+    """Where the vectors from the r-th on go, with codes in the scratch."""
+    part = _part(cache, key)
+    lower = areas.lower + r if cache.form == TWO_PLANES else 0
+    return Coded(record + part.scales + 2 * r, record + part.zeros + 2 * r, areas.codes + r, lower)
+
+
+@numba.njit(nogil=True)
+def _write_codes(cache: Cache, record: int, key: bool, areas: _Areas) -> None:
+    """Join the codes of both planes into the record's vectors."""
+    tokens, dim, padded, part = cache.tokens, cache.dim, cache.padded, _part(cache, key)
+    bits = _vectors(cache, key).bits
+    for plane in range(2 if cache.form == TWO_PLANES else 1):
+        own = areas.lower if plane == 1 else areas.codes
+        at = record + (part.lower if plane == 1 else part.codes)
+        if key:
+            clear_codes(own, tokens, dim, padded, padded)
+            join_keys(own, tokens, padded, part.vectors, bits, at)
+        else:
+            clear_codes(own + dim * tokens, padded - dim, 0, tokens, tokens)
+            join_values(own, tokens, padded, part.block, bits, at)
+
+
+@numba.njit(nogil=True)
+def _read_codes(cache: Cache, record: int, key: bool, areas: _Areas) -> None:
+    """The reverse of `_write_codes`."""
+    tokens, padded, part, bits = cache.tokens, cache.padded, _part(cache, key), _vectors(cache, key).bits
+    for plane in range(2 if cache.form == TWO_PLANES else 1):
+        to = areas.lower if plane == 1 else areas.codes
+        at = record + (part.lower if plane == 1 else part.codes)
+        if key:
+            split_keys(at, tokens, padded, part.vectors, bits, to)
+        else:
+            split_values(at, tokens, padded, part.block, bits, to)
+
+
+@register_jitable
+def _plain(cache: Cache, record: int, key: bool, scratch: int, _start: int) -> None:
+    """Quantize the numbers in the scratch."""
+    vectors, areas = _vectors(cache, key), _areas(cache, scratch)
+    for r in range(0, vectors.lanes, _LANES):
+        at = areas.x + 4 * r
+        encode_lanes(at, vectors, Extremes(at, at, 4 * vectors.lanes), _coded(cache, record, key, areas, r))
+    _write_codes(cache, record, key, areas)
+
+
+@register_jitable
+def _corrected(cache: Cache, record: int, key: bool, scratch: int, start: int) -> None:
+    """Quantize the numbers in the scratch and store GEAR's corrections."""
+    vectors, areas, part = _vectors(cache, key), _areas(cache, scratch), _part(cache, key)
+    count, step, each = vectors.count, 4 * vectors.lanes, part.kept // 2
+    for r in range(0, vectors.lanes, _LANES):
+        at, coded = areas.x + 4 * r, _coded(cache, record, key, areas, r)
+        choose_outliers(at, count, step, each, areas.low, areas.high, areas.places + 8 * each * r)
+        encode_lanes(at, vectors, Extremes(areas.low, areas.high, 64), coded)
+        decode_lanes(coded, vectors, areas.lost + 4 * r)
+        subtract(at, areas.low, areas.high, count, step, areas.lost + 4 * r)
+    _write_codes(cache, record, key, areas)
+    _store_low_rank(cache, record, key, areas, start)
+    if each == 0:
+        return
+    for r in range(0, vectors.lanes, _LANES):
+        decode_lanes(_coded(cache, record, key, areas, r), vectors, areas.lost + 4 * r)
+    _add_low_rank(cache, record, key, areas.lost)
+    for r in range(0, vectors.number, _LANES):
+        x, lost, here, places = areas.x + 4 * r, areas.lost + 4 * r, 4 * each * r, areas.places + 8 * each * r
+        indices, kept = record + part.indices + here, record + part.outliers + here
+        keep_outliers(x, lost, step, places, each, min(_LANES, vectors.number - r), indices, kept)
+
+
+@numba.njit(nogil=True)
+def _store_low_rank(cache: Cache, record: int, key: bool, areas: _Areas, start: int) -> None:
+    """Store the factors of what codes lost."""
+    tokens, dim, padded, rank, part = cache.tokens, cache.dim, cache.padded, cache.rank, _part(cache, key)
+    lost, turned = areas.lost, areas.turned
+    to = LowRank(tokens, dim, padded, rank, areas.a, areas.b, areas.shares)
+    if key:
+        turn(lost, tokens, padded, 4 * padded, turned, 4 * tokens)
+        low_rank(lost, turned, start, to)
     else:
         for i in range(0, 4 * tokens * padded, 4):
             set_float(turned + i, numba.float32(0.0))
-        turn(lost, dim, tokens, step, turned, 4 * padded)
-        low_rank(turned, lost, tokens, dim, padded, rank, start, a, b, b + 4 * rank * padded)
-    store_rounded(a, rank * tokens, record + word(cache, page.KEY_A if key else page.VALUE_A))
-    store_rounded(b, rank * padded, record + word(cache, page.KEY_B if key else page.VALUE_B))
-    if each == 0:
-        return
-    indices = record + word(cache, page.KEY_INDICES if key else page.VALUE_INDICES)
-    kept = record + word(cache, page.KEY_KEPT if key else page.VALUE_KEPT)
-    for r in range(0, lanes, _LANES):
-        decode_lanes(codes + r, 0, count, lanes, group, scales + 2 * r, zeros + 2 * r, lost + 4 * r)
-    _add_low_rank(cache, record, key, lost)
-    for r in range(0, vectors, _LANES):
-        at, here = 4 * each * r, min(_LANES, vectors - r)
-        keep_outliers(x + 4 * r, lost + 4 * r, step, places + 8 * each * r, each, here, indices + at, kept + at)
+        turn(lost, dim, tokens, 4 * tokens, turned, 4 * padded)
+        low_rank(turned, lost, start, to)
+    store_rounded(areas.a, rank * tokens, record + part.a)
+    store_rounded(areas.b, rank * padded, record + part.b)
 
 
 @numba.njit(nogil=True)
-def _add_low_rank(cache: int, record: int, key: bool, x: int) -> None:
+def _add_low_rank(cache: Cache, record: int, key: bool, x: int) -> None:
     """Add what the stored factors give."""
-    count, _, lanes, _ = _sizes(cache, key)
-    tokens, padded, rank = word(cache, page.TOKENS), word(cache, page.PADDED), word(cache, page.RANK)
-    a = record + word(cache, page.KEY_A if key else page.VALUE_A)
-    b = record + word(cache, page.KEY_B if key else page.VALUE_B)
+    count, lanes, part, rank = _vectors(cache, key).count, _vectors(cache, key).lanes, _part(cache, key), cache.rank
+    a, b = record + part.a, record + part.b
     if key:
-        add_low_rank(x, count, lanes, 4 * lanes, a, b, rank, tokens)
+        add_low_rank(x, count, lanes, 4 * lanes, a, b, rank, cache.tokens)
     else:
-        add_low_rank(x, count, lanes, 4 * lanes, b, a, rank, padded)
+        add_low_rank(x, count, lanes, 4 * lanes, b, a, rank, cache.padded)
+
+
+class _Head(NamedTuple):
+    """The keys, or the values, of one layer's key-value head."""
+
+    key: bool
+    """Whether these are the keys."""
+    record: int
+    """Address of what the page keeps."""
+    window: int
+    """Address of the window."""
 
 
 @numba.njit(nogil=True)
-def _record(of: Page, layer: int, head: int) -> int:
-    """Address of what the page keeps of a layer's head."""
-    return of.pages.at + layer * of.pages.stride + (of.number * of.heads + head) * word(of.cache, page.RECORD)
+def _head_of(of: Page, item: int) -> _Head:
+    """One of 2 * layers * heads items."""
+    cache = cache_at(of.cache)
+    layer, head, key = item // (2 * of.heads), item // 2 % of.heads, item % 2 == 0
+    record = of.pages.at + layer * of.pages.stride + (of.number * of.heads + head) * cache.record
+    windows = of.keys.at + layer * of.keys.stride if key else of.values.at + layer * of.values.stride
+    width = cache.dim if key else padded_channels(cache.dim)
+    return _Head(key, record, windows + 2 * width * cache.window * (of.slot * of.heads + head))
 
 
 @numba.njit(nogil=True)
 def _flush(quantize: Any, i: int, part: int, parts: int, scratch: int) -> None:
-    """Cut a page off a slot's window: one part."""
+    """Cut a page off a slot's window: a part of the layers' heads."""
     flush = flush_at(i)
-    of, rest, start, own = flush.page, flush.rest, flush.start, scratch
-    cache, heads, slot = of.cache, of.heads, of.slot
-    tokens, dim, window = word(cache, page.TOKENS), word(cache, page.DIM), word(cache, page.WINDOW)
-    width = (dim + 15) // 16 * 16
-    first, last = share_of(2 * of.layers * heads, part, parts)
+    cache, rest = cache_at(flush.page.cache), flush.rest
+    tokens, dim, width = cache.tokens, cache.dim, padded_channels(cache.dim)
+    first, last = share_of(2 * flush.page.layers * flush.page.heads, part, parts)
     for item in range(first, last):
-        layer, head, key = item // (2 * heads), item // 2 % heads, item % 2 == 0
-        record = _record(of, layer, head)
-        if key:
-            at = of.keys.at + layer * of.keys.stride + 2 * dim * window * (slot * heads + head)
-            load_keys(at, tokens, dim, word(cache, page.PADDED), own)
-            quantize(cache, record, True, own, start)
+        head = _head_of(flush.page, item)
+        at = head.window
+        if head.key:
+            load_keys(at, tokens, dim, cache.padded, scratch)
+            quantize(cache, head.record, True, scratch, flush.start)
             move_bytes(at, at + 2 * dim * tokens, 2 * dim * ((rest + 15) // 16 * 16))
         else:
-            at = of.values.at + layer * of.values.stride + 2 * width * window * (slot * heads + head)
-            load_values(at, tokens, dim, own)
-            quantize(cache, record, False, own, start)
+            load_values(at, tokens, dim, scratch)
+            quantize(cache, head.record, False, scratch, flush.start)
             move_bytes(at, at + 2 * width * tokens, 2 * width * rest)
 
 
@@ -221,41 +281,22 @@ def flush_corrected(i: int, _control: int, part: int, parts: int, scratch: int) 
 def restore(i: int, _control: int, part: int, parts: int, scratch: int) -> None:
     """Run the RESTORE instruction at address i: the first tokens of a page, dequantized, go to a window's front."""
     restore = restore_at(i)
-    of, wanted = restore.page, restore.tokens
-    cache, heads, slot = of.cache, of.heads, of.slot
-    tokens, dim, padded = word(cache, page.TOKENS), word(cache, page.DIM), word(cache, page.PADDED)
-    width, window = (dim + 15) // 16 * 16, word(cache, page.WINDOW)
-    x, _, codes, _ = _areas(cache, scratch)
-    bits, both = _bits(cache)
-    first, last = share_of(2 * of.layers * heads, part, parts)
+    cache, wanted = cache_at(restore.page.cache), restore.tokens
+    areas = _areas(cache, scratch)
+    first, last = share_of(2 * restore.page.layers * restore.page.heads, part, parts)
     for item in range(first, last):
-        layer, head, key = item // (2 * heads), item // 2 % heads, item % 2 == 0
-        record = _record(of, layer, head)
-        count, vectors, lanes, group = _sizes(cache, key)
-        scales, zeros = _scales(cache, record, key)
-        lower = codes + tokens * padded if both else 0
-        for plane in range(2 if both else 1):
-            to = lower if plane == 1 else codes
-            if key:
-                at = record + word(cache, page.KEY_CODES) + plane * word(cache, page.KEY_LOWER)
-                split_keys(at, tokens, padded, word(cache, page.KEY_VECTORS), bits, to)
-            else:
-                at = record + word(cache, page.VALUE_CODES) + plane * word(cache, page.VALUE_LOWER)
-                split_values(at, tokens, padded, word(cache, page.VALUE_BLOCK), bits, to)
-        for r in range(0, lanes, _LANES):
-            other = lower + r if both else 0
-            decode_lanes(codes + r, other, count, lanes, group, scales + 2 * r, zeros + 2 * r, x + 4 * r)
-        if word(cache, page.RANK) != 0:
-            _add_low_rank(cache, record, key, x)
-        outliers = word(cache, page.KEY_OUTLIERS if key else page.VALUE_OUTLIERS)
-        if outliers != 0:
-            indices = record + word(cache, page.KEY_INDICES if key else page.VALUE_INDICES)
-            kept = record + word(cache, page.KEY_KEPT if key else page.VALUE_KEPT)
-            add_outliers(x, 4 * lanes, outliers, vectors, indices, kept)
+        head = _head_of(restore.page, item)
+        key, record, vectors = head.key, head.record, _vectors(cache, head.key)
+        _read_codes(cache, record, key, areas)
+        for r in range(0, vectors.lanes, _LANES):
+            decode_lanes(_coded(cache, record, key, areas, r), vectors, areas.x + 4 * r)
+        if cache.rank != 0:
+            _add_low_rank(cache, record, key, areas.x)
+        kept = _part(cache, key)
+        if kept.kept != 0:
+            indices, outliers = record + kept.indices, record + kept.outliers
+            add_outliers(areas.x, 4 * vectors.lanes, kept.kept, vectors.number, indices, outliers)
         if key:
-            write_keys(
-                x, dim, padded, wanted, of.keys.at + layer * of.keys.stride + 2 * dim * window * (slot * heads + head)
-            )
+            write_keys(areas.x, cache.dim, cache.padded, wanted, head.window)
         else:
-            at = of.values.at + layer * of.values.stride + 2 * width * window * (slot * heads + head)
-            write_values(x, tokens, dim, wanted, at)
+            write_values(areas.x, cache.tokens, cache.dim, wanted, head.window)

@@ -43,13 +43,13 @@ class Machine:
         for name, array in zip(("tokens", "slots", "positions", "logit_rows", "run_rows"), self.inputs, strict=True):
             self.step[name] = array.ctypes.data
         self.step["rows"], self.step["wanted_rows"] = rows, logit_rows
-        self.step["splits"], self.step["compensate"] = 1, 1
+        self.step["splits"], self.step["compensate"], self.step["items"] = 1, 1, threads
 
     def run(self, instruction: op.Instruction) -> None:
         """Run one instruction, with the very scratch that it says it needs."""
         program = aligned_zeros((1, op.WIDTH), np.int64)
         op.write(program[0], instruction)
-        link(program)
+        link(program, self.threads)
         room = most_scratch(program)
         scratch = aligned_zeros((self.threads, padded(room, 64) + GUARD), np.uint8)
         scratch[:] = 0xA5

@@ -15,6 +15,7 @@ import torch
 
 from models.spec import RopeSpec
 from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.backends.cpu.link import most_scratch
 from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.reference.linear import ReferenceLinear
@@ -161,6 +162,16 @@ def test_compensation_can_be_left_out_of_a_step(tiny_model: Any) -> None:
     decoder = CpuDecoder(model, DecoderOptions(context=64, k_chunk=512, threads=2))
     assert np.array_equal(decoder.forward(step([5, 6, 7], 0, compensate=False)), with_none)
     assert not np.array_equal(decoder.forward(step([5, 6, 7], 0)), with_none)
+
+
+def test_scratch_grows_with_what_a_program_needs(tiny_model: Any) -> None:
+    decoder = CpuDecoder(tiny_model(), DecoderOptions(context=64, threads=2, measure_recall=True))
+    before = decoder._program.scratch
+    decoder.set_k_chunk({"head": 1024})
+    assert before < decoder._program.scratch == most_scratch(decoder._program.words)
+    assert decoder._parameters["scratch_stride"] >= decoder._program.scratch
+    assert decoder._parameters["scratch"] == decoder._scratch.ctypes.data
+    decoder.forward(step([5, 6, 7], 0))
 
 
 def test_slots_do_not_see_each_other_and_positions_are_overwritten(tiny_model: Any) -> None:

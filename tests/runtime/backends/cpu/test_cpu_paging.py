@@ -16,6 +16,7 @@ import torch
 import assets
 from models.store import StoredModel
 from runtime.backends.cpu.cache import CpuStore
+from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.data.tiles import aligned_zeros
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.pool import Pool
@@ -164,11 +165,19 @@ def test_a_restored_page_is_what_it_reads_back_as(name: KVKind, dim: int, count:
 def test_threads_share_out_the_same_work(name: KVKind) -> None:
     windows = random_windows(64, 256)
     alone, shared = filled(name, windows), filled(name, windows)
-    shared.use(Pool(aligned_zeros((sync.CONTROL_WORDS,), np.int64), 3))
+    control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+    scratch = aligned_zeros((3, shared.scratch_bytes + 256), np.uint8)
+    scratch[:] = 0xA5
+    step = parameters_of(control)
+    step["scratch"], step["scratch_stride"] = scratch.ctypes.data, scratch.strides[0]
+    shared.use(Pool(control, 3))
     for store in (alone, shared):
         store.prepare()
         store.flush(SLOT, PAGE, 128)
         store.restore(PAGE, 0, 100)
+    assert (scratch[:, shared.scratch_bytes :] == 0xA5).all()
+    if KINDS[name].rank:  # what comes last is the low rank's
+        assert (scratch[:, shared.scratch_bytes - 4 : shared.scratch_bytes] != 0xA5).any()
     np.testing.assert_array_equal(shared.records, alone.records)
     for part in PARTS:
         np.testing.assert_array_equal(shared.window(part, 0, 100), alone.window(part, 0, 100))

@@ -18,11 +18,14 @@ from numba import types
 
 from runtime.backends.cpu.backend import BACKEND
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.step import parameters_of
+from runtime.backends.cpu.kernels.select import SELECT_EXACT
 from runtime.backends.cpu.link import is_linked, link, most_scratch, needed
-from runtime.backends.cpu.machine import isa
+from runtime.backends.cpu.machine import isa, sync
 from runtime.backends.cpu.machine.unit import Unit, digest
 from runtime.backends.cpu.machine.vector import set_word
 from runtime.backends.cpu.machine.view import record_of, view
+from runtime.backends.cpu.pool import Pool
 from runtime.backends.cpu.units import attention, inputs, paging, products
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS
@@ -60,7 +63,9 @@ def test_a_digest_follows_what_a_function_calls_and_nothing_else() -> None:
 
 def test_a_digest_covers_intrinsics_and_the_records_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: getattr(inputs, name).folder.name for name in ("norm", "gather")}
-    other = view("gather", np.dtype([("x", op.HEADER), ("channels", np.int64), ("out", op.HEADER)]))
+    gather = record_of(op.Gather)
+    turned = np.dtype([(name, gather[name]) for name in reversed(gather.names or ())])
+    other = view("gather", turned, offset=op.HEADER.itemsize)
     monkeypatch.setattr(inputs, "gather_at", other)
     after = {name: getattr(inputs, name).folder.name for name in ("norm", "gather")}
     assert after["norm"] == before["norm"]
@@ -108,9 +113,11 @@ def test_a_cache_needs_its_own_kernels_only() -> None:
     assert half - int4 == {attention.heads_to_halves}
     assert int4 - half == {attention.heads_to_codes, attention.pages_4}
     assert hierarchical - half == {attention.heads_to_window, attention.pages_planes, paging.flush, paging.restore}
-    assert paging.flush_corrected in needed(KINDS["gear4"])
+    gear4, kcvt4 = set(needed(KINDS["gear4"])), set(needed(KINDS["kcvt4"]))
+    assert gear4 - kcvt4 == {attention.corrected_pages_4, paging.flush_corrected}
+    assert kcvt4 - gear4 == {attention.pages_4, paging.flush}
     assert {unit.name for unit in half & int4} == {
-        *("execute", "embed", "gather", "norm", "gate", "merge", "attend"),
+        *("execute", "set_active", "embed", "gather", "norm", "gate", "merge", "attend"),
     }
 
 
@@ -121,7 +128,7 @@ def test_linking_writes_the_unit_and_the_one_inside_it() -> None:
     op.write(words[0], plain)
     op.write(words[1], plain._replace(total=8, residual=op.Residual(0, 0, 2, 0)))
     assert not is_linked(words)
-    link(words)
+    link(words, threads=2)
     headers = [op.header_of(own) for own in words]
     assert is_linked(words)
     assert [header["unit"] for header in headers] == [products.multiply_uniform_4.address] * 2
@@ -136,6 +143,22 @@ def test_instructions_are_read_back_as_they_were_written() -> None:
     assert op.read(words) == op.Norm(op.Matrix(5, 6), to, 8, eps=0.5)
     assert op.header_of(words).tolist() == (op.OPERATIONS.index(op.Norm), 0, 0, 0)
     assert words[-1] == 0
+
+
+def test_a_program_that_needs_more_scratch_than_there_is_does_not_run() -> None:
+    control, words, none = np.zeros(sync.CONTROL_WORDS, np.int64), np.zeros((1, op.WIDTH), np.int64), op.Matrix(0, 0)
+    x = np.zeros((1, 64), np.float32)
+    rows = op.Matrix(int(x.ctypes.data), x.nbytes)
+    border = op.Border(0.0, 0.0, 0.0)
+    select = op.Select(rows, 64, False, 1, 1, none, SELECT_EXACT, border, 0, 0, 0, measure=True, hits=0)
+    op.write(words[0], select)
+    step = parameters_of(control)
+    step["scratch_stride"] = 8 * 64 - 1
+    with pytest.raises(AssertionError):
+        Pool(control, 1).step(words)
+    step["scratch_stride"] = 8 * 64
+    op.write(words[0], select)
+    Pool(control, 1).step(words)  # compensation is off, so it does nothing
 
 
 class Inner(NamedTuple):

@@ -15,7 +15,8 @@ import torch
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.triton.cache import GpuCache
 from runtime.backends.triton.kernels.attention.kernel import attend
-from runtime.backends.triton.kernels.rope import heads
+from runtime.backends.triton.kernels.cache.pages import Rows
+from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from tests.close import TOLERANCES, Tolerance, assert_close
@@ -83,8 +84,9 @@ class Pair:
         y = torch.cat([torch.zeros(count, H * D), k.flatten(1), v.flatten(1)], dim=1).to(self.device)
         nothing = torch.zeros(self.context, 0, device=self.device)
         q = torch.zeros(count, H * D, dtype=torch.float16, device=self.device)
-        rows = (torch.tensor(positions).to(self.device), torch.tensor(slots).to(self.device))
-        heads(y, None, None, None, 1e-6, nothing, nothing, *rows, self.ours.layers[layer], q)
+        rows = Rows(torch.tensor(positions).to(self.device), torch.tensor(slots).to(self.device))
+        norms, rope = HeadNorms(None, None, 1e-6), Rope(nothing, nothing)
+        heads(y, None, norms, rope, rows, self.ours.layers[layer], q)
 
     def check_stored(self) -> None:
         """Pages and windows that are in use hold the same bytes."""
@@ -105,11 +107,11 @@ class Pair:
         M, H, D = len(slots), self.spec.num_heads, self.spec.head_dim
         q = self.normal(M, H, D).half()
         x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=self.device)
-        rows = [torch.tensor(each).to(self.device) for each in (positions, slots)]
+        rows = Rows(*(torch.tensor(each).to(self.device) for each in (positions, slots)))
         attend(
             q.view(M, H * D).to(self.device),
             self.ours.layers[-1],
-            *rows,
+            rows,
             window,
             x,
             Workspace(self.device),

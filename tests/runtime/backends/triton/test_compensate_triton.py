@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from models.packed import PackedLinear
-from runtime.backends.triton.kernels.compensate import compensate
+from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.residual import GpuResidual, residual_to_device
 from runtime.backends.triton.workspace import Workspace
@@ -52,10 +52,9 @@ class Layer:
             x.to(self.device),
             self.selection,
             self.residual,
-            out,
-            n_tb=n_tb,
-            workspace=self.workspace,
-            fused=fused,
+            Output(out, more.pop("base", None)),
+            LaunchConfig(n_tb=n_tb, fused=fused),
+            self.workspace,
             **more,
         )
         assert self.workspace.counters(2).tolist() == [0, 0]
@@ -116,7 +115,8 @@ def test_the_base_is_added(layer: Any, fused: bool) -> None:
 def test_the_base_may_be_the_output(layer: Any, device: str) -> None:
     one = layer(300, 96, k_chunk=100)
     x, out = activations(1, 96), torch.ones(1, 300, device=device)
-    compensate(x.to(device), one.selection, one.residual, out, base=out, n_tb=2, workspace=one.workspace, fused=False)
+    config = LaunchConfig(n_tb=2, fused=False)
+    compensate(x.to(device), one.selection, one.residual, Output(out, out), config, one.workspace)
     assert_close(out.cpu(), one.expected(x, torch.ones(1, 300)), "sums")
 
 
@@ -226,10 +226,9 @@ def test_operands_that_do_not_fit_are_refused(layer: Any, device: str) -> None:
             x.to(device),
             one.selection,
             one.residual,
-            torch.zeros(2, 40, device=device),
-            n_tb=1,
-            workspace=one.workspace,
-            fused=True,
+            Output(torch.zeros(2, 40, device=device)),
+            LaunchConfig(n_tb=1, fused=True),
+            one.workspace,
         )
     one.residual = other.residual
     with pytest.raises(ValueError, match="over 96 channels, the residuals over 64"):
@@ -271,9 +270,10 @@ def test_a_thousand_replays_of_a_graph(cuda: str, layer: Any, n_tb: int) -> None
     expected = [one.run(x, n_tb=8).to(cuda) for x in rows]
     x, out = rows[0].to(cuda), torch.zeros(1, 6144, device=cuda)
     flag = torch.zeros(1, dtype=torch.int32, device=cuda)
+    config = LaunchConfig(n_tb=n_tb, fused=True)
 
     def launch() -> None:
-        compensate(x, one.selection, one.residual, out, n_tb=n_tb, workspace=one.workspace, fused=True, flag=flag)
+        compensate(x, one.selection, one.residual, Output(out), config, one.workspace, flag=flag)
 
     launch()  # compile outside the capture
     graph = torch.cuda.CUDAGraph()

@@ -12,16 +12,17 @@ Source: GEAR §3.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from runtime.backends.cpu.data import pages as page
-from runtime.backends.cpu.data.operands import word
+from runtime.backends.cpu.data.pages import Cache
+from runtime.backends.cpu.kernels.attention.products import Out, Rows
 from runtime.backends.cpu.kernels.attention.queries import CHANGE, NOTED, widen
+from runtime.backends.cpu.kernels.attention.run import Queries, Sums, padded_channels
 from runtime.backends.cpu.machine.emit import (
     FLOAT,
     FLOATS,
@@ -35,7 +36,9 @@ from runtime.backends.cpu.machine.emit import (
     define,
     emit_fma,
     load,
+    named,
     offset,
+    parts,
     pointer,
     splat,
 )
@@ -55,6 +58,39 @@ BLOCK = 8
 _VECTOR = 4 * BLOCK
 """Bytes of a block's vector."""
 _EIGHT = ir.VectorType(FLOAT, BLOCK)
+
+
+class Factor(NamedTuple):
+    """One side of a low-rank matrix in float32, [LOW_RANK, width]."""
+
+    at: int
+    """Address."""
+    width: int
+    """Numbers of a row."""
+
+
+class Outliers(NamedTuple):
+    """Outliers of a page's vectors."""
+
+    kept: int
+    """Address of float32 [vectors, 2, half]."""
+    indices: int
+    """Address of int16 [vectors, 2, half]: where they stand in their vectors."""
+    vectors: int
+    """How many."""
+    half: int
+    """Half of a vector's outliers."""
+
+
+class Weighed(NamedTuple):
+    """The softmax weights of a run's queries with a page's tokens."""
+
+    at: int
+    """Address of the first query's, float32 [T]."""
+    step: int
+    """Bytes from query to query."""
+    noted: int
+    """Address of what is noted of the queries."""
 
 
 @define(types.void, types.int64, types.int64, types.int64, types.int64)
@@ -77,25 +113,24 @@ def turn(b: Builder, source: Any, source_step: Any, target: Any, target_step: An
         target = b.add(target, target_step)
 
 
-@define(types.void, *[types.int64] * 7)
-def _spread(
-    b: Builder, source: Any, kept: Any, indices: Any, number: Any, half: Any, lesser: Any, greater: Any
-) -> None:
+@define(types.void, types.int64, named(Outliers), types.int64, types.int64)
+def _spread(b: Builder, source: Any, outliers: Any, lesser: Any, greater: Any) -> None:
     """Add what the outliers of some vectors give to a block's sums.
 
-    Args (addresses): what the vectors are multiplied by, float32 [number, 8]; outliers as floats, [number, 2, half];
-    where they stand in their vectors, int16 likewise; number of vectors; half of a vector's outliers; sums of the
-    first halves and of the second, float32 [.., 8], which may be the same.
+    Args (addresses): what the vectors are multiplied by, float32 [number, 8]; the outliers; sums of their first halves
+    and of the second, float32 [.., 8], which may be the same.
     """
-    with cgutils.for_range(b, number) as outer:
+    outliers = parts(b, outliers, Outliers)
+    half = outliers.half
+    with cgutils.for_range(b, outliers.vectors) as outer:
         value = load(b, _EIGHT, b.add(source, b.mul(outer.index, ir.Constant(I64, _VECTOR))), 4)
         first = b.mul(b.mul(outer.index, half), ir.Constant(I64, 2))
         with cgutils.for_range(b, half) as inner:
             near = b.add(first, inner.index)
             for i, sums in ((near, lesser), (b.add(near, half), greater)):
-                place = b.sext(load(b, I16, b.add(indices, b.shl(i, ir.Constant(I64, 1))), 2), I64)
+                place = b.sext(load(b, I16, b.add(outliers.indices, b.shl(i, ir.Constant(I64, 1))), 2), I64)
                 at = b.add(sums, b.mul(place, ir.Constant(I64, _VECTOR)))
-                factor = splat(b, load(b, FLOAT, b.add(kept, b.shl(i, ir.Constant(I64, 2))), 4), _EIGHT)
+                factor = splat(b, load(b, FLOAT, b.add(outliers.kept, b.shl(i, ir.Constant(I64, 2))), 4), _EIGHT)
                 total = call(b, f"llvm.fma.v{BLOCK}f32", _EIGHT, value, factor, load(b, _EIGHT, at, 4))
                 b.store(total, pointer(b, at), align=4)
 
@@ -167,32 +202,25 @@ _expand_4, _expand_1 = _expand_rows(4), _expand_rows(1)
 
 
 @numba.njit(nogil=True)
-def _correct(
-    x: int,
-    x_step: int,
-    queries: int,
-    left: int,
-    width: int,
-    right: int,
-    length: int,
-    count: int,
-    out: int,
-    out_step: int,
-    factors: int,
-) -> None:
-    """Add (x left^T) right to float32 [count] of every query.
+def _correct(x: Rows, left: Factor, right: Factor, out: Out, count: int, factors: int) -> None:
+    """Add (x left^T) right to float32 [count] of every row.
 
-    Args (addresses and bytes): x float32 [queries, width] and the step from row to row; number of queries; factors left
-    [r, width] and right [r, length]; how much of a row is wanted; out and the step from row to row; scratch, 256 bytes.
+    Args:
+        x: float32 [rows, width of `left`].
+        left: The factor that rows are projected on.
+        right: The factor that they are expanded by.
+        out: What is added to.
+        count: How much of a row is wanted.
+        factors: Address of scratch, 256 bytes.
     """
     n = 0
-    while n + 4 <= queries:
-        _project_4(x + n * x_step, x_step, left, width, factors)
-        _expand_4(factors, right, length, count, out + n * out_step, out_step)
+    while n + 4 <= x.count:
+        _project_4(x.at + n * x.step, x.step, left.at, left.width, factors)
+        _expand_4(factors, right.at, right.width, count, out.at + n * out.step, out.step)
         n += 4
-    while n < queries:
-        _project_1(x + n * x_step, x_step, left, width, factors)
-        _expand_1(factors, right, length, count, out + n * out_step, out_step)
+    while n < x.count:
+        _project_1(x.at + n * x.step, x.step, left.at, left.width, factors)
+        _expand_1(factors, right.at, right.width, count, out.at + n * out.step, out.step)
         n += 1
 
 
@@ -202,145 +230,132 @@ def gear_room(queries: int, padded: int, tokens: int) -> int:
     return _VECTOR * (3 * blocks * padded + 2 * tokens) + 4 * LOW_RANK * (padded + tokens) + 256
 
 
-_gear_room = numba.njit(nogil=True)(gear_room)
+class _Room(NamedTuple):
+    """The scratch of the corrections: addresses."""
+
+    queries: int
+    """float32 [blocks, D, 8]."""
+    sums: int
+    """float32 [blocks, 2, D, 8], by channel."""
+    first: int
+    """float32 [T, 8]."""
+    second: int
+    """Likewise."""
+    a: int
+    """Factor A, [LOW_RANK, T]."""
+    b: int
+    """Factor B, [LOW_RANK, D]."""
+    factors: int
+    """256 bytes."""
 
 
 @numba.njit(nogil=True)
-def room_of(cache: int, queries: int) -> int:
-    """Bytes of scratch for the corrections of a cache: 0 where it has none."""
-    if word(cache, page.RANK) == 0:
-        return 0
-    return _gear_room(queries, word(cache, page.PADDED), word(cache, page.TOKENS))
-
-
-@numba.njit(nogil=True)
-def _parts(cache: int, queries: int, room: int) -> tuple[int, int, int, int, int]:
-    """Addresses in the room: queries [blocks, D, 8], sums [blocks, 2, D, 8], two buffers [T, 8], factors A and B."""
-    padded, tokens = word(cache, page.PADDED), word(cache, page.TOKENS)
-    blocks = (queries + BLOCK - 1) // BLOCK
+def _room_of(cache: Cache, queries: int, room: int) -> _Room:
+    padded, tokens, blocks = cache.padded, cache.tokens, (queries + BLOCK - 1) // BLOCK
     sums = room + _VECTOR * blocks * padded
     first = sums + 2 * _VECTOR * blocks * padded
     second = first + _VECTOR * tokens
-    return room, sums, first, second, second + _VECTOR * tokens
+    a = second + _VECTOR * tokens
+    b = a + 4 * LOW_RANK * tokens
+    return _Room(room, sums, first, second, a, b, b + 4 * LOW_RANK * padded)
 
 
 @numba.njit(nogil=True)
-def begin_corrections(cache: int, q: int, queries: int, room: int) -> None:
+def begin_corrections(cache: Cache, q: int, queries: int, room: int) -> None:
     """Make ready for the first page of a run.
 
     Args:
-        cache: Address of the cache's description.
+        cache: The cache's description.
         q: Address of the queries, float32 [queries, D padded].
         queries: Number of queries.
-        room: Address of `room_of` bytes.
+        room: Address of `gear_room` bytes.
     """
-    if word(cache, page.KEY_OUTLIERS) == 0:
+    if cache.keys.kept == 0:
         return
-    padded = word(cache, page.PADDED)
-    turned, sums = _parts(cache, queries, room)[:2]
+    padded, areas = cache.padded, _room_of(cache, queries, room)
     for n in range(0, queries, BLOCK):
         for d in range(0, padded, BLOCK):
-            turn(q + 4 * (n * padded + d), 4 * padded, turned + _VECTOR * (n // BLOCK * padded + d), _VECTOR)
-    for at in range(sums, sums + 2 * _VECTOR * padded * ((queries + BLOCK - 1) // BLOCK), 64):
+            turn(q + 4 * (n * padded + d), 4 * padded, areas.queries + _VECTOR * (n // BLOCK * padded + d), _VECTOR)
+    for at in range(areas.sums, areas.sums + 2 * _VECTOR * padded * ((queries + BLOCK - 1) // BLOCK), 64):
         store_floats(at, zero_floats())
 
 
 @numba.njit(nogil=True)
-def _by_token(cache: int, record: int, q: int, kept: int, sums: int) -> None:
+def _by_token(cache: Cache, record: int, q: int, kept: int, sums: int) -> None:
     """Sum up what outliers of the keys add to the scores of a block: float32 [T, 8]."""
-    tokens, dim, count = word(cache, page.TOKENS), word(cache, page.DIM), word(cache, page.KEY_OUTLIERS)
-    indices = record + word(cache, page.KEY_INDICES)
-    widen(record + word(cache, page.KEY_KEPT), dim * count, dim * count, 1.0, kept)
-    for at in range(sums, sums + _VECTOR * tokens, 64):
+    keys, dim, count = cache.keys, cache.dim, cache.keys.kept
+    widen(record + keys.outliers, dim * count, dim * count, 1.0, kept)
+    for at in range(sums, sums + _VECTOR * cache.tokens, 64):
         store_floats(at, zero_floats())
-    _spread(q, kept, indices, dim, count // 2, sums, sums)
+    _spread(q, Outliers(kept, record + keys.indices, dim, count // 2), sums, sums)
 
 
 @numba.njit(nogil=True)
-def correct_scores(cache: int, record: int, q: int, queries: int, scores: int, scores_step: int, room: int) -> None:
+def correct_scores(cache: Cache, record: int, q: int, queries: int, scores: Out, room: int) -> None:
     """Add (q B) A^T and the outliers of the keys to all queries' scores.
 
     Args:
-        cache: Address of the cache's description.
+        cache: The cache's description.
         record: Address of what the page keeps of the key-value head.
         q: Address of the queries, float32 [queries, D padded].
         queries: Number of queries.
-        scores: Address of float32 [queries, T].
-        scores_step: Bytes from query to query.
-        room: Address of `room_of` bytes, after `begin_corrections`.
+        scores: float32 [queries, T].
+        room: Address of `gear_room` bytes, after `begin_corrections`.
     """
-    tokens, padded, sparse = word(cache, page.TOKENS), word(cache, page.PADDED), word(cache, page.KEY_OUTLIERS) != 0
-    turned, _, by_token, by_query, a = _parts(cache, queries, room)
-    b = a + 4 * LOW_RANK * tokens
-    widen(record + word(cache, page.KEY_A), LOW_RANK * tokens, LOW_RANK * tokens, 1.0, a)
-    widen(record + word(cache, page.KEY_B), LOW_RANK * padded, LOW_RANK * padded, 1.0, b)
-    factors = b + 4 * LOW_RANK * padded
-    _correct(q, 4 * padded, queries, b, padded, a, tokens, tokens, scores, scores_step, factors)
-    for n in range(queries if sparse else 0):
+    keys, tokens, padded = cache.keys, cache.tokens, cache.padded
+    areas = _room_of(cache, queries, room)
+    by_token, by_query = areas.first, areas.second
+    widen(record + keys.a, LOW_RANK * tokens, LOW_RANK * tokens, 1.0, areas.a)
+    widen(record + keys.b, LOW_RANK * padded, LOW_RANK * padded, 1.0, areas.b)
+    x = Rows(q, 4 * padded, queries)
+    _correct(x, Factor(areas.b, padded), Factor(areas.a, tokens), scores, tokens, areas.factors)
+    for n in range(queries if keys.kept != 0 else 0):
         if n % BLOCK == 0:
-            _by_token(cache, record, turned + _VECTOR * (n // BLOCK) * padded, by_query, by_token)
+            _by_token(cache, record, areas.queries + _VECTOR * (n // BLOCK) * padded, by_query, by_token)
             for t in range(0, tokens, BLOCK):
                 turn(by_token + _VECTOR * t, _VECTOR, by_query + 4 * t, 4 * tokens)
-        to, more = scores + n * scores_step, by_query + 4 * tokens * (n % BLOCK)
+        to, more = scores.at + n * scores.step, by_query + 4 * tokens * (n % BLOCK)
         for t in range(0, 4 * tokens, 64):
             store_floats(to + t, add(load_floats(to + t), load_floats(more + t)))
 
 
 @numba.njit(nogil=True)
-def correct_sums(
-    cache: int,
-    record: int,
-    queries: int,
-    heads: int,
-    weights: int,
-    weights_step: int,
-    noted: int,
-    sums: int,
-    sums_row: int,
-    sums_head: int,
-    room: int,
-) -> None:
+def correct_sums(cache: Cache, record: int, queries: Queries, weights: Weighed, sums: Sums, room: int) -> None:
     """Add (p A) B^T to the partial results, and the outliers of the values to the sums by channel.
 
     Args:
-        cache: Address of the cache's description.
+        cache: The cache's description.
         record: Address of what the page keeps of the key-value head.
-        queries: Number of queries.
-        heads: Query heads of a row.
-        weights: Address of float32 [queries, T].
-        weights_step: Bytes from query to query.
-        noted: Address of what is noted of the queries.
-        sums: Address of the first row's and head's partial result.
-        sums_row: Bytes from row to row.
-        sums_head: Bytes from head to head.
-        room: Address of `room_of` bytes, after `begin_corrections`.
+        queries: The run.
+        weights: The weights of its queries.
+        sums: Its partial results.
+        room: Address of `gear_room` bytes, after `begin_corrections`.
     """
-    tokens, padded, sparse = word(cache, page.TOKENS), word(cache, page.PADDED), word(cache, page.VALUE_OUTLIERS) != 0
-    channels = (word(cache, page.DIM) + 15) // 16 * 16
-    _, by_channel, by_token, buffer, a = _parts(cache, queries, room)
-    b = a + 4 * LOW_RANK * tokens
-    widen(record + word(cache, page.VALUE_A), LOW_RANK * tokens, LOW_RANK * tokens, 1.0, a)
-    widen(record + word(cache, page.VALUE_B), LOW_RANK * padded, LOW_RANK * padded, 1.0, b)
-    factors = b + 4 * LOW_RANK * padded
-    for row in range(queries // heads):
-        x, to = weights + weights_step * row * heads, sums + row * sums_row
-        _correct(x, weights_step, heads, a, tokens, b, padded, channels, to, sums_head, factors)
-    if sparse:
-        for n in range(0, queries, BLOCK):
-            block = by_channel + 2 * _VECTOR * padded * (n // BLOCK)
-            _rescale(noted + NOTED * n, min(queries - n, BLOCK), block, 2 * padded, buffer)
+    values, tokens, padded, heads = cache.values, cache.tokens, cache.padded, queries.heads
+    count = queries.rows * heads
+    areas = _room_of(cache, count, room)
+    widen(record + values.a, LOW_RANK * tokens, LOW_RANK * tokens, 1.0, areas.a)
+    widen(record + values.b, LOW_RANK * padded, LOW_RANK * padded, 1.0, areas.b)
+    a, b, channels = Factor(areas.a, tokens), Factor(areas.b, padded), padded_channels(cache.dim)
+    for row in range(queries.rows):
+        x, to = Rows(weights.at + weights.step * row * heads, weights.step, heads), sums.at + row * sums.row
+        _correct(x, a, b, Out(to, sums.head), channels, areas.factors)
+    if values.kept != 0:
+        for n in range(0, count, BLOCK):
+            block = areas.sums + 2 * _VECTOR * padded * (n // BLOCK)
+            _rescale(weights.noted + NOTED * n, min(count - n, BLOCK), block, 2 * padded, areas.second)
             for t in range(0, tokens, BLOCK):
-                turn(weights + weights_step * n + 4 * t, weights_step, by_token + _VECTOR * t, _VECTOR)
-            _by_channel(cache, record, by_token, buffer, block, block + _VECTOR * padded)
+                turn(weights.at + weights.step * n + 4 * t, weights.step, areas.first + _VECTOR * t, _VECTOR)
+            _by_channel(cache, record, areas.first, areas.second, block)
 
 
 @numba.njit(nogil=True)
-def _by_channel(cache: int, record: int, weights: int, kept: int, lesser: int, greater: int) -> None:
-    """Add what outliers of the values give to the sums of a block: float32 [D, 8] each."""
-    tokens, count = word(cache, page.TOKENS), word(cache, page.VALUE_OUTLIERS)
-    indices = record + word(cache, page.VALUE_INDICES)
-    widen(record + word(cache, page.VALUE_KEPT), tokens * count, tokens * count, 1.0, kept)
-    _spread(weights, kept, indices, tokens, count // 2, lesser, greater)
+def _by_channel(cache: Cache, record: int, weights: int, kept: int, sums: int) -> None:
+    """Add what outliers of the values give to the sums of a block: float32 [2, D, 8]."""
+    values, tokens, count = cache.values, cache.tokens, cache.values.kept
+    widen(record + values.outliers, tokens * count, tokens * count, 1.0, kept)
+    outliers = Outliers(kept, record + values.indices, tokens, count // 2)
+    _spread(weights, outliers, sums, sums + _VECTOR * cache.padded)
 
 
 @numba.njit(nogil=True)
@@ -360,21 +375,20 @@ def _rescale(noted: int, queries: int, sums: int, vectors: int, changes: int) ->
 
 
 @numba.njit(nogil=True)
-def settle_corrections(
-    cache: int, queries: int, heads: int, sums: int, sums_row: int, sums_head: int, room: int
-) -> None:
+def settle_corrections(cache: Cache, queries: Queries, sums: Sums, room: int) -> None:
     """Add the sums by channel to the partial results. Arguments as of `correct_sums`."""
-    if word(cache, page.VALUE_OUTLIERS) == 0:
+    if cache.values.kept == 0:
         return
-    padded, channels = word(cache, page.PADDED), (word(cache, page.DIM) + 15) // 16 * 16
-    by_channel, buffer = _parts(cache, queries, room)[1:3]
-    for first in range(0, queries, BLOCK):
-        block = by_channel + 2 * _VECTOR * padded * (first // BLOCK)
-        for d in range(0, channels, LANES):
+    padded, heads, count = cache.padded, queries.heads, queries.rows * queries.heads
+    areas = _room_of(cache, count, room)
+    buffer = areas.first
+    for first in range(0, count, BLOCK):
+        block = areas.sums + 2 * _VECTOR * padded * (first // BLOCK)
+        for d in range(0, padded_channels(cache.dim), LANES):
             for i in range(_VECTOR * d, _VECTOR * (d + LANES), 64):
                 store_floats(block + i, add(load_floats(block + i), load_floats(block + _VECTOR * padded + i)))
             for half in range(2):
                 turn(block + _VECTOR * (d + BLOCK * half), _VECTOR, buffer + _VECTOR * half, 64)
-            for n in range(first, min(first + BLOCK, queries)):
-                to = sums + n // heads * sums_row + n % heads * sums_head + 4 * d
+            for n in range(first, min(first + BLOCK, count)):
+                to = sums.at + n // heads * sums.row + n % heads * sums.head + 4 * d
                 store_floats(to, add(load_floats(to), load_floats(buffer + 64 * (n - first))))

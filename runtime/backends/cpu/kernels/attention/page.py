@@ -9,7 +9,7 @@ codes'. With fewer bits one plane does: queries are rounded to nearest and weigh
 weights just under half a step would otherwise vanish together. What rounding takes from the mean of the codes is given
 back exactly (`centre`), so only the codes' deviations from their middle are multiplied by rounding errors.
 
-There is one function for each form of codes, `attend_page_2` and so on, each compiled without the others.
+There are functions for each form of codes, `packed_2` and so on, each compiled without the others.
 """
 
 from __future__ import annotations
@@ -18,24 +18,31 @@ from typing import Any, NamedTuple
 
 import numba
 
-from runtime.backends.cpu.data import pages as page
-from runtime.backends.cpu.data.operands import word
+from runtime.backends.cpu.data.pages import TWO_PLANES, Cache
 from runtime.backends.cpu.kernels.attention.gear import (
+    Weighed,
     begin_corrections,
     correct_scores,
     correct_sums,
     gear_room,
-    room_of,
     settle_corrections,
 )
-from runtime.backends.cpu.kernels.attention.products import products_2, products_4, products_8, products_planes
+from runtime.backends.cpu.kernels.attention.products import (
+    Codes,
+    Out,
+    Rows,
+    products_2,
+    products_4,
+    products_8,
+    products_planes,
+)
 from runtime.backends.cpu.kernels.attention.queries import (
     APART,
     BESIDES,
     CHANGE,
     LARGEST,
-    LOWEST,
     NOTED,
+    Factors,
     copy_queries,
     finish_scores,
     mask_scores,
@@ -43,6 +50,7 @@ from runtime.backends.cpu.kernels.attention.queries import (
     widen,
     widen_shifted,
 )
+from runtime.backends.cpu.kernels.attention.run import LOWEST, Queries, Sums, padded_channels, seen_by
 from runtime.backends.cpu.kernels.attention.weights import (
     add_products,
     add_to_all,
@@ -55,65 +63,98 @@ from runtime.backends.cpu.kernels.attention.weights import (
 from runtime.backends.cpu.machine.vector import load_floats, prefetch, set_float, store_floats, sum_lanes, zero_floats
 
 
-def page_scratch(queries: int, padded: int, tokens: int) -> int:
+class Areas(NamedTuple):
+    """The scratch of a run's pages, of n queries in P planes: addresses."""
+
+    queries: int
+    """float32 [n, D padded]."""
+    noted: int
+    """What is noted of the queries, [n, NOTED] bytes."""
+    room: int
+    """Of the corrections."""
+    codes: int
+    """int8 [n, P, D padded], the queries."""
+    scales: int
+    """float32 [max(D padded, T)], of keys or values."""
+    zeros: int
+    """Likewise."""
+    scores: int
+    """float32 [n, P, T]; weights later."""
+    weighed: int
+    """float32 [n, T], weights times scales."""
+    weights: int
+    """int8 [n, P, T], the same."""
+    products: int
+    """float32 [n, P, D padded], of weights and values."""
+    end: int
+    """Behind all."""
+
+
+def lay_out(queries: int, padded: int, tokens: int, planes: int, room: int, scratch: int) -> Areas:
+    """The areas of a scratch.
+
+    Args:
+        queries: Query heads of all rows.
+        padded: D padded to 32.
+        tokens: T.
+        planes: Of queries and weights.
+        room: Bytes of the corrections.
+        scratch: Its address.
+    """
+    noted = scratch + 4 * padded * queries
+    corrections = noted + NOTED * queries
+    codes = corrections + room
+    scales = (codes + planes * padded * queries + 63) // 64 * 64
+    zeros = scales + 4 * max(padded, tokens)
+    scores = zeros + 4 * max(padded, tokens)
+    weighed = scores + 4 * tokens * planes * queries
+    weights = weighed + 4 * tokens * queries
+    products = weights + planes * tokens * queries
+    end = products + 4 * padded * planes * queries
+    return Areas(scratch, noted, corrections, codes, scales, zeros, scores, weighed, weights, products, end)
+
+
+_lay_out = numba.njit(nogil=True)(lay_out)
+_gear_room = numba.njit(nogil=True)(gear_room)
+
+
+def page_scratch(queries: int, cache: Cache) -> int:
     """Bytes of scratch that a page's attention needs.
 
     Args:
         queries: Most query heads of all rows that it takes at once.
-        padded: D padded to 32.
-        tokens: Tokens of a page.
+        cache: The cache's description.
     """
-    each = 4 * padded + NOTED + 2 * (padded + 4 * tokens + tokens + 4 * padded) + 4 * tokens
+    padded, tokens = int(cache["padded"]), int(cache["tokens"])
+    planes = 2 if cache["form"] in (8, TWO_PLANES) else 1
+    room = gear_room(queries, padded, tokens) if cache["rank"] else 0
     beyond = 32 * tokens  # Corrections read eight queries' scores at once.
-    return queries * each + 8 * max(padded, tokens) + 64 + beyond + gear_room(queries, padded, tokens)
+    return lay_out(queries, padded, tokens, planes, room, 0).end + beyond
 
 
-@numba.njit(nogil=True)
-def _scratch_parts(cache: int, queries: int, planes: int, scratch: int) -> tuple[int, int, int, int, int, int, int]:
-    """Addresses in the scratch, where the queries come first and the products of weights and values last.
+def _areas_of(planes: int, corrected: bool) -> Any:
+    """The areas for the queries of a run."""
 
-    In between: what is noted of queries, room of the corrections, codes of the queries, scales with zeros, scores,
-    weights times scales, codes of the weights.
-    """
-    padded, tokens = word(cache, page.PADDED), word(cache, page.TOKENS)
-    noted = scratch + 4 * padded * queries
-    room = noted + NOTED * queries
-    codes = room + room_of(cache, queries)
-    scales = (codes + planes * padded * queries + 63) // 64 * 64
-    scores = scales + 8 * max(padded, tokens)
-    weighed = scores + 4 * tokens * planes * queries
-    return noted, room, codes, scales, scores, weighed, weighed + 4 * tokens * queries
+    @numba.njit(nogil=True)
+    def areas(cache: Cache, queries: Queries, scratch: int) -> Areas:
+        count = queries.rows * queries.heads
+        room = _gear_room(count, cache.padded, cache.tokens) if corrected else 0
+        return _lay_out(count, cache.padded, cache.tokens, planes, room, scratch)
+
+    return areas
 
 
-@numba.njit(nogil=True)
-def begin_queries(cache: int, q: int, q_row: int, rows: int, heads: int, scratch: int) -> None:
-    """Make the scratch ready for the pages of a run.
+class Visit(NamedTuple):
+    """A page of a run."""
 
-    Args:
-        cache: Address of the cache's description.
-        q: Address of the first row's first query head of the group, float32, rotated and divided by sqrt(D).
-        q_row: Bytes from row to row.
-        rows: Rows, at consecutive positions.
-        heads: Query heads that share the key-value head.
-        scratch: Address of `page_scratch` bytes.
-    """
-    padded, queries = word(cache, page.PADDED), rows * heads
-    copy_queries(q, q_row, rows, heads, word(cache, page.DIM), padded, scratch)
-    if word(cache, page.RANK) != 0:
-        begin_corrections(cache, scratch, queries, scratch + (4 * padded + NOTED) * queries)
-
-
-@numba.njit(nogil=True)
-def settle_queries(cache: int, rows: int, heads: int, sums: int, sums_row: int, sums_head: int, scratch: int) -> None:
-    """Add what the pages of a run have left in the scratch to the partial results. Arguments as of `attend_page_4`."""
-    padded, queries = word(cache, page.PADDED), rows * heads
-    channels = (word(cache, page.DIM) + 15) // 16 * 16
-    for n in range(queries):
-        settle(
-            scratch + 4 * padded * queries + NOTED * n, sums + n // heads * sums_row + n % heads * sums_head, channels
-        )
-    if word(cache, page.RANK) != 0:
-        settle_corrections(cache, queries, heads, sums, sums_row, sums_head, scratch + (4 * padded + NOTED) * queries)
+    record: int
+    """Address of what it keeps of the key-value head."""
+    following: int
+    """Address of the record that comes next, which is fetched on the way; 0 = none."""
+    start: int
+    """Position of its first token."""
+    prepared: bool
+    """Whether a page of the same run came before with this scratch."""
 
 
 class Form(NamedTuple):
@@ -133,8 +174,31 @@ class Form(NamedTuple):
     """Bytes of one of a page's vectors of keys."""
     tokens: int
     """Tokens of one of the products' steps through a page's values."""
-    corrections: bool
-    """Whether there are kinds with GEAR's corrections."""
+    corrected: bool
+    """Whether pages have GEAR's corrections."""
+
+
+class Attention(NamedTuple):
+    """The functions that attend to pages of a form."""
+
+    begin: Any
+    """Makes the scratch ready for the pages of a run: (cache, queries, scratch)."""
+    attend: Any
+    """Adds a page's share to the partial results: (cache, visit, queries, sums, scratch), page after page."""
+    settle: Any
+    """Adds what the pages have left in the scratch: (cache, queries, sums, scratch)."""
+
+
+@numba.njit(nogil=True)
+def _ahead(visit: Visit) -> int:
+    """Bytes from a page to the next; 0 where there is none."""
+    return visit.following - visit.record if visit.following != 0 else 0
+
+
+@numba.njit(nogil=True)
+def _valid(cache: Cache, visit: Visit, queries: Queries) -> int:
+    """Tokens of a page that any row sees."""
+    return min(cache.tokens, queries.position - visit.start + queries.rows)
 
 
 def _scores_of(form: Form) -> Any:
@@ -143,36 +207,34 @@ def _scores_of(form: Form) -> Any:
     factor, shift, centre = form.factor, form.shift, form.centre
 
     @numba.njit(nogil=True)
-    def score(cache: int, record: int, ahead: int, queries: int, valid: int, scratch: int, prepared: bool) -> None:
-        tokens, padded = word(cache, page.TOKENS), word(cache, page.PADDED)
-        noted, _, codes, scales, scores, _, _ = _scratch_parts(cache, queries, planes, scratch)
-        zeros = scales + 4 * max(padded, tokens)
-        stored_scales, stored_zeros = record + word(cache, page.KEY_SCALES), record + word(cache, page.KEY_ZEROS)
-        tokenwise, group = word(cache, page.KEY_TOKENWISE) != 0, word(cache, page.KEY_GROUP)
-        keys, tile = record + word(cache, page.KEY_CODES), size * word(cache, page.KEY_VECTORS)
+    def score(cache: Cache, visit: Visit, queries: Queries, areas: Areas) -> None:
+        keys, tokens, padded, count = cache.keys, cache.tokens, cache.padded, queries.rows * queries.heads
+        stored_scales, stored_zeros = visit.record + keys.scales, visit.record + keys.zeros
+        tokenwise, group, tile = keys.tokenwise != 0, keys.group, size * keys.vectors
+        by_channel = Factors(0 if tokenwise else areas.scales, areas.zeros)
+        by_token = Factors(areas.scales if tokenwise else 0, areas.zeros)
+        folded = areas.scores + 4 * tokens * planes * count
         if tokenwise:
-            widen(stored_scales, tokens, valid, 1.0, scales)
-            widen(stored_zeros, tokens, valid, 1.0, zeros)
-        for n in range(queries):
-            set_float(noted + NOTED * n + LARGEST, numba.float32(LOWEST))
+            valid = _valid(cache, visit, queries)
+            widen(stored_scales, tokens, valid, 1.0, areas.scales)
+            widen(stored_zeros, tokens, valid, 1.0, areas.zeros)
+        for n in range(count):
+            set_float(areas.noted + NOTED * n + LARGEST, numba.float32(LOWEST))
         for g in range(tokens // group):
             if not tokenwise:
                 at = 2 * padded * g
-                widen(stored_scales + at, padded, padded, factor, scales)
-                widen_shifted(stored_zeros + at, stored_scales + at, padded, padded, shift, zeros)
-            if not (tokenwise and prepared):
-                for n in range(queries):
-                    to = codes + planes * padded * n
-                    by_channel = 0 if tokenwise else scales
-                    folded = scores + 4 * tokens * planes * queries
-                    q = scratch + 4 * padded * n
-                    quantize_query(q, padded, by_channel, zeros, planes, centre, to, noted + NOTED * n, folded)
-            at, out = keys + group // 16 * tile * g, scores + 4 * group * g
-            rows, lower, vectors = planes * queries, word(cache, page.KEY_LOWER), word(cache, page.KEY_VECTORS)
-            products(codes, padded, rows, at, lower, tile, vectors, group // 32, 2 * tile, out, 4 * tokens, ahead)
-            for n in range(queries):
-                at, by_token = out + 4 * tokens * planes * n, scales if tokenwise else 0
-                finish_scores(at, 4 * tokens, planes, group, noted + NOTED * n, by_token, zeros)
+                widen(stored_scales + at, padded, padded, factor, areas.scales)
+                widen_shifted(stored_zeros + at, stored_scales + at, padded, padded, shift, areas.zeros)
+            if not (tokenwise and visit.prepared):
+                for n in range(count):
+                    q, to = areas.queries + 4 * padded * n, areas.codes + planes * padded * n
+                    quantize_query(q, padded, by_channel, planes, centre, to, areas.noted + NOTED * n, folded)
+            at, out = visit.record + keys.codes + group // 16 * tile * g, areas.scores + 4 * group * g
+            codes = Codes(at, keys.lower - keys.codes, tile, keys.vectors, _ahead(visit))
+            products(Rows(areas.codes, padded, planes * count), codes, Out(out, 4 * tokens), group // 32, 2 * tile)
+            for n in range(count):
+                at = out + 4 * tokens * planes * n
+                finish_scores(at, 4 * tokens, planes, group, areas.noted + NOTED * n, by_token)
 
     return score
 
@@ -186,42 +248,30 @@ def _nothing_seen(scores: int, weighed: int, tokens: int, noted: int) -> None:
     set_float(noted + LARGEST, numba.float32(0.0))
 
 
+@numba.njit(nogil=True)
+def _fetch_share(cache: Cache, following: int, n: int, count: int) -> None:
+    """Fetch the n-th of `count` shares of what the next page holds besides codes."""
+    rest = cache.keys.scales
+    lines = (cache.record - rest) // 64 + 1
+    for line in range(lines * n // count, lines * (n + 1) // count):
+        prefetch(following + rest + 64 * line)
+
+
 def _weights_of(form: Form) -> Any:
     """Turn all queries' scores into weights, and those times the scales of the values' first group of channels."""
-    planes, corrections = form.planes, form.corrections
+    planes, corrected = form.planes, form.corrected
 
     @numba.njit(nogil=True)
-    def weigh(
-        cache: int,
-        following: int,
-        rows: int,
-        heads: int,
-        position: int,
-        window: int,
-        sums: int,
-        sums_row: int,
-        sums_head: int,
-        scratch: int,
-    ) -> None:
-        tokens, dim, queries = word(cache, page.TOKENS), word(cache, page.DIM), rows * heads
-        all_noted, _, _, scales, scores, weighed, _ = _scratch_parts(cache, queries, planes, scratch)
-        zeros = scales + 4 * max(word(cache, page.PADDED), tokens)
-        corrected = corrections and word(cache, page.RANK) != 0
-        several = word(cache, page.VALUE_GROUP) < word(cache, page.PADDED)
-        rest, size = word(cache, page.KEY_SCALES), word(cache, page.RECORD)
-        for n in range(queries):
-            row, at, to, noted = (
-                n // heads,
-                scores + 4 * tokens * planes * n,
-                weighed + 4 * tokens * n,
-                all_noted + NOTED * n,
-            )
-            if following != 0:
-                share = (size - rest) // 64 + 1
-                for line in range(share * n // queries, share * (n + 1) // queries):
-                    prefetch(following + rest + 64 * line)
-            end = min(position + row + 1, tokens)
-            first = 0 if window == 0 else max(0, position + row + 1 - window)
+    def weigh(cache: Cache, visit: Visit, queries: Queries, sums: Sums, areas: Areas) -> None:
+        tokens, heads, count = cache.tokens, queries.heads, queries.rows * queries.heads
+        values, channels = Factors(areas.scales, areas.zeros), padded_channels(queries.dim)
+        several = cache.values.group < cache.padded
+        for n in range(count):
+            at, to = areas.scores + 4 * tokens * planes * n, areas.weighed + 4 * tokens * n
+            noted = areas.noted + NOTED * n
+            if visit.following != 0:
+                _fetch_share(cache, visit.following, n, count)
+            first, end = seen_by(queries, n // heads, visit.start, tokens)
             set_float(noted + CHANGE, numba.float32(1.0))
             if several:
                 store_floats(noted + APART, zero_floats())
@@ -230,9 +280,9 @@ def _weights_of(form: Form) -> Any:
                 continue
             if corrected or first > 0 or end < tokens:
                 mask_scores(at, tokens, first, end, noted)
-            top = raise_maximum(noted, sums + row * sums_row + n % heads * sums_head, (dim + 15) // 16 * 16)
+            top = raise_maximum(noted, sums.at + n // heads * sums.row + n % heads * sums.head, channels)
             besides = noted + (APART if several else BESIDES)
-            exponentials(at, tokens, top, corrected or several, scales, zeros, to, noted, besides)
+            exponentials(at, tokens, top, corrected or several, values, to, noted, besides)
 
     return weigh
 
@@ -242,109 +292,102 @@ def _sums_of(form: Form) -> Any:
     products, planes, centre, step = form.value_products, form.planes, form.centre, form.tokens
 
     @numba.njit(nogil=True)
-    def add_values(
-        cache: int,
-        record: int,
-        ahead: int,
-        rows: int,
-        heads: int,
-        start: int,
-        sums: int,
-        sums_row: int,
-        sums_head: int,
-        scratch: int,
-    ) -> None:
-        tokens, padded, queries = word(cache, page.TOKENS), word(cache, page.PADDED), rows * heads
-        all_noted, _, _, _, _, weighed, codes = _scratch_parts(cache, queries, planes, scratch)
-        out, block = codes + planes * tokens * queries, word(cache, page.VALUE_BLOCK)
-        stop = min(start + word(cache, page.VALUE_GROUP), padded)
-        several = word(cache, page.VALUE_GROUP) < padded
-        channels = min(stop, (word(cache, page.DIM) + 15) // 16 * 16) - start
-        for n in range(queries):
-            noted, to = all_noted + NOTED * n, codes + planes * tokens * n
-            besides = noted + (APART if several else BESIDES)
-            quantize_weights(
-                weighed + 4 * tokens * n, tokens, planes, centre, word(cache, page.DITHER), to, noted, besides
-            )
-        values, lower = record + word(cache, page.VALUE_CODES) + start // 32 * block, word(cache, page.VALUE_LOWER)
-        number, size = (stop - start) // 32, 4 * padded
-        products(codes, tokens, planes * queries, values, lower, 64, tokens // step, number, block, out, size, ahead)
-        for n in range(queries):
-            noted, to = all_noted + NOTED * n, sums + n // heads * sums_row + n % heads * sums_head + 4 * start
-            add_products(out + size * planes * n, size, planes, channels, noted, to)
+    def add_values(cache: Cache, visit: Visit, queries: Queries, sums: Sums, areas: Areas, start: int) -> None:
+        values, tokens, padded, heads = cache.values, cache.tokens, cache.padded, queries.heads
+        count = queries.rows * heads
+        stop = min(start + values.group, padded)
+        several, size = values.group < padded, 4 * padded
+        channels = min(stop, padded_channels(queries.dim)) - start
+        for n in range(count):
+            noted, to = areas.noted + NOTED * n, areas.weights + planes * tokens * n
+            besides, weighed = noted + (APART if several else BESIDES), areas.weighed + 4 * tokens * n
+            quantize_weights(weighed, tokens, planes, centre, cache.dither, to, noted, besides)
+        at = visit.record + values.codes + start // 32 * values.block
+        codes = Codes(at, values.lower - values.codes, 64, tokens // step, _ahead(visit))
+        weights = Rows(areas.weights, tokens, planes * count)
+        products(weights, codes, Out(areas.products, size), (stop - start) // 32, values.block)
+        for n in range(count):
+            noted, to = areas.noted + NOTED * n, sums.at + n // heads * sums.row + n % heads * sums.head + 4 * start
+            add_products(areas.products + size * planes * n, size, planes, channels, noted, to)
             if several:
                 add_to_all(to, channels, sum_lanes(load_floats(noted + APART)))
 
     return add_values
 
 
-def _attend(form: Form) -> Any:
-    """Attention over a page of a form."""
-    score, weigh, add_values = _scores_of(form), _weights_of(form), _sums_of(form)
-    planes, factor, shift, corrections = form.planes, form.factor, form.shift, form.corrections
+def _begin(form: Form) -> Any:
+    """What comes before the first page."""
+    areas_of, corrected = _areas_of(form.planes, form.corrected), form.corrected
 
     @numba.njit(nogil=True)
-    def attend_page(
-        cache: int,
-        record: int,
-        following: int,
-        rows: int,
-        heads: int,
-        position: int,
-        window: int,
-        sums: int,
-        sums_row: int,
-        sums_head: int,
-        scratch: int,
-        prepared: bool,
-    ) -> None:
-        tokens, padded, queries = word(cache, page.TOKENS), word(cache, page.PADDED), rows * heads
-        noted, room, _, scales, scores, weighed, _ = _scratch_parts(cache, queries, planes, scratch)
-        corrected = corrections and word(cache, page.RANK) != 0
-        zeros, row = scales + 4 * max(padded, tokens), 4 * tokens
-        ahead, valid = following - record if following != 0 else 0, min(tokens, position + rows)
-        score(cache, record, ahead, queries, valid, scratch, prepared)
+    def begin(cache: Cache, queries: Queries, scratch: int) -> None:
+        areas = areas_of(cache, queries, scratch)
+        copy_queries(queries, cache.padded, areas.queries, areas.noted)
         if corrected:
-            correct_scores(cache, record, scratch, queries, scores, planes * row, room)
-        width = word(cache, page.VALUE_GROUP)
-        for start in range(0, padded, width):
-            at = 2 * tokens * (start // width)
-            stored_scales = record + word(cache, page.VALUE_SCALES) + at
-            stored_zeros = record + word(cache, page.VALUE_ZEROS) + at
-            widen(stored_scales, tokens, valid, factor, scales)
-            widen_shifted(stored_zeros, stored_scales, tokens, valid, shift, zeros)
+            begin_corrections(cache, areas.queries, queries.rows * queries.heads, areas.room)
+
+    return begin
+
+
+def _settle(form: Form) -> Any:
+    """What comes after the last page."""
+    areas_of, corrected = _areas_of(form.planes, form.corrected), form.corrected
+
+    @numba.njit(nogil=True)
+    def settle_all(cache: Cache, queries: Queries, sums: Sums, scratch: int) -> None:
+        areas, heads, channels = areas_of(cache, queries, scratch), queries.heads, padded_channels(queries.dim)
+        for n in range(queries.rows * heads):
+            settle(areas.noted + NOTED * n, sums.at + n // heads * sums.row + n % heads * sums.head, channels)
+        if corrected:
+            settle_corrections(cache, queries, sums, areas.room)
+
+    return settle_all
+
+
+def _attend(form: Form) -> Any:
+    """One page."""
+    score, weigh, add_values = _scores_of(form), _weights_of(form), _sums_of(form)
+    planes, factor, shift, corrected = form.planes, form.factor, form.shift, form.corrected
+    areas_of = _areas_of(planes, corrected)
+
+    @numba.njit(nogil=True)
+    def attend_page(cache: Cache, visit: Visit, queries: Queries, sums: Sums, scratch: int) -> None:
+        values, tokens, count = cache.values, cache.tokens, queries.rows * queries.heads
+        areas, row, valid = areas_of(cache, queries, scratch), 4 * tokens, _valid(cache, visit, queries)
+        score(cache, visit, queries, areas)
+        if corrected:
+            correct_scores(cache, visit.record, areas.queries, count, Out(areas.scores, planes * row), areas.room)
+        for start in range(0, cache.padded, values.group):
+            at = 2 * tokens * (start // values.group)
+            stored_scales, stored_zeros = visit.record + values.scales + at, visit.record + values.zeros + at
+            widen(stored_scales, tokens, valid, factor, areas.scales)
+            widen_shifted(stored_zeros, stored_scales, tokens, valid, shift, areas.zeros)
             if start == 0:
-                weigh(cache, following, rows, heads, position, window, sums, sums_row, sums_head, scratch)
+                weigh(cache, visit, queries, sums, areas)
             else:
-                for n in range(queries):
-                    at, to = scores + planes * row * n, noted + NOTED * n
+                for n in range(count):
+                    at, to = areas.scores + planes * row * n, areas.noted + NOTED * n
                     store_floats(to + APART, zero_floats())
-                    weigh_again(at, tokens, scales, zeros, weighed + row * n, to, to + APART)
-            add_values(cache, record, ahead, rows, heads, start, sums, sums_row, sums_head, scratch)
+                    weighed = areas.weighed + row * n
+                    weigh_again(at, tokens, Factors(areas.scales, areas.zeros), weighed, to, to + APART)
+            add_values(cache, visit, queries, sums, areas, start)
         if corrected:
-            correct_sums(cache, record, queries, heads, scores, planes * row, noted, sums, sums_row, sums_head, room)
+            weights = Weighed(areas.scores, planes * row, areas.noted)
+            correct_sums(cache, visit.record, queries, weights, sums, areas.room)
 
     return attend_page
 
 
-attend_page_2 = _attend(Form(*products_2, 1, 1.0, 0.0, 1.5, 64, 16, True))
-"""Add one page's share to the partial results of all query heads of a few rows; likewise the others.
+def _attention(form: Form) -> Attention:
+    return Attention(_begin(form), _attend(form), _settle(form))
 
-Args:
-    cache: Address of the cache's description.
-    record: Address of what the page keeps of the key-value head.
-    following: Address of the page's record that comes next, which is fetched on the way; 0 = none.
-    rows: Rows, at consecutive positions.
-    heads: Query heads that share the key-value head.
-    position: Position of the first row, counted from the page's first token.
-    window: Tokens that a query sees, itself included; 0 = all.
-    sums: Address of the first row's and head's partial result: float32 [D padded to 16], then maximum and sum.
-    sums_row: Bytes from row to row.
-    sums_head: Bytes from head to head.
-    scratch: Address of `page_scratch` bytes, as `begin_queries` left them or a page before.
-    prepared: Whether a page of the same run came before with this scratch.
-"""
-attend_page_4 = _attend(Form(*products_4, 1, 1.0, 0.0, 7.5, 64, 8, True))
-attend_page_8 = _attend(Form(*products_8, 2, 1.0, 0.0, 127.5, 128, 8, False))
-attend_page_planes = _attend(Form(*products_planes, 2, 1 / 16, -0.5, 127.5, 64, 8, False))
-"""Of two planes of 4 bits, both; a draft reads the upper alone as `attend_page_4` does."""
+
+packed_2 = _attention(Form(*products_2, 1, 1.0, 0.0, 1.5, 64, 16, corrected=False))
+"""Attention over pages with codes of 2 bits; likewise the others."""
+packed_4 = _attention(Form(*products_4, 1, 1.0, 0.0, 7.5, 64, 8, corrected=False))
+packed_8 = _attention(Form(*products_8, 2, 1.0, 0.0, 127.5, 128, 8, corrected=False))
+packed_planes = _attention(Form(*products_planes, 2, 1 / 16, -0.5, 127.5, 64, 8, corrected=False))
+"""Of two planes of 4 bits, both; a draft reads the upper alone as `packed_4` does."""
+corrected_2 = _attention(Form(*products_2, 1, 1.0, 0.0, 1.5, 64, 16, corrected=True))
+"""With GEAR's corrections."""
+corrected_4 = _attention(Form(*products_4, 1, 1.0, 0.0, 7.5, 64, 8, corrected=True))

@@ -46,7 +46,9 @@ from runtime.backends.cpu.machine.emit import (
     emit_dot4,
     emit_prefetch,
     load,
+    named,
     offset,
+    parts,
     pointer,
     shift_right,
     splat,
@@ -56,6 +58,41 @@ _ALONE = 2
 """Up to so many rows, every field has a sum of its own, for otherwise one addition would wait for the one before."""
 _EIGHT = isa.VARIANT == "avx512"
 """Whether there are registers for the sums of eight rows."""
+
+
+class Rows(NamedTuple):
+    """Rows of INT8 that are multiplied with codes."""
+
+    at: int
+    """Address."""
+    step: int
+    """Bytes from row to row."""
+    count: int
+    """How many."""
+
+
+class Codes(NamedTuple):
+    """Codes of a page: addresses and bytes."""
+
+    at: int
+    """Of the first 32 results."""
+    lower: int
+    """Offset of the lower plane, where there are two."""
+    stride: int
+    """Distance of the second output's vectors: of keys the next tile, of values of 2 bits the next 16 channels."""
+    steps: int
+    """Steps of 32 results."""
+    ahead: int
+    """Distance to codes that will be read next, and are fetched on the way; 0 = none."""
+
+
+class Out(NamedTuple):
+    """Where products go, float32."""
+
+    at: int
+    """Address of the first row's."""
+    step: int
+    """Bytes from row to row."""
 
 
 class _Field(NamedTuple):
@@ -146,28 +183,19 @@ def _block(rows: int, reader: Reader, size: int, places: range, dot: Any) -> Any
     """Intrinsic that writes 32 products for each of `rows` rows: the rows' part of what `_products` gives."""
     chains = places if rows <= _ALONE else places[:1]
 
-    def emit(
-        b: Builder,
-        q: Any,
-        q_step: Any,
-        at: Any,
-        lower: Any,
-        stride: Any,
-        count: Any,
-        out: Any,
-        out_step: Any,
-        ahead: Any,
-    ) -> None:
-        starts, sums = [q], {}
+    def emit(b: Builder, x: Any, codes: Any, out: Any) -> None:
+        x, codes, out = parts(b, x, Rows), parts(b, codes, Codes), parts(b, out, Out)
+        starts, sums = [x.at], {}
         for _ in range(1, rows):
-            starts.append(b.add(starts[-1], q_step))
+            starts.append(b.add(starts[-1], x.step))
         for key in itertools.product(range(rows), range(2), chains):
             sums[key] = cgutils.alloca_once(b, WORDS)
             b.store(constant(WORDS, 0), sums[key])
-        with cgutils.for_range(b, count) as loop:
-            fields, lines = reader(b, b.add(at, b.mul(loop.index, ir.Constant(I64, size))), lower, stride)
+        with cgutils.for_range(b, codes.steps) as loop:
+            at = b.add(codes.at, b.mul(loop.index, ir.Constant(I64, size)))
+            fields, lines = reader(b, at, codes.lower, codes.stride)
             for line in lines:
-                emit_prefetch(b, b.add(line, ahead))
+                emit_prefetch(b, b.add(line, codes.ahead))
             moved = b.mul(loop.index, ir.Constant(I64, 4 * len(places)))
             for place, row in itertools.product(places, range(rows)):
                 four = b.bitcast(splat(b, load(b, I32, offset(b, b.add(starts[row], moved), place), 4), WORDS), BYTES)
@@ -175,12 +203,18 @@ def _block(rows: int, reader: Reader, size: int, places: range, dot: Any) -> Any
                     total = sums[row, field.output, place if rows <= _ALONE else chains[0]]
                     b.store(dot(b, b.load(total, typ=WORDS), field.codes, four), total)
         for row, output in itertools.product(range(rows), range(2)):
-            parts = [b.load(sums[row, output, chain], typ=WORDS) for chain in chains]
-            to = b.add(offset(b, out, 64 * output), b.mul(out_step, ir.Constant(I64, row)))
-            b.store(b.sitofp(functools.reduce(b.add, parts), FLOATS), pointer(b, to), align=4)
+            chained = [b.load(sums[row, output, chain], typ=WORDS) for chain in chains]
+            to = b.add(offset(b, out.at, 64 * output), b.mul(out.step, ir.Constant(I64, row)))
+            b.store(b.sitofp(functools.reduce(b.add, chained), FLOATS), pointer(b, to), align=4)
 
     emit.__name__, emit.__doc__ = f"{reader.__name__}_{rows}", f"Products of {rows} rows."
-    return define(types.void, *[types.int64] * 9)(emit)
+    return define(types.void, named(Rows), named(Codes), named(Out))(emit)
+
+
+@numba.njit(nogil=True)
+def _from(x: Rows, n: int) -> Rows:
+    """The rows from row n on."""
+    return Rows(x.at + n * x.step, x.step, x.count - n)
 
 
 def _products(reader: Reader, size: int, places: range, dot: Any) -> Any:
@@ -195,33 +229,21 @@ def _products(reader: Reader, size: int, places: range, dot: Any) -> Any:
     eight, four, two, one = (_block(rows, reader, size, places, dot) for rows in (8, 4, 2, 1))
 
     @numba.njit(nogil=True)
-    def products(
-        q: int,
-        q_step: int,
-        rows: int,
-        at: int,
-        lower: int,
-        stride: int,
-        count: int,
-        number: int,
-        step: int,
-        out: int,
-        out_step: int,
-        ahead: int,
-    ) -> None:
+    def products(x: Rows, codes: Codes, out: Out, number: int, distance: int) -> None:
+        rows = x.count
         for i in range(number):
-            codes, to, n, next_codes = at + i * step, out + 128 * i, 0, ahead
+            n, own = 0, Codes(codes.at + i * distance, codes.lower, codes.stride, codes.steps, codes.ahead)
             while _EIGHT and n + 8 <= rows:
-                eight(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
-                n, next_codes = n + 8, 0
+                eight(_from(x, n), own, Out(out.at + 128 * i + n * out.step, out.step))
+                n, own = n + 8, Codes(own.at, own.lower, own.stride, own.steps, 0)
             while n + 4 <= rows:
-                four(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
-                n, next_codes = n + 4, 0
+                four(_from(x, n), own, Out(out.at + 128 * i + n * out.step, out.step))
+                n, own = n + 4, Codes(own.at, own.lower, own.stride, own.steps, 0)
             if n + 2 <= rows:
-                two(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
-                n, next_codes = n + 2, 0
+                two(_from(x, n), own, Out(out.at + 128 * i + n * out.step, out.step))
+                n, own = n + 2, Codes(own.at, own.lower, own.stride, own.steps, 0)
             if n < rows:
-                one(q + n * q_step, q_step, codes, lower, stride, count, to + n * out_step, out_step, next_codes)
+                one(_from(x, n), own, Out(out.at + 128 * i + n * out.step, out.step))
 
     return products
 
@@ -230,10 +252,8 @@ _TWO, _FOUR = range(0, 8, 4), range(0, 16, 4)
 products_2 = _products(_pairs_2, 64, _FOUR, emit_dot4), _products(_pairs_2, 128, _FOUR, emit_dot4)
 """Products with keys, and with values, of 2 bits; likewise those of other codes.
 
-Args (addresses and bytes): rows INT8 and the step from row to row; number of rows; codes; offset of their lower plane
-(where there are two); distance of the second output's vectors (keys: the next tile; values of 2 bits: the next 16
-channels); steps; number of outputs of 32 and the distance of their codes; out float32, and the step from row to row;
-distance to codes that will be read next, and are fetched on the way (0 = none).
+Args: rows; codes of the first 32 results; where the products go; the number of times that there are 32 results, and the
+distance in bytes of their codes.
 """
 products_4 = _products(_keys_4, 64, _TWO, emit_dot4), _products(_values_4, 128, _TWO, emit_dot4)
 products_8 = _products(_keys_8, 128, _TWO, emit_dot4_bytes), _products(_values_8, 256, _TWO, emit_dot4_bytes)

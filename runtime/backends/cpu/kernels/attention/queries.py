@@ -6,10 +6,11 @@ sixteen lanes each, which are only added up at the end.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 
+from runtime.backends.cpu.kernels.attention.run import LOWEST, Queries
 from runtime.backends.cpu.machine.codes import larger, largest_lane, store_bytes
 from runtime.backends.cpu.machine.vector import (
     absolute,
@@ -35,8 +36,16 @@ SCALE, OFFSET, SUM, LARGEST, STEP, CHANGE = 0, 4, 8, 12, 16, 20
 codes; what its sums were multiplied by when its maximum rose."""
 TOTAL, BESIDES, APART = 64, 128, 192
 """Sums of weights; of what every channel gets; of what the channels of a group get where there are several groups."""
-LOWEST = -1e30
 _SMALLEST = 1.1754944e-38
+
+
+class Factors(NamedTuple):
+    """Scales and zeros in float32: one of each for a token, or for a channel."""
+
+    scales: int
+    """Address; 0 where there are none."""
+    zeros: int
+    """Address."""
 
 
 @numba.njit(nogil=True)
@@ -50,10 +59,11 @@ def step_of(top: float, planes: int) -> Any:
 
 
 @numba.njit(nogil=True)
-def copy_queries(q: int, q_row: int, rows: int, heads: int, dim: int, padded: int, out: int) -> None:
-    """Copy the query heads of some rows to float32 [rows * heads, padded], zero-padded, with nothing noted of them."""
-    for n in range(rows * heads):
-        source, to = q + n // heads * q_row + 4 * dim * (n % heads), out + 4 * padded * n
+def copy_queries(queries: Queries, padded: int, out: int, noted: int) -> None:
+    """Copy the query heads of a run to float32 [rows * heads, padded], zero-padded, with nothing noted of them."""
+    dim, heads = queries.dim, queries.heads
+    for n in range(queries.rows * heads):
+        source, to = queries.at + n // heads * queries.stride + 4 * dim * (n % heads), out + 4 * padded * n
         d = 0
         while d + 16 <= dim:
             store_floats(to + 4 * d, load_floats(source + 4 * d))
@@ -62,9 +72,8 @@ def copy_queries(q: int, q_row: int, rows: int, heads: int, dim: int, padded: in
             set_float(to + 4 * i, get_float(source + 4 * i))
         for i in range(dim, padded):
             set_float(to + 4 * i, numba.float32(0.0))
-        noted = out + 4 * padded * rows * heads + NOTED * n
-        store_floats(noted + TOTAL, zero_floats())
-        store_floats(noted + BESIDES, zero_floats())
+        store_floats(noted + NOTED * n + TOTAL, zero_floats())
+        store_floats(noted + NOTED * n + BESIDES, zero_floats())
 
 
 @numba.njit(nogil=True)
@@ -88,15 +97,14 @@ def widen_shifted(halves: int, scales: int, count: int, valid: int, shift: float
 
 @numba.njit(nogil=True)
 def quantize_query(
-    q: int, padded: int, scales: int, zeros: int, planes: int, centre: float, codes: int, noted: int, folded: int
+    q: int, padded: int, channels: Factors, planes: int, centre: float, codes: int, noted: int, folded: int
 ) -> None:
     """Round a query to INT8, times the scales of the channels where there are any.
 
     Args:
         q: Address of float32 [padded].
         padded: D padded to 32.
-        scales: Address of float32 [padded], one scale a channel; 0 = none.
-        zeros: Address of float32 [padded].
+        channels: Scales and zeros of the channels, if they have any.
         planes: 1 or 2.
         centre: Middle of the codes that the query will meet.
         codes: Address of int8 [planes, padded].
@@ -107,9 +115,9 @@ def quantize_query(
     largest, total, with_zeros = zero_floats(), zero_floats(), zero_floats()
     for d in range(0, 4 * padded, 64):
         value = load_floats(q + d)
-        if scales != 0:
-            with_zeros = fma(value, load_floats(zeros + d), with_zeros)
-            value = mul(value, load_floats(scales + d))
+        if channels.scales != 0:
+            with_zeros = fma(value, load_floats(channels.zeros + d), with_zeros)
+            value = mul(value, load_floats(channels.scales + d))
         total = add(total, value)
         largest = larger(absolute(value), largest)
         store_floats(folded + d, value)
@@ -126,14 +134,12 @@ def quantize_query(
     set_float(noted + SCALE, step)
     lost = fma(rounded_sum, fill(numba.float32(-step)), total)
     set_float(noted + OFFSET, sum_lanes(fma(lost, fill(numba.float32(centre)), with_zeros)))
-    if scales == 0:
+    if channels.scales == 0:
         set_float(noted + SUM, sum_lanes(total))
 
 
 @numba.njit(nogil=True)
-def finish_scores(
-    scores: int, step: int, planes: int, tokens: int, noted: int, key_scales: int, key_zeros: int
-) -> None:
+def finish_scores(scores: int, step: int, planes: int, tokens: int, noted: int, keys: Factors) -> None:
     """Turn integer products into scores, in the first plane's row, and note the largest.
 
     Args:
@@ -142,8 +148,7 @@ def finish_scores(
         planes: 1 or 2.
         tokens: A multiple of 16.
         noted: As `quantize_query` wrote it.
-        key_scales: Address of float32 [tokens], or 0 where scales were the channels'.
-        key_zeros: Address of float32 [tokens].
+        keys: Scales and zeros of the tokens, unless those were the channels'.
     """
     scale, offset, total = fill(get_float(noted + SCALE)), fill(get_float(noted + OFFSET)), fill(get_float(noted + SUM))
     largest = fill(get_float(noted + LARGEST))
@@ -152,8 +157,8 @@ def finish_scores(
         if planes == 2:
             value = fma(value, fill(numba.float32(128.0)), load_floats(scores + step + tile))
         value = fma(value, scale, offset)
-        if key_scales != 0:
-            value = fma(value, load_floats(key_scales + tile), mul(total, load_floats(key_zeros + tile)))
+        if keys.scales != 0:
+            value = fma(value, load_floats(keys.scales + tile), mul(total, load_floats(keys.zeros + tile)))
         store_floats(scores + tile, value)
         largest = larger(value, largest)
     set_float(noted + LARGEST, largest_lane(largest))

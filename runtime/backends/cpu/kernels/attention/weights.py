@@ -7,7 +7,7 @@ from typing import Any
 
 import numba
 
-from runtime.backends.cpu.kernels.attention.queries import BESIDES, CHANGE, LARGEST, STEP, TOTAL, step_of
+from runtime.backends.cpu.kernels.attention.queries import BESIDES, CHANGE, LARGEST, STEP, TOTAL, Factors, step_of
 from runtime.backends.cpu.machine.codes import exp2, larger, largest_lane, store_bytes, whole
 from runtime.backends.cpu.machine.vector import (
     add,
@@ -46,7 +46,7 @@ def raise_maximum(noted: int, sums: int, padded: int) -> Any:
 
 @numba.njit(nogil=True)
 def exponentials(
-    scores: int, tokens: int, top: float, keep: bool, scales: int, zeros: int, weighed: int, noted: int, besides: int
+    scores: int, tokens: int, top: float, keep: bool, values: Factors, weighed: int, noted: int, besides: int
 ) -> None:
     """Turn one query's scores into weights, e^(score - top), and those into what multiplies the values' codes.
 
@@ -55,8 +55,7 @@ def exponentials(
         tokens: A multiple of 16.
         top: The query's maximum.
         keep: Whether the weights are needed once more.
-        scales: Address of the values' scales, float32 [tokens].
-        zeros: Address of the values' zeros, float32 [tokens].
+        values: Scales and zeros of the tokens.
         weighed: Address of float32 [tokens], weights times scales; may be `scores` where those are not kept.
         noted: Address of what is noted of the query; the sum of weights is added to, the largest of `weighed` written.
         besides: Address of float32 [16], whose sum every channel gets besides: weights times zeros are added.
@@ -66,10 +65,10 @@ def exponentials(
     for tile in range(0, 4 * tokens, 64):
         weight = exp2(fma(load_floats(scores + tile), factor, shift))
         total = add(total, weight)
-        both = fma(weight, load_floats(zeros + tile), both)
+        both = fma(weight, load_floats(values.zeros + tile), both)
         if keep:
             store_floats(scores + tile, weight)
-        weight = mul(weight, load_floats(scales + tile))
+        weight = mul(weight, load_floats(values.scales + tile))
         largest = larger(weight, largest)
         store_floats(weighed + tile, weight)
     store_floats(noted + TOTAL, total)
@@ -78,13 +77,13 @@ def exponentials(
 
 
 @numba.njit(nogil=True)
-def weigh_again(weights: int, tokens: int, scales: int, zeros: int, weighed: int, noted: int, besides: int) -> None:
+def weigh_again(weights: int, tokens: int, values: Factors, weighed: int, noted: int, besides: int) -> None:
     """Multiply weights that were kept by the scales of another group of channels; arguments as of `exponentials`."""
     both, largest = load_floats(besides), zero_floats()
     for tile in range(0, 4 * tokens, 64):
         weight = load_floats(weights + tile)
-        both = fma(weight, load_floats(zeros + tile), both)
-        weight = mul(weight, load_floats(scales + tile))
+        both = fma(weight, load_floats(values.zeros + tile), both)
+        weight = mul(weight, load_floats(values.scales + tile))
         largest = larger(weight, largest)
         store_floats(weighed + tile, weight)
     store_floats(besides, both)

@@ -7,7 +7,7 @@ outliers, the same start and number of iterations; sums are added up in another 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from numba import types
@@ -201,40 +201,43 @@ def orthonormal(a: int, count: int, rank: int, shares: int) -> None:
         set_float(own + 4 * k, numba.float32(numba.float32(1.0) - share))
 
 
+class LowRank(NamedTuple):
+    """The factors of a page's matrix [T, D], and where they go."""
+
+    tokens: int
+    """T."""
+    dim: int
+    """D."""
+    padded: int
+    """D padded to 16 at least."""
+    rank: int
+    """r."""
+    a: int
+    """Address of float32 [r, T]; the columns of a are orthonormal."""
+    b: int
+    """Address of float32 [r, D padded]."""
+    shares: int
+    """Address of scratch, float32 [r]."""
+
+
 @numba.njit(nogil=True)
-def low_rank(
-    by_token: int,
-    by_channel: int,
-    tokens: int,
-    dim: int,
-    padded: int,
-    rank: int,
-    start: int,
-    a: int,
-    b: int,
-    shares: int,
-) -> None:
+def low_rank(by_token: int, by_channel: int, start: int, to: LowRank) -> None:
     """The factors of the nearest matrix of a rank, nearly.
 
     Args:
-        by_token: Address of the matrix float32 [tokens, padded].
-        by_channel: Address of its transpose float32 [padded, tokens].
-        tokens: T.
-        dim: D.
-        padded: D padded to 16 at least.
-        rank: r.
-        start: Address of what b begins with, float32 [r, padded].
-        a: Address of float32 [r, tokens], written; the columns of a are orthonormal.
-        b: Address of float32 [r, padded], written.
-        shares: Address of scratch, float32 [r].
+        by_token: Address of the matrix float32 [T, D padded].
+        by_channel: Address of its transpose float32 [D padded, T].
+        start: Address of what b begins with, float32 [r, D padded].
+        to: The factors, written.
 
     Source: GEAR Algorithm 2.
     """
+    tokens, padded, rank, a, b = to.tokens, to.padded, to.rank, to.a, to.b
     for i in range(0, 4 * rank * padded, 64):
         store_floats(b + i, load_floats(start + i))
     for _ in range(ITERATIONS):
-        _multiply(by_channel, dim, tokens, 4 * tokens, b, rank, padded, a)
-        orthonormal(a, tokens, rank, shares)
+        _multiply(by_channel, to.dim, tokens, 4 * tokens, b, rank, padded, a)
+        orthonormal(a, tokens, rank, to.shares)
         _multiply(by_token, tokens, padded, 4 * padded, a, rank, tokens, b)
 
 

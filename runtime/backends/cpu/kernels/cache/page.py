@@ -9,7 +9,7 @@ The measure is `runtime.kv.oracle.page`: scales, zeros and codes are the same bi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from llvmlite import ir
@@ -49,6 +49,45 @@ from runtime.backends.cpu.machine.vector import (
 )
 
 _INFINITY = float("inf")
+
+
+class Vectors(NamedTuple):
+    """The vectors of a page's keys, or values."""
+
+    number: int
+    """How many."""
+    count: int
+    """n, numbers of each."""
+    lanes: int
+    """R, vectors side by side: their number padded to whole lanes."""
+    group: int
+    """Numbers that share a scale."""
+    bits: int
+    """Of a plane's code: 2 or 4."""
+
+
+class Coded(NamedTuple):
+    """What sixteen vectors become: addresses."""
+
+    scales: int
+    """float16 [groups, R]."""
+    zeros: int
+    """Likewise."""
+    codes: int
+    """Bytes [n, R]."""
+    lower: int
+    """Likewise of the lower plane, with an offset of 8; 0 = there is none."""
+
+
+class Extremes(NamedTuple):
+    """Where the least and the largest number of sixteen vectors are sought."""
+
+    low: int
+    """Address of the numbers, or of a copy without outliers, for the least."""
+    high: int
+    """Likewise for the largest."""
+    step: int
+    """Bytes from number to number."""
 
 
 @define(types.void, types.int64, floats16)
@@ -108,70 +147,44 @@ def load_values(window: int, tokens: int, dim: int, x: int) -> None:
 
 
 @numba.njit(nogil=True)
-def encode_lanes(
-    x: int,
-    count: int,
-    step: int,
-    low: int,
-    high: int,
-    extremes_step: int,
-    group: int,
-    bits: int,
-    scales: int,
-    zeros: int,
-    codes: int,
-    lower: int,
-) -> None:
-    """Quantize sixteen vectors.
-
-    Args:
-        x: Address of their first numbers, float32.
-        count: Numbers of a vector.
-        step: R: from number to number, in numbers, in scales of successive groups, and in codes.
-        low: Address of the numbers that the least are sought among: x, or a copy without outliers.
-        high: Likewise the largest.
-        extremes_step: From number to number of those, in bytes.
-        group: Numbers of a group.
-        bits: 2 or 4.
-        scales: Address of the first group's scales, half precision.
-        zeros: Likewise of its zeros.
-        codes: Address of the first codes, bytes.
-        lower: Likewise of the lower plane's, with an offset of 8; 0 = there is none.
-    """
+def encode_lanes(x: int, vectors: Vectors, extremes: Extremes, to: Coded) -> None:
+    """Quantize sixteen vectors; `x` is the address of their first numbers, float32."""
+    bits, step = vectors.bits, vectors.lanes
     levels, nothing = fill(numba.float32((1 << bits) - 1)), fill(numba.float32(0.0))
-    for start in range(0, count, group):
-        stop = min(start + group, count)
+    for start in range(0, vectors.count, vectors.group):
+        stop = min(start + vectors.group, vectors.count)
         least, largest = fill(numba.float32(_INFINITY)), fill(numba.float32(-_INFINITY))
         for i in range(start, stop):
-            least = smaller(load_floats(low + extremes_step * i), least)
-            largest = larger(load_floats(high + extremes_step * i), largest)
+            least = smaller(load_floats(extremes.low + extremes.step * i), least)
+            largest = larger(load_floats(extremes.high + extremes.step * i), largest)
         zero, top = where_at_most(least, largest, least), where_at_most(least, largest, largest)
-        at = 2 * step * (start // group)
-        store_halves(scales + at, div(sub(top, zero), levels))
-        store_halves(zeros + at, zero)
-        scale = load_halves(scales + at)
+        at = 2 * step * (start // vectors.group)
+        store_halves(to.scales + at, div(sub(top, zero), levels))
+        store_halves(to.zeros + at, zero)
+        scale = load_halves(to.scales + at)
         for i in range(start, stop):
             value = load_floats(x + 4 * step * i)
             code = rounded(_where_positive(scale, div(sub(value, zero), scale)))
             code = smaller(larger(code, nothing), levels)
-            _store_codes(codes + step * i, code)
-            if lower != 0:
+            _store_codes(to.codes + step * i, code)
+            if to.lower != 0:
                 error = sub(value, add(mul(code, scale), zero))
                 finer = rounded(_where_positive(scale, div(error, mul(scale, fill(numba.float32(1 / 16))))))
                 finer = smaller(larger(finer, fill(numba.float32(-8.0))), fill(numba.float32(7.0)))
-                _store_codes(lower + step * i, add(finer, fill(numba.float32(8.0))))
+                _store_codes(to.lower + step * i, add(finer, fill(numba.float32(8.0))))
 
 
 @numba.njit(nogil=True)
-def decode_lanes(codes: int, lower: int, count: int, step: int, group: int, scales: int, zeros: int, x: int) -> None:
+def decode_lanes(coded: Coded, vectors: Vectors, x: int) -> None:
     """The reverse of `encode_lanes`: sixteen vectors from their codes."""
-    for start in range(0, count, group):
-        at = 2 * step * (start // group)
-        scale, zero = load_halves(scales + at), load_halves(zeros + at)
-        for i in range(start, min(start + group, count)):
-            code = load_unsigned(codes + step * i)
-            if lower != 0:
-                both = sub(load_unsigned(lower + step * i), fill(numba.float32(8.0)))
+    step = vectors.lanes
+    for start in range(0, vectors.count, vectors.group):
+        at = 2 * step * (start // vectors.group)
+        scale, zero = load_halves(coded.scales + at), load_halves(coded.zeros + at)
+        for i in range(start, min(start + vectors.group, vectors.count)):
+            code = load_unsigned(coded.codes + step * i)
+            if coded.lower != 0:
+                both = sub(load_unsigned(coded.lower + step * i), fill(numba.float32(8.0)))
                 code = add(mul(fill(numba.float32(16.0)), code), both)
                 value = add(mul(code, mul(scale, fill(numba.float32(1 / 16)))), zero)
             else:
