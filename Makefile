@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PREPARED := $(VENV)/.prepared
 
-.PHONY: chat demo test check format bench bench-start bench-tuned bench-gpu quality kv sanitize-gpu kernels clean
+.PHONY: chat demo test check format bench bench-start bench-tuned bench-gpu quality kv mutations sanitize-gpu kernels clean
 
 chat: $(PREPARED)
 	$(BIN)/lowbit-chat
@@ -15,7 +15,7 @@ demo: $(READY)
 	$(BIN)/lowbit-chat run demo "What can you do?"
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -44,6 +44,9 @@ quality: $(READY)
 
 kv: $(READY)
 	$(BIN)/python -m tests.bench.caches $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+
+mutations: $(READY)
+	$(BIN)/python -m tests.bench.mutations
 
 sanitize-gpu: $(READY)
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/backends/triton

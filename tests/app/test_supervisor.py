@@ -227,6 +227,15 @@ async def test_a_lock_file_that_does_not_fit_is_not_believed(
     assert (await client.status()).pid != record.pid
 
 
+async def test_a_runtime_of_another_version_is_left_alone(
+    supervise: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await supervise().ensure()
+    monkeypatch.setattr("app.supervisor.program_version", lambda: "9.9")
+    with pytest.raises(StartError, match="did not answer"):  # what it starts is not of that version either
+        await supervise(start_timeout_s=0.1).ensure()
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]"])
 async def test_a_damaged_lock_file_is_replaced(supervise: Callable[..., Supervisor], home: Path, content: str) -> None:
     damage(lock_path(home), content)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from runtime.errors import BackendError
+from runtime.parent import ParentWatch
 
 ROOM = "runtime.backends.triton.kernels"
 """Where the kernels are."""
@@ -144,7 +145,7 @@ def compile_ahead(ahead: Ahead, target: str) -> Compiled:
         raise BackendError(f"{ahead.name} does not compile for {target}: {error}") from error
     usage = _resources(built.asm["cubin"])
     return Compiled(
-        operation=ahead.kernel.fn.__module__.removeprefix(f"{ROOM}.").split(".")[0],
+        operation=operation(ahead),
         name=ahead.name,
         target=target,
         registers=usage["REG"],
@@ -155,42 +156,59 @@ def compile_ahead(ahead: Ahead, target: str) -> Compiled:
     )
 
 
+def pairs(names: Sequence[str] = (), targets: Sequence[str] = TARGETS) -> tuple[tuple[str, str], ...]:
+    """Specializations, all of them where none are named, each with every target: what `compile_all` takes."""
+    return tuple((one.name, target) for one in kernels() if not names or one.name in names for target in targets)
+
+
+def operation(ahead: Ahead) -> str:
+    """Name of a specialization's kernel in `runtime.backends.triton.kernels`."""
+    return str(ahead.kernel.fn.__module__).removeprefix(f"{ROOM}.").split(".")[0]
+
+
 def compile_all(
-    names: Sequence[str] = (), targets: Sequence[str] = TARGETS, workers: int = 2
+    wanted: Sequence[tuple[str, str]] | None = None, workers: int = 2
 ) -> tuple[tuple[Compiled, ...], tuple[str, ...]]:
     """Compile specializations in child processes that don't interpret, whatever this process does.
 
+    The child processes end when this one does, however that happens.
+
     Args:
-        names: Which; all of them when empty.
-        targets: For which devices.
+        wanted: Names of specializations and targets (see `pairs`); all of them when None.
         workers: Child processes at the same time.
 
     Returns:
-        What was compiled, by operation, name and the order of `targets`; and a message for each that does not compile.
+        What was compiled, by operation, name and target; and a message for each that does not compile.
 
     Raises:
         BackendError: a child process ended before its work did.
     """
+    wanted = pairs() if wanted is None else wanted
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / f"{worker}.json" for worker in range(workers)]
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, str(output), f"{worker}/{workers}", ",".join(targets), *names],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for worker, output in enumerate(outputs)
-        ]
-        said = [child.communicate()[0] for child in children]
+        shares = [Path(folder) / f"{worker}.json" for worker in range(workers)]
+        children = []
+        try:
+            for worker, share in enumerate(shares):
+                share.write_text(json.dumps(wanted[worker::workers]), encoding="utf-8")
+                command = [sys.executable, "-m", __spec__.name, str(share), str(os.getpid())]
+                children.append(
+                    subprocess.Popen(
+                        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                    )
+                )
+            said = [child.communicate()[0] for child in children]
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
         for child, words in zip(children, said, strict=True):
             if child.returncode:
                 raise BackendError(f"compiling ahead of time ended with {child.returncode}: {words[-2000:]}")
-        answers = [json.loads(output.read_text(encoding="utf-8")) for output in outputs]
+        answers = [json.loads(share.read_text(encoding="utf-8")) for share in shares]
     compiled = [Compiled(**row) for answer in answers for row in answer["compiled"]]
-    compiled.sort(key=lambda row: (row.operation, row.name, targets.index(row.target)))
+    places = {pair: place for place, pair in enumerate(wanted)}
+    compiled.sort(key=lambda row: (row.operation, row.name, places[row.name, row.target]))
     return tuple(compiled), tuple(message for answer in answers for message in answer["failed"])
 
 
@@ -246,19 +264,24 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return usage
 
 
-def _main(arguments: Sequence[str]) -> None:
-    """A child process of `compile_all`: its share of the work, as JSON into a file."""
-    output, share, targets, *names = arguments
-    worker, workers = map(int, share.split("/"))
-    work = [(one, target) for one in kernels() if not names or one.name in names for target in targets.split(",")]
+def _main(share: Path, parent: int) -> None:
+    """A child process of `compile_all`: compiles its share of the work, which the file names, and puts JSON there.
+
+    Args:
+        share: The file.
+        parent: Number of the process that waits for it; without that one it ends at once, in the middle of its work.
+    """
+    work = json.loads(share.read_text(encoding="utf-8"))
     compiled, failed = [], []
-    for one, target in work[worker::workers]:
-        try:
-            compiled.append(asdict(compile_ahead(one, target)))
-        except BackendError as error:
-            failed.append(str(error))
-    Path(output).write_text(json.dumps({"compiled": compiled, "failed": failed}), encoding="utf-8")
+    with ParentWatch(parent).watching(lambda: os._exit(1)):
+        named = {one.name: one for one in kernels()}
+        for name, target in work:
+            try:
+                compiled.append(asdict(compile_ahead(named[name], target)))
+            except BackendError as error:
+                failed.append(str(error))
+    share.write_text(json.dumps({"compiled": compiled, "failed": failed}), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    _main(Path(sys.argv[1]), int(sys.argv[2]))

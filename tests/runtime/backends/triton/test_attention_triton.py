@@ -22,8 +22,7 @@ from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows, power_of_two
 from runtime.backends.triton.workspace import Workspace
 from runtime.operations import attention as reference
-
-TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
+from tests.close import assert_close
 
 
 class _Case:
@@ -63,7 +62,7 @@ class _Case:
 
     def check(self, device: str, half_pages: Any) -> None:
         """Compare the two."""
-        torch.testing.assert_close(self.run(device, half_pages), self.expected(), **TOLERANCE)
+        assert_close(self.run(device, half_pages), self.expected(), "half attention")
 
 
 def _run_of(slot: int, first: int, count: int) -> list[tuple[int, int]]:
@@ -147,7 +146,7 @@ def test_sharp_scores_pick_their_value(device: str, half_pages: Any) -> None:
     case = _Case([(0, 149)], 1, 1, 64, 150)
     case.cache[0, 0, 0] *= 0.01
     case.cache[0, 0, 0, 7] = 100 * torch.sign(case.q[0, 0])
-    torch.testing.assert_close(case.run(device, half_pages)[0, 0], case.cache[1, 0, 0, 7].float(), **TOLERANCE)
+    assert_close(case.run(device, half_pages)[0, 0], case.cache[1, 0, 0, 7].float(), "half attention")
 
 
 @pytest.mark.parametrize("rows", [[(0, 149)], _run_of(0, 130, 12)], ids=["decode", "prefill"])
@@ -201,7 +200,7 @@ def test_offsets_in_the_cache_are_64_bits_wide(cuda: str, half_pages: Any, posit
     attend(q, pages, Rows(place, slot), None, x, Workspace(cuda), context=T)
     past = [one[17, :, : position + 1].transpose(0, 1).float().cpu() for one in (keys, values)]
     expected = reference.attend(q.view(1, 4, D).float().cpu(), *past, place.long().cpu(), None)
-    torch.testing.assert_close(x.cpu().float().view(1, 4, D), expected, **TOLERANCE)
+    assert_close(x.cpu().float().view(1, 4, D), expected, "half attention")
 
 
 @pytest.mark.gpu
@@ -227,4 +226,4 @@ def test_a_captured_launch_replays_at_any_position(cuda: str, half_pages: Any) -
         for part, pool in caches[1].pools.items():
             pool.copy_(pages.pools[part])
         graph.replay()
-        torch.testing.assert_close(x.cpu().float().view(1, 8, 64), case.expected(), **TOLERANCE)
+        assert_close(x.cpu().float().view(1, 8, 64), case.expected(), "half attention")

@@ -18,8 +18,8 @@ from runtime.backends.triton.kernels.cache.pages import Rows
 from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.operations.norm import rms_norm
 from runtime.operations.rope import rotate
+from tests.close import assert_close
 
-TOLERANCE = {"rtol": 5e-4, "atol": 2e-6}
 EPS = 1e-6
 
 
@@ -85,7 +85,7 @@ ROWS = [(1, 0), (1, 1), (0, 5), (2, 8)]
 
 def _check(case: _Case, device: str, half_pages: Any) -> None:
     for actual, expected in zip(case.run(device, half_pages), case.expected(), strict=True):
-        torch.testing.assert_close(actual, expected, **TOLERANCE)
+        assert_close(actual, expected, "heads")
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
