@@ -4,17 +4,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PREPARED := $(VENV)/.prepared
 
-.PHONY: chat demo test check format bench bench-gpu quality kv sanitize-gpu kernels clean
+.PHONY: chat demo test check format bench bench-start bench-tuned bench-gpu quality kv mutations sanitize-gpu kernels clean
 
-chat: $(READY)
+chat: $(PREPARED)
 	$(BIN)/lowbit-chat
 
 demo: $(READY)
 	$(BIN)/lowbit-chat run demo "What can you do?"
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -29,14 +30,23 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m tests.bench.cpu
 
+bench-start: $(READY)
+	$(BIN)/python -m tests.bench.start
+
 bench-gpu: $(READY)
 	$(BIN)/python -m tests.bench.gpu
+
+bench-tuned: $(READY)
+	$(BIN)/python -m tests.bench.tuned --write $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
 
 quality: $(READY)
 	$(BIN)/python -m tests.bench.quality $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
 
 kv: $(READY)
 	$(BIN)/python -m tests.bench.caches $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+
+mutations: $(READY)
+	$(BIN)/python -m tests.bench.mutations
 
 sanitize-gpu: $(READY)
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/backends/triton
@@ -49,6 +59,11 @@ $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowbit-chat needs Python 3.11 or newer; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+# The kernels of the bundled model, so that its first answer does not wait for them.
+$(PREPARED): $(READY)
+	$(BIN)/python -m app.cli.prepare
 	touch $@
 
 clean:

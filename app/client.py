@@ -4,52 +4,30 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.errors import ClientError, ConnectionLostError, ProtocolError
-from app.protocol import (
-    Caches,
-    ChatDelta,
-    ChatOptions,
-    DeviceProblem,
-    DeviceReport,
-    KneeCurve,
-    ModelEntry,
-    SavedCaches,
-    Status,
-    Timings,
-    Tuning,
-    given,
-    read_caches,
-    read_delta,
-    read_device,
-    read_items,
-    read_object,
-    read_record,
-    status_error,
-    stream_error,
-)
+from app.protocol import ChatDelta, ChatOptions, read, read_delta, read_items, read_object, status_error, stream_error
 from models.progress import Progress
+from runtime.wire.answers import Caches, Holding, Loaded, ModelEntry, ModelList, Pulled, Quantized, Status
+from runtime.wire.codec import to_json
+from runtime.wire.requests import (
+    ForgetRequest,
+    LoadRequest,
+    PullRequest,
+    QuantizeRequest,
+    RemoveRequest,
+    TuneRequest,
+)
 
 if TYPE_CHECKING:
     import httpx
 
-__all__ = [
-    "Caches",
-    "ChatDelta",
-    "ChatOptions",
-    "DeviceProblem",
-    "DeviceReport",
-    "KneeCurve",
-    "ModelEntry",
-    "RuntimeClient",
-    "SavedCaches",
-    "Status",
-    "Timings",
-    "Tuning",
-]
+    from runtime.wire.device import DeviceReport
+
+D = TypeVar("D", Loaded, Quantized, Pulled)
 
 CONNECT_S = 5.0
 """Longest wait for a connection."""
@@ -93,76 +71,58 @@ class RuntimeClient:
 
     async def status(self) -> Status:
         """What the runtime is doing and with what."""
-        status = read_record(Status, await self._json("GET", "/runtime/status"))
+        status = read(Status, await self._json("GET", "/runtime/status"))
         self._model = status.model or self._model
         return status
 
-    async def models(self) -> list[ModelEntry]:
+    async def models(self) -> Sequence[ModelEntry]:
         """The models that can be loaded."""
-        body = await self._json("GET", "/runtime/models")
-        return [read_record(ModelEntry, item) for item in read_items(body.get("models"))]
+        return read(ModelList, await self._json("GET", "/runtime/models")).models
 
-    async def load(self, model: str, **options: Any) -> AsyncGenerator[Progress, None]:
-        """Load a model. The iterator's end means that it is loaded.
-
-        Args:
-            model: Its name.
-            options: kv, k_chunk, budget (percent), context, backend; None leaves one to the runtime.
-        """
-        body = {"model": model, **given(options)}
-        async with aclosing(self._progress("/runtime/load", body)) as reports:
+    async def load(self, request: LoadRequest) -> AsyncGenerator[Progress, None]:
+        """Load a model. The iterator's end means that it is loaded."""
+        async with aclosing(self._progress("/runtime/load", request, Loaded)) as reports:
             async for progress in reports:
-                yield progress
-        self._model = model
+                if isinstance(progress, Progress):
+                    yield progress
+        self._model = request.model
 
-    async def tune(
-        self, budget: float | None = None, force: bool = False, *, k_chunk: int | Mapping[str, int] | None = None
-    ) -> AsyncGenerator[Progress, None]:
-        """Tune the loaded model for a budget, and apply what was found. The iterator's end means that it is applied.
-
-        Args:
-            budget: Slowdown that compensation may cost, in percent; 0 is no compensation; None is the default.
-            force: Whether to measure again even if a profile was saved.
-            k_chunk: Compensated channels per 1024, applied as they are, without a budget and without measuring.
-        """
-        body = given({"budget": budget, "force": force or None, "k_chunk": k_chunk})
-        async with aclosing(self._progress("/runtime/tune", body)) as reports:
+    async def tune(self, request: TuneRequest) -> AsyncGenerator[Progress, None]:
+        """Change the compensation of the loaded model. The iterator's end means that it is applied."""
+        async with aclosing(self._progress("/runtime/tune", request, Loaded)) as reports:
             async for progress in reports:
-                yield progress
+                if isinstance(progress, Progress):
+                    yield progress
 
     async def device(self) -> DeviceReport:
         """The device that runs models, and how the loaded model was tuned to it."""
-        return read_device(await self._json("GET", "/runtime/device"))
+        from runtime.wire.device import DeviceReport
 
-    async def quantize(self, source: str, **options: Any) -> AsyncGenerator[Progress, None]:
-        """Make a low-bit model. The last report has the phase `done`, and the new model's name as its message.
+        return read(DeviceReport, await self._json("GET", "/runtime/device"))
 
-        Args:
-            source: A checkpoint's folder, or its name on the hub.
-            options: bits, method, group_size, residual_bits, smooth_attention, name, force.
-        """
-        body = {"source": _absolute(source), **given(options)}
-        async with aclosing(self._progress("/runtime/quantize", body)) as reports:
+    async def quantize(self, request: QuantizeRequest) -> AsyncGenerator[Progress, None]:
+        """Make a low-bit model. The last report has the phase `done`, and the new model's name as its message."""
+        request = replace(request, source=_absolute(request.source))
+        async with aclosing(self._progress("/runtime/quantize", request, Quantized)) as reports:
             async for progress in reports:
-                yield progress
+                yield progress if isinstance(progress, Progress) else _done(progress.model.name)
 
-    async def pull(self, name: str, revision: str | None = None) -> AsyncGenerator[Progress, None]:
+    async def pull(self, request: PullRequest) -> AsyncGenerator[Progress, None]:
         """Download a checkpoint. The last report has the phase `done`, and its folder as its message."""
-        body = {"name": name, **given({"revision": revision})}
-        async with aclosing(self._progress("/runtime/pull", body)) as reports:
+        async with aclosing(self._progress("/runtime/pull", request, Pulled)) as reports:
             async for progress in reports:
-                yield progress
+                yield progress if isinstance(progress, Progress) else _done(progress.path)
 
     async def remove(self, name: str) -> None:
         """Delete a stored model."""
-        await self._json("POST", "/runtime/remove", {"name": name}, timeout_s=TURN_S)
+        await self._json("POST", "/runtime/remove", RemoveRequest(name=name), timeout_s=TURN_S)
         self._model = None if self._model == name else self._model
 
     async def caches(self) -> Caches:
         """What is on disk of conversations' caches, and what each kind of cache means for the loaded model."""
-        return read_caches(await self._json("GET", "/runtime/caches"))
+        return read(Caches, await self._json("GET", "/runtime/caches"))
 
-    async def forget(self, chat: str | None = None) -> SavedCaches:
+    async def forget(self, chat: str | None = None) -> Holding:
         """Delete what memory and disk hold of a conversation.
 
         Args:
@@ -171,8 +131,7 @@ class RuntimeClient:
         Returns:
             What was deleted from disk.
         """
-        body = given({"chat": chat})
-        return read_record(SavedCaches, await self._json("POST", "/runtime/forget", body, timeout_s=TURN_S))
+        return read(Holding, await self._json("POST", "/runtime/forget", ForgetRequest(chat=chat), timeout_s=TURN_S))
 
     async def unload(self) -> None:
         """Unload the model."""
@@ -194,12 +153,12 @@ class RuntimeClient:
         model = options.model or self._model or (await self.status()).model
         if model is None:
             raise ClientError("no model is loaded: load one first")
-        asked = asdict(options)
-        del asked["model"], asked["continue_final"]
-        asked["prompt_cache_key"] = asked.pop("chat")
-        body = {"model": model, "messages": list(messages), "stream": True, **given(asked)}
-        if options.continue_final:
-            body["continue_final_message"] = True
+        asked = {key: value for key, value in asdict(options).items() if value is not None}
+        if "chat" in asked:
+            asked["prompt_cache_key"] = asked.pop("chat")
+        if asked.pop("continue_final"):
+            asked["continue_final_message"] = True
+        body = {**asked, "model": model, "messages": list(messages), "stream": True}
         finished = False
         async with aclosing(self._events("/v1/chat/completions", body)) as events:
             async for event in events:
@@ -212,30 +171,27 @@ class RuntimeClient:
     # Below: how requests and streams travel
 
     async def _json(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = ANSWER_S
+        self, method: str, path: str, request: object = None, *, timeout_s: float = ANSWER_S
     ) -> dict[str, Any]:
-        """Ask for one JSON object."""
+        """Ask for one JSON object with a record."""
         import httpx
 
         with _translated():
             timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+            body = None if request is None else to_json(request)
             response = await self._http.request(method, path, json=body, timeout=timeout)
         if response.is_error:
             raise status_error(response.status_code, response.content)
         return read_object(response.content)
 
-    async def _progress(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Progress, None]:
-        """Reports of a long piece of work; raises where the stream ends without having said that it is done."""
-        async with aclosing(self._events(path, body)) as events:
+    async def _progress(self, path: str, request: object, end: type[D]) -> AsyncGenerator[Progress | D, None]:
+        """Reports of a long piece of work, then its end; raises where the stream ends before that."""
+        async with aclosing(self._events(path, to_json(request))) as events:
             async for event in events:
-                if event.get("phase") != "done":
-                    yield read_record(Progress, event)
-                    continue
-                result = event.get("model")
-                made = result.get("name") if isinstance(result, dict) else event.get("path")
-                if isinstance(made, str):
-                    yield Progress(phase="done", done=1, total=1, unit="", message=made)
-                return
+                if event.get("phase") == "done":
+                    yield read(end, event)
+                    return
+                yield read(Progress, event)
         raise ConnectionLostError("the work broke off: the runtime stopped before the end")
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
@@ -269,6 +225,10 @@ class RuntimeClient:
             yield response
         finally:
             await response.aclose()
+
+
+def _done(made: str) -> Progress:
+    return Progress(phase="done", done=1, total=1, unit="", message=made)
 
 
 def _absolute(source: str) -> str:

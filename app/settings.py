@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from app import paths
-from runtime.kv.kinds import KINDS
+from runtime.kv.kinds import KINDS, KVKind
 
 Value = str | int | float | None
 ENV_PREFIX = "LOWBIT_CHAT_"
@@ -102,7 +102,9 @@ class Settings:
     """Everything a person can set. `None` means that the program chooses."""
 
     model: str | None = _setting(None, str, "model to load at start", optional=True)
-    kv: str = _setting("fp16", str, "precision of the key-value cache", choices=tuple(KINDS), reload=True)
+    kv: KVKind = _setting(  # noqa: RUF009 -- makes a field
+        "fp16", str, "precision of the key-value cache", choices=tuple(KINDS), reload=True
+    )
     context: int | None = _setting(
         None, int, "tokens that fit a chat", low=64, high=10_000_000, optional=True, reload=True
     )

@@ -90,7 +90,7 @@ class Checkpoint:
             return self.embedding(), None
         weights = [self._entries[f"{module}.weight"].read() for module in self._family.sources(name)]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if not _has_bias(self.spec, name):
+        if not self.spec.has_bias(name):
             return weight, None
         biases = [self._entries[f"{module}.bias"].read().to(torch.float32) for module in self._family.sources(name)]
         return weight, torch.cat(biases)
@@ -155,19 +155,16 @@ class Checkpoint:
         }
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
-        norms = {"input_norm": spec.hidden_size, "post_norm": spec.hidden_size}
-        if spec.qk_norm:
-            norms |= {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
         for layer in range(spec.num_layers):
-            for norm, width in norms.items():
-                (module,) = family.sources(f"layers.{layer}.{norm}")
+            for norm, width in spec.block_norms(layer).items():
+                (module,) = family.sources(norm)
                 shapes[f"{module}.weight"] = (width,)
             for kind in LAYER_TYPES:
                 name = f"layers.{layer}.{kind}"
                 modules = family.sources(name)
                 for module, rows in zip(modules, _rows(spec, kind, len(modules)), strict=True):
                     shapes[f"{module}.weight"] = (rows, spec.linear_shape(kind)[1])
-                    if _has_bias(spec, name):
+                    if spec.has_bias(name):
                         shapes[f"{module}.bias"] = (rows,)
         return shapes
 
@@ -177,11 +174,6 @@ def _rows(spec: ModelSpec, kind: str, parts: int) -> tuple[int, ...]:
     if parts == 1:
         return (spec.linear_shape(kind)[0],)
     return (spec.q_width, spec.kv_width, spec.kv_width) if kind == "qkv" else (spec.intermediate_size,) * parts
-
-
-def _has_bias(spec: ModelSpec, name: str) -> bool:
-    kind = name.rsplit(".", 1)[-1]
-    return {"qkv": spec.qkv_bias, "o": spec.o_bias, "gate_up": spec.mlp_bias, "down": spec.mlp_bias}.get(kind, False)
 
 
 def _names(shards: tuple[Path, ...]) -> str:

@@ -8,7 +8,9 @@ from typing import Literal
 RopeKind = Literal["default", "linear", "llama3", "longrope"]
 
 LAYER_TYPES = ("qkv", "o", "gate_up", "down")
-"""The linear layers of a block, by the names of QDEC §4.4; `head` is the fifth kind of linear layer."""
+"""The linear layers of a block, by the names of QDEC §4.4."""
+LAYER_KINDS = (*LAYER_TYPES, "head")
+"""All kinds of linear layers: those of a block, and the output head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,23 @@ class ModelSpec:
     def kv_width(self) -> int:
         """Channels of all key (or value) heads, H_kv * D."""
         return self.num_kv_heads * self.head_dim
+
+    def block_norms(self, layer: int) -> dict[str, int]:
+        """Widths of a block's norms by their names, `layers.3.input_norm`."""
+        norms = {"input_norm": self.hidden_size, "post_norm": self.hidden_size}
+        if self.qk_norm:
+            norms |= {"q_norm": self.head_dim, "k_norm": self.head_dim}
+        return {f"layers.{layer}.{norm}": width for norm, width in norms.items()}
+
+    def norm_names(self) -> tuple[str, ...]:
+        """Names of all norms, the one before the head last."""
+        return (*(name for layer in range(self.num_layers) for name in self.block_norms(layer)), "norm")
+
+    def has_bias(self, name: str) -> bool:
+        """Whether a linear layer, `layers.3.qkv`, has a bias."""
+        kind = name.rsplit(".", 1)[-1]
+        biased = {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
+        return biased.get(kind, False)
 
     def linear_shape(self, layer_type: str) -> tuple[int, int]:
         """Shape [N, K] of a linear layer by type: `qkv`, `o`, `gate_up`, `down` or `head` (fused, as stored)."""

@@ -15,6 +15,7 @@ from runtime.backend import Footprint
 from runtime.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError
 from runtime.kv.kinds import KINDS, CacheKind, bytes_per_token, cache_bytes
+from runtime.wire.answers import CacheFacts
 from tuner.detect import MemoryInfo, detect_memory
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -143,16 +144,6 @@ def plan(
     if context is None and largest is not None:
         return at(largest)
     raise OutOfMemoryError(_explain(at(wanted if context is not None else smallest), largest, kind, spec, free))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheFacts:
-    """What a kind of cache would mean for a loaded model."""
-
-    bytes_per_token: float
-    """Bytes of a token, once it is in a page."""
-    context: int
-    """Tokens that fit one conversation, at most the model's own maximum; 0 where none do."""
 
 
 def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[str, CacheFacts]:

@@ -15,7 +15,3 @@ class Problem:
     """What to do about it."""
     failure: bool = False
     """Whether something went wrong, rather than being so by choice."""
-
-    def to_json(self) -> dict[str, str]:
-        """For people."""
-        return {"what": self.what, "fix": self.fix}

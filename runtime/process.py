@@ -23,9 +23,9 @@ from runtime.errors import RuntimeFailure
 from runtime.lock import LockRecord, lock_path, program_version, remove_lock, write_lock
 from runtime.parent import ParentWatch, own_record_time
 from runtime.server.listening import GRACE_S, UNLOAD_S, bind, listen, stopped_by_signals
-from runtime.server.records import LoadRequest
 from runtime.server.security import Security
 from runtime.server.service import Service
+from runtime.wire.requests import LoadRequest
 
 HOST = "127.0.0.1"
 LAST_RESORT_S = GRACE_S + UNLOAD_S + 4

@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from models.errors import ModelError
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
@@ -24,9 +23,11 @@ from runtime.errors import BackendError, Cancelled, RequestError, RuntimeFailure
 from runtime.operations.channels import LAYER_KINDS, k_chunk_by_type
 from runtime.problem import Problem
 from runtime.profile_key import TunedModel, profile_key
+from runtime.wire.device import Tuning
 from tuner.curve import Curve
 
 if TYPE_CHECKING:
+    from tuner.losses import Losses
     from tuner.profiles import Profile, ProfileKey, ProfileStore
     from tuner.shapes import LayerShape
 
@@ -45,42 +46,6 @@ _READINGS_A_KIND = 10
 _BLOCK_COUNTS = 5
 """About how many times as many there are on a GPU, whose thread blocks are searched too."""
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """What was found for one model, device and budget."""
-
-    device: str
-    """The device, in words."""
-    budget_percent: float
-    """Slowdown that was allowed."""
-    n_tb_max: int | None
-    """Most thread blocks of any layer type; None on a CPU."""
-    n_tb: Mapping[str, int]
-    """Thread blocks by layer type; 0 on a CPU."""
-    k_chunk: Mapping[str, int]
-    """Compensated channels per 1024, by layer type."""
-    predicted_slowdown_percent: float
-    """From the times of the layers alone."""
-    measured_slowdown_percent: float
-    """Of whole decoding steps; at most the budget."""
-    seconds: float
-    """How long tuning took."""
-    date: str
-    """When, in UTC: `2026-11-21T16:40:00+00:00`; empty where nothing was tuned."""
-    cached: bool
-    """Whether a saved profile had it."""
-    curve: tuple[Curve, ...] = ()
-    """Time against k_chunk, as far as it was measured."""
-    source: str = "measured"
-    """How it was found."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The object of `GET /runtime/device`."""
-        body = asdict(self)
-        body["curve"] = [{**curve, "points": [list(point) for point in curve["points"]]} for curve in body["curve"]]
-        return body
 
 
 class NoTuningError(RuntimeFailure):
@@ -233,6 +198,8 @@ def tuning_of(profile: Profile, *, cached: bool) -> Tuning:
         date=profile.date,
         cached=cached,
         curve=profile.curve,
+        predicted_loss_won=found.predicted_loss_won,
+        loss_without=found.loss_without,
     )
 
 
@@ -244,6 +211,18 @@ def layers_of(decoder: Decoder) -> list[LayerShape]:
     return [
         LayerShape(kind, *spec.linear_shape(kind), 1 if kind == "head" else spec.num_layers) for kind in LAYER_KINDS
     ]
+
+
+def losses_of(model: TunedModel) -> Losses | None:
+    """What the tuner weighs time against; None for a model whose layer types' losses were not measured.
+
+    Raises:
+        StoreError: they are damaged.
+    """
+    from tuner.losses import Losses
+
+    found = model.losses
+    return None if found is None else Losses(k_chunk=found.k_chunk, nats=found.nats)
 
 
 def _keep(profiles: ProfileStore, profile: Profile) -> None:
@@ -334,18 +313,18 @@ def _measure(
     try:
         measuring = clocks(decoder, cancelled)
         readings = Readings(JournalTimer(Ratios(measuring.layers), journal), work.reading)
-        found = search.tune(
+        searching = search.Search(
             layers,
             readings,
-            budget_percent=key.budget_percent,
             sm_count=device.sm_count,
             limit=device.shared_bytes,
+            losses=losses_of(model),
             cancelled=cancelled,
         )
-
+        found = searching.within(key.budget_percent)
         allowed = MARGIN * key.budget_percent
         slowdown = Decided(measuring.slowdown, allowed, work.verifying)
-        held, measured = verify.hold(found, slowdown, allowed, cancelled=cancelled)
+        held, measured = verify.hold(found, slowdown, allowed, searching.smaller, cancelled=cancelled)
     except errors.Cancelled as error:
         raise Cancelled(str(error)) from error
     except RuntimeFailure:

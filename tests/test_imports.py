@@ -68,3 +68,14 @@ def test_light_modules_do_not_load_heavy_libraries(module: str) -> None:
     code = f"import sys, {module}; print(*(name for name in {heavy!r} if name in sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["app.tui.app", "app.client", "runtime.wire.answers", "runtime.wire.device", "runtime.wire.requests"],
+)
+def test_what_the_ui_imports_loads_nothing_slow(module: str) -> None:
+    slow = ("torch", "transformers", "numba", "numpy", "pydantic", "httpx", "starlette")
+    code = f"import sys, {module}; print(*(name for name in {slow!r} if name in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""

@@ -15,10 +15,6 @@ from tuner.errors import ShapeError, TimerError
 from tuner.search import Configuration, tune
 from tuner.shapes import LayerShape, shape_of
 
-_UNIFORM = ("rtn", "gptq", "awq", "awq-gptq", "qoq")
-_NON_UNIFORM = ("squeezellm",)
-METHODS = (*_UNIFORM, *_NON_UNIFORM)
-"""Quantizers that can be simulated."""
 _LEVELS = {3.0: 8.0, 3.5: 12.0, 4.0: 16.0}
 """Codebook entries by bits; half of the blocks have 3 and half 4 at 3.5."""
 _GROUP_SIZE = 128
@@ -60,26 +56,30 @@ class SimulatedTimer:
         spec: The device.
         layers: Layer types that can be asked for.
         bits: Bits of a weight: 3, 3.5 or 4.
-        method: The quantizer, one of `METHODS`.
+        codebook: Whether each output has a codebook (SqueezeLLM), rather than scales and zeros of groups (AWQ).
         constants: Of the cost model.
 
     Raises:
-        ShapeError: bits or a method that can't be simulated.
+        ShapeError: bits that can't be simulated.
     """
 
     measured = False
 
     def __init__(
-        self, spec: DeviceSpec, layers: Sequence[LayerShape], bits: float, method: str, constants: Constants = FITTED
+        self,
+        spec: DeviceSpec,
+        layers: Sequence[LayerShape],
+        bits: float,
+        *,
+        codebook: bool = False,
+        constants: Constants = FITTED,
     ) -> None:
         if bits not in _LEVELS:
             raise ShapeError(f"{bits:g} bits can't be simulated; give 3, 3.5 or 4")
-        if method not in METHODS:
-            raise ShapeError(f"the method {method!r} can't be simulated; there are {', '.join(METHODS)}")
         self._spec = spec
         self._layers = {layer.kind: layer for layer in layers}
         self._bits = float(bits)
-        self._method = method
+        self._codebook = codebook
         self._constants = constants
 
     def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
@@ -102,13 +102,13 @@ class SimulatedTimer:
 
     def weight_bytes(self, layer: LayerShape) -> float:
         """Bytes that one product reads: codes, and scales and zeros of groups or a codebook of each output."""
-        if self._method in _NON_UNIFORM:
+        if self._codebook:
             return layer.weights * self._bits / 8 + layer.n * _LEVELS[self._bits] * 2
         return layer.weights * (self._bits + _GROUP_BITS / _GROUP_SIZE) / 8
 
     def _product_us(self, layer: LayerShape, sms: int) -> float:
         c = self._constants
-        efficiency = c.codebook_efficiency if self._method in _NON_UNIFORM else c.memory_efficiency
+        efficiency = c.codebook_efficiency if self._codebook else c.memory_efficiency
         memory = self._spec.memory_gb_s * efficiency
         multiprocessors = max(sms, 1) * self._spec.clock_ghz * c.sm_bytes_per_cycle
         return self.weight_bytes(layer) / (min(memory, multiprocessors) * 1e3)
@@ -120,7 +120,7 @@ class SimulatedTimer:
 
 
 def tune_simulated(
-    device_id: str, shape_name: str, bits: float, method: str, budget_percent: float
+    device_id: str, shape_name: str, bits: float, budget_percent: float, *, codebook: bool = False
 ) -> tuple[Configuration, tuple[LayerShape, ...], SimulatedTimer]:
     """Run the search on a device that need not be there.
 
@@ -128,19 +128,19 @@ def tune_simulated(
         device_id: A name in `tuner.devices.DEVICES`.
         shape_name: A name in `tuner.shapes.SHAPES`.
         bits: 3, 3.5 or 4.
-        method: One of `METHODS`.
         budget_percent: Allowed slowdown, above 0 and at most 100 percent.
+        codebook: As for `SimulatedTimer`.
 
     Returns:
         What was found, the layers, and the timer that it was found with (for curves).
 
     Raises:
         UnknownDeviceError: there is no such device.
-        ShapeError: no such shape, bits or method.
+        ShapeError: no such shape or bits.
         BudgetError: the budget is out of range.
     """
     spec, layers = device_of(device_id), shape_of(shape_name).layers
-    timer = SimulatedTimer(spec, layers, bits, method)
+    timer = SimulatedTimer(spec, layers, bits, codebook=codebook)
     found = tune(
         layers, timer, budget_percent=budget_percent, sm_count=spec.sm_count, limit=spec.shared_bytes_per_block
     )

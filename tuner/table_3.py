@@ -80,7 +80,7 @@ def simulate(method: str, constants: Constants = FITTED) -> tuple[Row, ...]:
     rows = []
     for device, entries in (AWQ if method == "awq" else SQUEEZELLM).items():
         spec = DEVICES[device]
-        timer = SimulatedTimer(spec, layers, 3, method, constants)
+        timer = SimulatedTimer(spec, layers, 3, codebook=method == "squeezellm", constants=constants)
         for budget, (n_tb_max, k_chunk) in zip(BUDGETS, entries, strict=True):
             found = tune(
                 layers, timer, budget_percent=budget, sm_count=spec.sm_count, limit=spec.shared_bytes_per_block

@@ -37,7 +37,7 @@ def doctor(
         "backend": choice.backend,
         "reason": choice.reason,
         "tuning": profile_report(services, choice.backend),
-        "problems": [problem.to_json() for problem in problems],
+        "problems": [{"what": problem.what, "fix": problem.fix} for problem in problems],
     }
     if as_json:
         output.result(report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from app.cli.interrupt import Interrupt
 from app.cli.output import Output
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from app.settings import Settings
     from models.store import StoredModel
     from runtime.backend import AnyBackend
-    from runtime.decoder import Decoder, DecoderOptions, KVKind
-    from runtime.tuning import Tuning
+    from runtime.decoder import Decoder, DecoderOptions
+    from runtime.wire.device import Tuning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         {"kv": choices.kv, "k_chunk": choices.k_chunk, "budget": choices.budget, "backend": choices.backend}
     )
     k_chunk, budget = compensation(settings, asked=choices.budget)
-    kv = cast("KVKind", settings.kv)
+    kv = settings.kv
     summary = model.info.summary
     placed = place(
         model.spec,
@@ -94,8 +94,8 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         k_chunk=k_chunk or 0,
         select=choices.select,
     )
-    if first := placed.backend.preparation(kv):
-        output.note(first)
+    with output.progress() as progress:
+        placed.backend.prepare(model, kv, compensated=bool(k_chunk or budget), progress=progress)
     return LoadPlan(
         options=options,
         backend=placed.asked,

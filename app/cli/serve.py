@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -10,9 +10,6 @@ from app.cli import options
 from app.cli.model import open_model
 from app.cli.output import Output
 from app.cli.services import services_of
-
-if TYPE_CHECKING:
-    from runtime.decoder import KVKind
 
 
 def serve(
@@ -51,7 +48,7 @@ def serve(
     from app.cli.load import compensation
     from app.settings import load
     from runtime.server import serve as server
-    from runtime.server.records import LoadRequest, TuneRequest
+    from runtime.wire.requests import LoadRequest, TuneRequest
 
     settings = load({"model": model, "k_chunk": k_chunk, "budget": budget})
     fixed, percent = compensation(settings, asked=budget)
@@ -59,7 +56,7 @@ def serve(
     if settings.model is not None:
         request = LoadRequest(
             model=open_model(settings.model, services, output).name,
-            kv=cast("KVKind", settings.kv),
+            kv=settings.kv,
             k_chunk=fixed,
             budget=percent,
             context=settings.context,

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from runtime.decoder import Decoder, DecoderOptions
     from runtime.engine import Engine
     from runtime.problem import Problem
-    from runtime.server.records import TuneRequest
     from runtime.server.service import Service
-    from runtime.tuning import Tuning
+    from runtime.wire.device import Tuning
+    from runtime.wire.requests import TuneRequest
     from tuner.bandwidth import ReadBandwidth
     from tuner.detect import Machine, MemoryInfo
     from tuner.profiles import ProfileStore

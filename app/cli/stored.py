@@ -89,9 +89,9 @@ def remove(
     if name is None:
         gone = forget(services.chats())
         if as_json:
-            output.result({"removed_files": gone.files, "removed_bytes": gone.size})
+            output.result({"removed_files": gone.files, "removed_bytes": gone.bytes})
         else:
-            output.text(f"removed {gone.files} saved caches of conversations, {size(gone.size)}")
+            output.text(f"removed {gone.files} saved caches of conversations, {size(gone.bytes)}")
         return
     if name == DEMO:
         raise CliError("the bundled model can't be removed: it is part of the program")

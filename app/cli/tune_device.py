@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -156,9 +156,10 @@ def _simulated(device: str, shape: str, bits: float, method: str, budget: float,
     """Tune a device that is not here.
 
     Raises:
-        CliError: there is no such device or shape.
-        TunerError: bits or method can't be simulated.
+        CliError: there is no such device, shape or method.
+        TunerError: bits that can't be simulated.
     """
+    from models.recipe import CODEBOOK_METHODS, METHODS
     from tuner.curve import knee_curves
     from tuner.devices import DEVICES
     from tuner.shapes import SHAPES
@@ -166,8 +167,9 @@ def _simulated(device: str, shape: str, bits: float, method: str, budget: float,
 
     _known(device, DEVICES, "device", "tune-device --list-devices shows all")
     _known(shape, SHAPES, "shape", f"there are {', '.join(SHAPES)}")
+    _known(method, METHODS, "method", f"there are {', '.join(METHODS)}")
     began = time.perf_counter()
-    found, layers, timer = tune_simulated(device, shape, bits, method, budget)
+    found, layers, timer = tune_simulated(device, shape, bits, budget, codebook=method in CODEBOOK_METHODS)
     seconds = time.perf_counter() - began
     spec = DEVICES[device]
     return _Result(
@@ -183,7 +185,7 @@ def _simulated(device: str, shape: str, bits: float, method: str, budget: float,
     )
 
 
-def _known(name: str, names: Mapping[str, object], noun: str, otherwise: str) -> None:
+def _known(name: str, names: Collection[str], noun: str, otherwise: str) -> None:
     import difflib
 
     if name in names:
@@ -232,6 +234,8 @@ def _measured(
             n_tb=tuning.n_tb,
             k_chunk=tuning.k_chunk,
             predicted_slowdown_percent=tuning.predicted_slowdown_percent,
+            predicted_loss_won=tuning.predicted_loss_won,
+            loss_without=tuning.loss_without,
         ),
         measured_slowdown_percent=tuning.measured_slowdown_percent,
         seconds=tuning.seconds,
@@ -277,10 +281,14 @@ def _verdict(result: _Result) -> str:
     budget = f"of the {result.budget_percent:g} % allowed"
     if result.measured_slowdown_percent is None:
         return f"predicted slowdown {predicted:.1f} % {budget}; simulated in {result.seconds:.2f} s"
+    won = ""
+    if result.found.predicted_loss_won is not None and result.found.loss_without:
+        share = result.found.predicted_loss_won / result.found.loss_without
+        won = f"; wins back about {share:.0%} of what low bits lose"
     whence = "from the saved profile, which took" if result.cached else "found in"
     return (
-        f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} (the layers alone: {predicted:.1f} %); "
-        f"{whence} {result.seconds:.1f} s"
+        f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} (the layers alone: {predicted:.1f} %)"
+        f"{won}; {whence} {result.seconds:.1f} s"
     )
 
 

@@ -165,7 +165,7 @@ class ChatApp(App[None]):
         self.run_worker(self._quantize(event), group="work", exit_on_error=False)
 
     async def _quantize(self, event: QuantizeAsked) -> None:
-        made = await self.session.quantize(event.source, event.bits, event.method, smooth=event.smooth)
+        made = await self.session.quantize(event.request)
         if made and self.session.job is not None:
             self.notify(f"{self.session.job.message or 'The model'} is made; F2 loads it.", markup=False)
             self.show_session()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from app.tui.figures import byte_count, duration
-from app.tui.runtime import ProgressLike
+
+if TYPE_CHECKING:
+    from models.progress import Progress
 
 Outcome = Literal["running", "done", "stopped", "failed"]
 SPEED_WINDOW_S = 10.0
@@ -92,7 +94,7 @@ class Meter:
         self._clock = clock
         self._points: deque[tuple[float, float]] = deque()
 
-    def take(self, progress: ProgressLike) -> Job:
+    def take(self, progress: Progress) -> Job:
         """The job after one more report."""
         now = self._clock()
         if progress.phase != self.job.phase or progress.done < self.job.done:

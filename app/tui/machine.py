@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.tui.figures import SEPARATOR, byte_count, duration, percent
-from app.tui.runtime import CurveLike, TuningLike
+
+if TYPE_CHECKING:
+    from runtime.wire.device import Tuning
+    from tuner.curve import Curve
 
 Lines = list[tuple[str, str]]
 
@@ -63,20 +66,18 @@ def _pcie(pcie: Mapping[str, Any]) -> str:
     )
 
 
-def tuning_lines(tuning: TuningLike) -> Lines:
+def tuning_lines(tuning: Tuning) -> Lines:
     """What the tuner promised and what was measured."""
-    measured = tuning.measured_slowdown_percent
-    slowdown = [f"{percent(tuning.predicted_slowdown_percent)} predicted"]
+    predicted, measured = tuning.predicted_slowdown_percent, tuning.measured_slowdown_percent
     taken = f"in {duration(tuning.seconds)}" if tuning.seconds else ""
-    slowdown.append("not measured" if measured is None else f"{percent(measured)} measured")
     return [
         ("budget", f"{tuning.budget_percent:g} %"),
-        ("slowdown", _joined(slowdown)),
+        ("slowdown", _joined([f"{percent(predicted)} predicted", f"{percent(measured)} measured"])),
         ("tuned", _joined([f"on {tuning.device}", taken, tuning.date[:10]])),
     ]
 
 
-def layer_rows(tuning: TuningLike) -> list[list[str]]:
+def layer_rows(tuning: Tuning) -> list[list[str]]:
     """The table of layer types, its heading first; n_tb only where blocks mean something."""
     blocks = any(tuning.n_tb.values())
     rows = [["layer", "n_tb", "k_chunk"] if blocks else ["layer", "k_chunk"]]
@@ -86,6 +87,6 @@ def layer_rows(tuning: TuningLike) -> list[list[str]]:
     return rows
 
 
-def chosen_curve(curves: Sequence[CurveLike], n_tb: int) -> CurveLike:
+def chosen_curve(curves: Sequence[Curve], n_tb: int) -> Curve:
     """Of one layer type's curves, that of the chosen n_tb, or of the nearest one."""
     return min(curves, key=lambda curve: abs(curve.n_tb - n_tb))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from textual.message import Message
 
 from app.tui.jobs import Job
+
+if TYPE_CHECKING:
+    from runtime.wire.requests import QuantizeRequest
 
 
 @dataclass
@@ -46,10 +50,7 @@ class LoadAsked(Message):
 class QuantizeAsked(Message):
     """A person wants a low-bit model made of a checkpoint folder."""
 
-    source: str
-    bits: float
-    method: str
-    smooth: bool = False
+    request: QuantizeRequest
 
 
 @dataclass

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textual.message import Message as Event
 
@@ -17,27 +17,23 @@ from app.tui.figures import tuning_title
 from app.tui.jobs import Job
 from app.tui.messages import JobChanged, RuntimeLost, StatusChanged
 from app.tui.recent import Recent
-from app.tui.runtime import (
-    CachesLike,
-    ChatDeltaLike,
-    ClientLike,
-    DeviceReportLike,
-    ModelEntryLike,
-    ProblemLike,
-    ProgressLike,
-    SavedLike,
-    StatusLike,
-    SupervisorLike,
-)
+from app.tui.runtime import ClientLike, SupervisorLike
 from app.tui.tally import Tally, reported, tallied
 from app.tui.work import Work
+
+if TYPE_CHECKING:
+    from app.protocol import ChatDelta
+    from models.progress import Progress
+    from runtime.problem import Problem
+    from runtime.wire.answers import Caches, Holding, ModelEntry, Status
+    from runtime.wire.device import DeviceReport
+    from runtime.wire.requests import QuantizeRequest
 
 CHECK_TIMEOUT_S = 5.0
 """A runtime that does not tell its status in this time, after a failure, counts as gone."""
 FORGET_TIMEOUT_S = 3.0
 """Whoever quits does not wait longer for the runtime to forget the chat."""
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-LOAD_KEYS = ("kv", "k_chunk", "context", "backend")
 
 
 class Session:
@@ -63,8 +59,8 @@ class Session:
         """
         self.settings = settings
         self.conversation = Conversation() if conversation is None else conversation
-        self.status: StatusLike | None = None
-        self._last_status: StatusLike | None = None
+        self.status: Status | None = None
+        self._last_status: Status | None = None
         self.problem: str | None = None
         """Why there is no runtime or no model, when that is a failure."""
         self.wanted: str | None = settings.model
@@ -179,7 +175,7 @@ class Session:
             if chat in self._ended:
                 self._ended.remove(chat)
 
-    async def caches(self) -> CachesLike:
+    async def caches(self) -> Caches:
         """What is on disk of conversations' caches, and what each kind of cache means for the loaded model.
 
         Raises:
@@ -189,7 +185,7 @@ class Session:
             raise ClientError("the runtime is not running yet")
         return await self._client.caches()
 
-    async def forget_all(self) -> SavedLike:
+    async def forget_all(self) -> Holding:
         """Delete what memory and disk hold of all conversations, so that the next prompt is read from its beginning.
 
         Raises:
@@ -212,7 +208,7 @@ class Session:
         elif not (self.generating or self.working):
             self._lose(self._how_it_ended())
 
-    async def _alive(self) -> StatusLike | None:
+    async def _alive(self) -> Status | None:
         client = self._client
         if client is None:
             return None
@@ -227,7 +223,7 @@ class Session:
         report = self._supervisor.crash_report() if self._supervisor is not None else None
         return (report or "").partition("\n")[0].rstrip(":") or "the runtime stopped unexpectedly"
 
-    def _show(self, status: StatusLike | None) -> None:
+    def _show(self, status: Status | None) -> None:
         self.status = status
         self._last_status = status or self._last_status
         if status is not None:
@@ -243,7 +239,7 @@ class Session:
 
     # Models
 
-    async def models(self) -> Sequence[ModelEntryLike]:
+    async def models(self) -> Sequence[ModelEntry]:
         """The stored models.
 
         Raises:
@@ -288,26 +284,33 @@ class Session:
             return False
         self.wanted = name
         self.problem = None
-        options = {key: value for key in LOAD_KEYS if (value := self.settings.get(key)) is not None}
-        if self.settings.k_chunk is None and self.settings.budget is not None:
-            options["budget"] = self.settings.budget
-        loaded = await self._run(f"Loading {name}", self._client.load(name, **options))
+        from runtime.wire.requests import LoadRequest
+
+        settings = self.settings
+        request = LoadRequest(
+            model=name,
+            kv=settings.kv,
+            k_chunk=settings.k_chunk,
+            budget=settings.budget if settings.k_chunk is None else None,
+            context=settings.context,
+            backend=settings.backend,
+        )
+        loaded = await self._run(f"Loading {name}", self._client.load(request))
         if not loaded and self.job is not None:
             self.problem = self.problem or self.job.error
         await self._ask_status()
         return loaded
 
-    async def quantize(self, source: str, bits: float, method: str, *, smooth: bool = False) -> bool:
-        """Make a low-bit model of a checkpoint, `smooth` for a KV cache of few bits.
+    async def quantize(self, request: QuantizeRequest) -> bool:
+        """Make a low-bit model of a checkpoint.
 
         Returns:
             Whether it is there now.
         """
         if self._client is None:
             return False
-        name = source.rstrip("/").rpartition("/")[2]
-        work = self._client.quantize(source, bits=bits, method=method, smooth_attention=smooth)
-        return await self._run(f"Quantizing {name} to {bits:g} bits", work)
+        name = request.source.rstrip("/").rpartition("/")[2]
+        return await self._run(f"Quantizing {name} to {request.bits:g} bits", self._client.quantize(request))
 
     async def tune(self, *, force: bool = False) -> bool:
         """Apply the budget, or the k_chunk that overrides it, to the model that runs; load and quantize end first.
@@ -320,6 +323,8 @@ class Session:
         Returns:
             Whether it is applied. Without a model there is nothing to do: the next load takes the settings.
         """
+        from runtime.wire.requests import TuneRequest
+
         while self.working and not self.tuning:
             await self._work.ended()
         await self._settled.wait()
@@ -328,19 +333,19 @@ class Session:
         settings = self.settings
         waits = "waits for the answer to end" if self.generating else ""
         if settings.k_chunk is not None:
-            title, reports = f"Applying k_chunk {settings.k_chunk}", self._client.tune(k_chunk=settings.k_chunk)
+            title, request = f"Applying k_chunk {settings.k_chunk}", TuneRequest(k_chunk=settings.k_chunk)
         else:
-            title, reports = tuning_title(settings.budget), self._client.tune(settings.budget, force)
+            title, request = tuning_title(settings.budget), TuneRequest(budget=settings.budget, force=force)
         this = self._tuned_by = object()
         try:
-            done = await self._work.run(title, reports, self._why, message=waits)
+            done = await self._work.run(title, self._client.tune(request), self._why, message=waits)
         finally:
             if self._tuned_by is this:  # else another tuning took its place
                 self._tuned_by = None
         await self._ask_status()
         return done
 
-    async def without_effect(self) -> Sequence[ProblemLike]:
+    async def without_effect(self) -> Sequence[Problem]:
         """Why the budget has no effect on the model that runs; nothing where it has one, or where k_chunk is given."""
         status = self.status
         if status is None or self.settings.k_chunk is not None or status.budget_percent is not None:
@@ -355,7 +360,7 @@ class Session:
         """Whether the budget is being applied to the model that runs."""
         return self._tuned_by is not None and self.working
 
-    async def device(self) -> DeviceReportLike:
+    async def device(self) -> DeviceReport:
         """The device that runs models, and how the loaded model was tuned to it.
 
         Raises:
@@ -383,7 +388,7 @@ class Session:
         """Forget a job that ended."""
         self._work.dismiss()
 
-    async def _run(self, title: str, reports: AsyncGenerator[ProgressLike, None]) -> bool:
+    async def _run(self, title: str, reports: AsyncGenerator[Progress, None]) -> bool:
         return await self._work.run(title, reports, self._why)
 
     async def _why(self, error: Exception) -> str:
@@ -446,7 +451,7 @@ class Session:
             await self.recover()
         if self._client is None or not self.ready:
             return self.problem or "no model is loaded; pick one with F2"
-        from app.client import ChatOptions
+        from app.protocol import ChatOptions
 
         sampling: dict[str, Any] = {key: self.settings.get(key) for key in SAMPLING_KEYS}
         path = self.conversation.path(answer_id)
@@ -465,7 +470,7 @@ class Session:
             return f"{reason}; it is started again, and this chat is kept"
         return None
 
-    def _take(self, answer_id: str, delta: ChatDeltaLike, on_text: Callable[[str], None]) -> None:
+    def _take(self, answer_id: str, delta: ChatDelta, on_text: Callable[[str], None]) -> None:
         message = self.conversation[answer_id]
         if delta.text:
             now = self._clock()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from app.conversation import Statistics
-from app.tui.runtime import StatusLike, TimingsLike
+
+if TYPE_CHECKING:
+    from runtime.wire.answers import Status, Timings
 
 
 @dataclass(slots=True)
@@ -34,7 +37,7 @@ class Tally:
         return (self.pieces - 1) / (self.last - self.first) if self.pieces > 1 and self.last > self.first else None
 
 
-def reported(timings: TimingsLike, status: StatusLike | None) -> Statistics:
+def reported(timings: Timings, status: Status | None) -> Statistics:
     """Statistics of an answer that the runtime reported on."""
     return Statistics(
         tokens=timings.completion_tokens,
@@ -49,7 +52,7 @@ def reported(timings: TimingsLike, status: StatusLike | None) -> Statistics:
     )
 
 
-def tallied(tally: Tally, status: StatusLike | None) -> Statistics:
+def tallied(tally: Tally, status: Status | None) -> Statistics:
     """Statistics of an answer whose end the runtime did not report."""
     return Statistics(
         tokens=tally.pieces,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from app.errors import ClientError
 from app.tui.jobs import Job, Meter
-from app.tui.runtime import ProgressLike
+
+if TYPE_CHECKING:
+    from models.progress import Progress
 
 
 class Work:
@@ -51,7 +54,7 @@ class Work:
     async def run(
         self,
         title: str,
-        reports: AsyncGenerator[ProgressLike, None],
+        reports: AsyncGenerator[Progress, None],
         explain: Callable[[Exception], Awaitable[str]],
         *,
         message: str = "",

@@ -1,6 +1,6 @@
 """Ask the bundled model held-out questions and count right answers: `python -m assets.demo_model.score`.
 
-Greedy answers of the full-precision checkpoint. `tests/assets/demo_table.py` asks the low-bit forms the same.
+Greedy answers of the full-precision checkpoint. `tests/bench/demo_table.py` asks the low-bit forms the same.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def parameters(spec: ModelSpec) -> int:
     count = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2) + spec.hidden_size
     for name in spec.linear_names()[:-1]:
         rows, width = spec.linear_shape(name.rsplit(".", 1)[-1])
-        count += rows * width + (rows if layout.has_bias(spec, name) else 0)
-    return count + sum(sum(layout.block_vectors(spec, layer).values()) for layer in range(spec.num_layers))
+        count += rows * width + (rows if spec.has_bias(name) else 0)
+    return count + sum(sum(spec.block_norms(layer).values()) for layer in range(spec.num_layers))
 
 
 def summarize(spec: ModelSpec, recipe: Recipe, quality: Quality, files: Mapping[str, FileEntry]) -> Summary:

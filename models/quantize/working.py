@@ -13,7 +13,6 @@ import torch
 from models.checkpoint import Checkpoint
 from models.quantizers.groups import FloatArray
 from models.spec import LAYER_TYPES, ModelSpec
-from models.store import layout
 
 _NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm"}
 
@@ -29,7 +28,7 @@ class WorkingBlock:
     def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
         self.layer = layer
         self._checkpoint = checkpoint
-        self._vectors = {name: checkpoint.vector(name) for name in layout.block_vectors(checkpoint.spec, layer)}
+        self._vectors = {name: checkpoint.vector(name) for name in checkpoint.spec.block_norms(layer)}
         self._linears: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for kind in LAYER_TYPES:
             weight, bias = checkpoint.linear(f"layers.{layer}.{kind}")
@@ -71,9 +70,9 @@ class WorkingBlock:
         if bias is not None:
             bias[: len(factors)] *= factors
 
-    def take(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same, which is then no longer here."""
-        return self._linears.pop(name)
+    def release(self) -> None:
+        """Let go of the linear layers; the norms stay."""
+        self._linears.clear()
 
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C]."""

@@ -14,6 +14,8 @@ MANIFEST = "manifest.json"
 """Sizes and checksums of all other files, and the summary that a listing shows."""
 RECIPE = "recipe.json"
 """How the model was made: recipe, source shards, texts, perplexities."""
+LOSSES = "losses.json"
+"""What each layer type loses, by k_chunk; absent where there is nothing to compensate with, and in older models."""
 CONFIG = "config.json"
 """The checkpoint's own, unchanged."""
 GENERATION_CONFIG = "generation_config.json"
@@ -44,20 +46,6 @@ def tensor_files(spec: ModelSpec) -> tuple[str, ...]:
     return (*(block_file(layer) for layer in range(spec.num_layers)), OUTER)
 
 
-def block_vectors(spec: ModelSpec, layer: int) -> dict[str, int]:
-    """Names and widths of a block's norms."""
-    norms = {"input_norm": spec.hidden_size, "post_norm": spec.hidden_size}
-    if spec.qk_norm:
-        norms |= {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
-    return {f"layers.{layer}.{norm}": width for norm, width in norms.items()}
-
-
-def has_bias(spec: ModelSpec, name: str) -> bool:
-    """Whether a linear layer has a bias."""
-    kind = name.rsplit(".", 1)[-1]
-    return {"qkv": spec.qkv_bias, "o": spec.o_bias, "gate_up": spec.mlp_bias, "down": spec.mlp_bias}.get(kind, False)
-
-
 def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
     """Tensors of one linear layer."""
     rows, width = spec.linear_shape(name.rsplit(".", 1)[-1])
@@ -68,7 +56,7 @@ def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
     else:
         groups = -(-width // recipe.group_size)
         tensors |= {f"{name}.scales": (_F16, (rows, groups)), f"{name}.zeros": (_U8, (rows, groups))}
-    if has_bias(spec, name):
+    if spec.has_bias(name):
         tensors[f"{name}.bias"] = (_F32, (rows,))
     if recipe.residual_bits == 0:
         return tensors
@@ -91,7 +79,7 @@ def file_tensors(spec: ModelSpec, recipe: Recipe, file: str) -> TensorTypes:
             **linear_tensors(spec, recipe, "head"),
         }
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
-    tensors: TensorTypes = {name: (_F32, (width,)) for name, width in block_vectors(spec, layer).items()}
+    tensors: TensorTypes = {name: (_F32, (width,)) for name, width in spec.block_norms(layer).items()}
     for kind in LAYER_TYPES:
         tensors |= linear_tensors(spec, recipe, f"layers.{layer}.{kind}")
     return tensors

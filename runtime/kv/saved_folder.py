@@ -20,6 +20,7 @@ from runtime.kv import saved
 from runtime.kv.control import KVCache
 from runtime.memory import size
 from runtime.profile_key import content_of
+from runtime.wire.answers import Holding
 
 FOLDER_BYTES = 2 << 30
 """Bytes that all saved caches may have together, those of other models included."""
@@ -47,16 +48,6 @@ class SavedSequence:
     """Its sequence."""
     chat: str | None = None
     """Whose it is; None where nobody said."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """What some saved caches take."""
-
-    files: int = 0
-    """How many there are."""
-    size: int = 0
-    """Their bytes."""
 
 
 def holding(folder: Path) -> Holding:
@@ -310,4 +301,4 @@ def _sum(paths: Sequence[Path]) -> Holding:
     for path in paths:
         with contextlib.suppress(OSError):
             sizes.append(path.stat().st_size)
-    return Holding(files=len(sizes), size=sum(sizes))
+    return Holding(files=len(sizes), bytes=sum(sizes))

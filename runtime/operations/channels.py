@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from models.spec import LAYER_KINDS as LAYER_KINDS
 from runtime.errors import RequestError
 
 CHUNK = 1024
@@ -21,8 +22,6 @@ BUCKETS = 32
 """Buckets of the approximate top-k, one for each thread of a warp."""
 HALF = BUCKETS // 2
 """Buckets under b15, and as many from b15 up."""
-LAYER_KINDS = ("qkv", "o", "gate_up", "down", "head")
-"""The keys of a budget by layer type."""
 
 
 def layer_kind(name: str) -> str:

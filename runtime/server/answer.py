@@ -7,6 +7,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from runtime.server.errors import ApiError
+from runtime.wire.codec import to_json
 
 
 def json_answer(body: Any) -> Response:
@@ -21,4 +22,4 @@ def error_answer(error: ApiError) -> Response:
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """The JSON object of an error, alone in a body or as an item of a stream."""
-    return {"error": error.record.to_json()}
+    return {"error": to_json(error.record)}

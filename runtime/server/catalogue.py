@@ -11,7 +11,7 @@ from models.errors import StoreError
 from models.store import Store, StoredModel, StoredModelInfo
 from runtime.errors import RequestError
 from runtime.kv.saved_folder import forgetting
-from runtime.server.records import ModelEntry
+from runtime.wire.answers import ModelEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

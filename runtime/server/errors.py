@@ -16,7 +16,7 @@ from runtime.errors import (
     RuntimeFailure,
     SavedCacheError,
 )
-from runtime.server.records import ErrorRecord
+from runtime.wire.answers import STATUS_OF_CODE, ErrorRecord
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 logger = logging.getLogger(__name__)
@@ -53,14 +53,17 @@ class ApiError(RuntimeFailure):
 
 def unknown_model(name: str) -> ApiError:
     """There is no model of that name."""
-    return ApiError(
-        404, f"there is no model {name!r}; /v1/models lists what there is", param="model", code="model_not_found"
-    )
+    return _not_found(f"there is no model {name!r}; /v1/models lists what there is")
 
 
 def unavailable(message: str, code: str) -> ApiError:
     """The server cannot answer now."""
-    return ApiError(503, message, kind=SERVER, code=code)
+    return ApiError(STATUS_OF_CODE[code], message, kind=SERVER, code=code)
+
+
+def conflict(message: str, code: str) -> ApiError:
+    """What is asked for does not go together with what the server holds or does."""
+    return ApiError(STATUS_OF_CODE[code], message, code=code)
 
 
 def api_error(error: BaseException, *, prompt: str | None = None) -> ApiError:
@@ -74,7 +77,7 @@ def api_error(error: BaseException, *, prompt: str | None = None) -> ApiError:
         return error
     text = str(error)
     if isinstance(error, ModelNotFoundError):
-        return ApiError(404, text, param="model", code="model_not_found")
+        return _not_found(text)
     if isinstance(error, ContextOverflowError):
         return ApiError(400, text, param=prompt, code="context_length_exceeded")
     if isinstance(error, RequestError):
@@ -97,3 +100,8 @@ def api_error(error: BaseException, *, prompt: str | None = None) -> ApiError:
         return ApiError(400, text, code="model_refused")
     logger.error("unexpected error", exc_info=error)
     return ApiError(500, f"internal error ({type(error).__name__}); the log has more", kind=SERVER, code="internal")
+
+
+def _not_found(message: str) -> ApiError:
+    code = "model_not_found"
+    return ApiError(STATUS_OF_CODE[code], message, param="model", code=code)

@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.backends import backends
 from runtime.problem import Problem
-from runtime.server.records import DeviceFacts
+from runtime.wire.device import DeviceReport
 from tuner.gpu import GpuInfo
 
 _FEW_LANES = 4
@@ -47,13 +47,13 @@ class MachineInspector:
         self._gb_s: float | None = None
         self._link_gb_s: float | None = None
 
-    def __call__(self, idle: bool) -> DeviceFacts:
-        """See `runtime.server.records.Inspector`. The memory is measured once, when nothing else is."""
+    def __call__(self, idle: bool) -> DeviceReport:
+        """See `runtime.server.interfaces.Inspector`. The memory is measured once, when nothing else is."""
         from tuner.detect import detect
 
         machine = detect()
         gpu = machine.gpus[0] if machine.gpus else None
-        return DeviceFacts(
+        return DeviceReport(
             machine={
                 "cpu": asdict(machine.cpu),
                 "memory": asdict(machine.memory),

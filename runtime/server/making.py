@@ -11,7 +11,8 @@ from models.recipe import Recipe
 from models.store import Store
 from runtime.kv.saved_folder import forgetting
 from runtime.server.catalogue import Bundle, model_entry
-from runtime.server.records import ModelEntry, QuantizeRequest
+from runtime.wire.answers import ModelEntry
+from runtime.wire.requests import QuantizeRequest
 
 
 class StoreWorkshop:

@@ -5,85 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from models.progress import Progress
-from models.recipe import DEFAULT_METHOD, LARGEST_BITS, SMALLEST_BITS, Method
-from runtime.kv.kinds import KVKind
 from runtime.server.answer import json_answer
 from runtime.server.errors import unknown_model
-from runtime.server.records import LoadRequest, ModelEntry, QuantizeRequest, TuneRequest
-from runtime.server.requests import parse, refused
+from runtime.server.requests import INVALID, MISSING, read_object, refused
 from runtime.server.service import Service
 from runtime.server.streaming import Events, sse
+from runtime.wire.answers import Caches, Loaded, ModelEntry, ModelList, Pulled, Quantized
+from runtime.wire.codec import WireError, from_json, to_json
+from runtime.wire.requests import (
+    ForgetRequest,
+    LoadRequest,
+    PullRequest,
+    QuantizeRequest,
+    RemoveRequest,
+    TuneRequest,
+)
 
-Name = Annotated[str, Field(min_length=1, max_length=300)]
-LayerType = Annotated[str, Field(pattern=r"^(qkv|o|gate_up|down|head)$")]
-Chunk = Annotated[int, Field(ge=0, le=1024)]
-Budget = Annotated[float, Field(ge=0, le=100)]
-
-
-class _Body(BaseModel):
-    """The program itself is the only client here, so an unknown field is a mistake."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-
-class LoadBody(_Body):
-    """Body of POST /runtime/load."""
-
-    model: Name
-    kv: KVKind | None = None
-    k_chunk: Chunk | dict[LayerType, Chunk] | None = None
-    budget: Budget | None = None
-    context: Annotated[int, Field(ge=1)] | None = None
-    backend: Annotated[str, Field(max_length=40)] | None = None
-
-
-class TuneBody(_Body):
-    """Body of POST /runtime/tune."""
-
-    budget: Budget | None = None
-    force: bool = False
-    k_chunk: Chunk | dict[LayerType, Chunk] | None = None
-
-
-class QuantizeBody(_Body):
-    """Body of POST /runtime/quantize."""
-
-    source: Annotated[str, Field(min_length=1, max_length=4096)]
-    bits: Annotated[float, Field(ge=SMALLEST_BITS, le=LARGEST_BITS)] = 4
-    method: Method = DEFAULT_METHOD
-    group_size: int = 128
-    residual_bits: int = 4
-    smooth_attention: bool = False
-    name: Name | None = None
-    force: bool = False
-
-
-class PullBody(_Body):
-    """Body of POST /runtime/pull."""
-
-    name: Name
-    revision: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-
-
-class RemoveBody(_Body):
-    """Body of POST /runtime/remove."""
-
-    name: Name
-
-
-class ForgetBody(_Body):
-    """Body of POST /runtime/forget."""
-
-    chat: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,77 +60,47 @@ class ManagementInterface:
 
     async def status(self, _request: Request) -> Response:
         """GET /runtime/status."""
-        return json_answer(self.service.status().to_json())
+        return json_answer(to_json(self.service.status()))
 
     async def models(self, _request: Request) -> Response:
         """GET /runtime/models."""
         entries = await asyncio.to_thread(self.service.catalogue.entries)
-        return json_answer({"models": [self._entry(entry) for entry in entries]})
+        return json_answer(to_json(ModelList(models=[self._entry(entry) for entry in entries])))
 
     async def load(self, request: Request) -> Response:
         """POST /runtime/load."""
-        body = parse(await request.body(), LoadBody)
-        if await asyncio.to_thread(self.service.catalogue.find, body.model) is None:
-            raise unknown_model(body.model)
-        wanted = LoadRequest(
-            model=body.model,
-            kv=body.kv,
-            k_chunk=body.k_chunk,
-            budget=body.budget,
-            context=body.context,
-            backend=body.backend or "auto",
-        )
+        wanted = await _read(request, LoadRequest)
+        if await asyncio.to_thread(self.service.catalogue.find, wanted.model) is None:
+            raise unknown_model(wanted.model)
         return await self._stream(self._done(self.service.load(wanted)))
 
     async def tune(self, request: Request) -> Response:
         """POST /runtime/tune."""
-        body = parse(await request.body(), TuneBody)
-        if body.budget is not None and body.k_chunk is not None:
+        wanted = await _read(request, TuneRequest)
+        if wanted.budget is not None and wanted.k_chunk is not None:
             raise refused("k_chunk", "a k_chunk and a budget exclude each other: leave out one of them")
-        wanted = TuneRequest(budget=body.budget, k_chunk=body.k_chunk, force=body.force)
         return await self._stream(self._done(self.service.tune(wanted)))
 
     async def device(self, _request: Request) -> Response:
         """GET /runtime/device."""
-        facts = await asyncio.to_thread(self.service.device)
-        status, tuning = self.service.status(), self.service.tuning
-        return json_answer(
-            {
-                "machine": {**facts.machine, "backend": status.backend, "reason": status.reason},
-                "bandwidth_gb_s": facts.bandwidth_gb_s,
-                "tuning": None if tuning is None else tuning.to_json(),
-                "problems": [problem.to_json() for problem in facts.problems],
-            }
-        )
+        return json_answer(to_json(await asyncio.to_thread(self.service.device)))
 
     async def unload(self, _request: Request) -> Response:
         """POST /runtime/unload."""
         await self.service.unload()
-        return json_answer({"status": self.service.status().to_json()})
+        return json_answer({"status": to_json(self.service.status())})
 
     async def quantize(self, request: Request) -> Response:
         """POST /runtime/quantize."""
-        body = parse(await request.body(), QuantizeBody)
-        wanted = QuantizeRequest(
-            source=body.source,
-            bits=body.bits,
-            method=body.method,
-            group_size=body.group_size,
-            residual_bits=body.residual_bits,
-            smooth_attention=body.smooth_attention,
-            name=body.name,
-            force=body.force,
-        )
-        return await self._stream(self._quantizing(wanted))
+        return await self._stream(self._quantizing(await _read(request, QuantizeRequest)))
 
     async def pull(self, request: Request) -> Response:
         """POST /runtime/pull."""
-        body = parse(await request.body(), PullBody)
-        return await self._stream(self._pulling(body))
+        return await self._stream(self._pulling(await _read(request, PullRequest)))
 
     async def remove(self, request: Request) -> Response:
         """POST /runtime/remove."""
-        name = parse(await request.body(), RemoveBody).name
+        name = (await _read(request, RemoveRequest)).name
         if self.service.holds(name):
             await self.service.unload()
         await asyncio.to_thread(self.service.catalogue.remove, name)
@@ -193,13 +109,11 @@ class ManagementInterface:
     async def caches(self, _request: Request) -> Response:
         """GET /runtime/caches: what they take on disk, and what each kind means for the loaded model."""
         held = await asyncio.to_thread(self.service.held)
-        kinds = {name: asdict(cache) for name, cache in self.service.caches.items()}
-        return json_answer({"files": held.files, "bytes": held.size, "kinds": kinds})
+        return json_answer(to_json(Caches(files=held.files, bytes=held.bytes, kinds=self.service.caches)))
 
     async def forget(self, request: Request) -> Response:
         """POST /runtime/forget: delete what caches hold of the conversation `chat`, or of all."""
-        gone = await self.service.forget(parse(await request.body(), ForgetBody).chat)
-        return json_answer({"files": gone.files, "bytes": gone.size})
+        return json_answer(to_json(await self.service.forget((await _read(request, ForgetRequest)).chat)))
 
     async def stop(self, _request: Request) -> Response:
         """POST /runtime/shutdown."""
@@ -213,7 +127,7 @@ class ManagementInterface:
         async with aclosing(_reported(work)) as reports:
             async for report in reports:
                 yield report
-        yield {"phase": "done", "status": self.service.status().to_json()}
+        yield to_json(Loaded(status=self.service.status()))
 
     async def _quantizing(self, wanted: QuantizeRequest) -> Events:
         workshop = self.service.workshop
@@ -221,23 +135,35 @@ class ManagementInterface:
         work = self.service.make(lambda stream: made.append(workshop.quantize(wanted, stream.put, stream.cancelled)))
         async for event in _reported(work):
             yield event
-        yield {"phase": "done", "model": self._entry(made[0])}
+        yield to_json(Quantized(model=self._entry(made[0])))
 
-    async def _pulling(self, body: PullBody) -> Events:
+    async def _pulling(self, wanted: PullRequest) -> Events:
         workshop = self.service.workshop
         folders: list[str] = []
         work = self.service.make(
-            lambda stream: folders.append(workshop.pull(body.name, body.revision, stream.put, stream.cancelled))
+            lambda stream: folders.append(workshop.pull(wanted.name, wanted.revision, stream.put, stream.cancelled))
         )
         async for event in _reported(work):
             yield event
-        yield {"phase": "done", "name": body.name, "path": folders[0]}
+        yield to_json(Pulled(name=wanted.name, path=folders[0]))
 
-    def _entry(self, entry: ModelEntry) -> dict[str, Any]:
-        return entry.to_json(loaded=self.service.holds(entry.name))
+    def _entry(self, entry: ModelEntry) -> ModelEntry:
+        return replace(entry, loaded=self.service.holds(entry.name))
+
+
+async def _read(request: Request, kind: type[R]) -> R:
+    """The body of a request. The program itself is the only client here, so an unknown field is a mistake.
+
+    Raises:
+        ApiError: it is no JSON object, or a field is missing, unknown, of a wrong type or out of range.
+    """
+    try:
+        return from_json(kind, read_object(await request.body()), strict=True)
+    except WireError as error:
+        raise refused(error.field, str(error), code=MISSING if error.missing else INVALID) from error
 
 
 async def _reported(work: AsyncGenerator[Progress, None]) -> Events:
     async with aclosing(work) as reports:
         async for progress in reports:
-            yield asdict(progress)
+            yield to_json(progress)

@@ -15,11 +15,12 @@ from runtime.engine import Piece
 from runtime.lock import program_version
 from runtime.server.answer import json_answer
 from runtime.server.errors import unknown_model
-from runtime.server.records import EngineLike, ModelEntry
+from runtime.server.interfaces import EngineLike
 from runtime.server.requests import ChatRequest, CompletionRequest, parse
 from runtime.server.responses import Body, ChatWriter, CompletionWriter, Writer
 from runtime.server.service import Accepted, GenerationRequest, Service
 from runtime.server.streaming import Events, sse, unless_disconnected
+from runtime.wire.answers import ModelEntry
 
 
 @dataclass(frozen=True, slots=True)

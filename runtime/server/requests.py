@@ -18,6 +18,8 @@ from runtime.server.errors import ApiError
 COMPLETION_TOKENS = 16
 """Length of a plain completion where the request does not say, as in OpenAI's interface."""
 MAX_SEED = 2**63
+MISSING, INVALID = "missing_required_parameter", "invalid_value"
+"""Codes of the errors about one field."""
 M = TypeVar("M", bound=BaseModel)
 
 Count = Annotated[int, Field(ge=1)]
@@ -266,11 +268,11 @@ def refused(param: str, message: str, *, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
-def parse(body: bytes, model: type[M]) -> M:
-    """Read a request's body.
+def read_object(body: bytes) -> dict[str, Any]:
+    """Read a JSON object.
 
     Raises:
-        ApiError: it is no JSON object, or a field is missing, of a wrong type or out of range.
+        ApiError: the body is none.
     """
     try:
         data = from_json(body, allow_inf_nan=False)
@@ -278,8 +280,17 @@ def parse(body: bytes, model: type[M]) -> M:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(data, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return data
+
+
+def parse(body: bytes, model: type[M]) -> M:
+    """Read a request's body.
+
+    Raises:
+        ApiError: it is no JSON object, or a field is missing, of a wrong type or out of range.
+    """
     try:
-        return model.model_validate(data)
+        return model.model_validate(read_object(body))
     except ValidationError as error:
         raise _explained(error) from error
 
@@ -291,9 +302,9 @@ def _explained(error: ValidationError) -> ApiError:
     field = max((name for name in map(_field, details) if name.startswith(first)), key=len)
     wrong = [detail for detail in details if _field(detail) == field]
     if wrong[0]["type"] == "missing":
-        return ApiError(400, f"{field} is missing", param=field, code="missing_required_parameter")
+        return ApiError(400, f"{field} is missing", param=field, code=MISSING)
     wanted = " or ".join(dict.fromkeys(detail["msg"] for detail in wrong))
-    return ApiError(400, f"{field}: {wanted}", param=field, code="invalid_value")
+    return ApiError(400, f"{field}: {wanted}", param=field, code=INVALID)
 
 
 def _field(detail: ErrorDetails) -> str:

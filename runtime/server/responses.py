@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from runtime.engine import Piece, Usage
 from runtime.sampling import TokenLogprob
 from runtime.server.service import Accepted
+from runtime.wire.answers import Timings
+from runtime.wire.codec import to_json
 
 Body = dict[str, Any]
 
@@ -21,20 +23,6 @@ def usage_body(usage: Usage) -> Body:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
-def timings_body(usage: Usage, k_chunk: Mapping[str, int], slowdown_percent: float | None) -> Body:
-    """What OpenAI does not tell: seconds to the first token, tokens per second, compensation and what it costs."""
-    return {
-        "ttft_s": usage.ttft_s,
-        "prefill_tokens_per_s": usage.prefill_tokens_per_s,
-        "decode_tokens_per_s": usage.decode_tokens_per_s,
-        "prompt_tokens": usage.prompt_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "k_chunk": dict(k_chunk),
-        "slowdown_percent": slowdown_percent,
     }
 
 
@@ -87,7 +75,19 @@ class _Answer:
         return body
 
     def _timings(self, usage: Usage) -> Body:
-        return timings_body(usage, self._accepted.k_chunk, self._accepted.slowdown_percent)
+        """What OpenAI does not tell: seconds to the first token, tokens per second, compensation and what it costs."""
+        timings = Timings(
+            ttft_s=usage.ttft_s,
+            prefill_tokens_per_s=usage.prefill_tokens_per_s,
+            decode_tokens_per_s=usage.decode_tokens_per_s,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            k_chunk=self._accepted.k_chunk,
+            slowdown_percent=self._accepted.slowdown_percent,
+        )
+        body: Body = to_json(timings)
+        return body
 
     def _usage_chunk(self, kind: str, usage: Usage) -> Body:
         return {"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}

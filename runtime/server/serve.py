@@ -10,9 +10,9 @@ from contextlib import aclosing
 
 from models.progress import ProgressCallback, ignore_progress
 from runtime.server.listening import bind, listen, stopped_by_signals
-from runtime.server.records import LoadRequest
 from runtime.server.security import Security
 from runtime.server.service import Service
+from runtime.wire.requests import LoadRequest
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""

@@ -15,25 +15,14 @@ from typing import Any, TypeVar
 from models.progress import Progress
 from runtime.engine import Piece
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
-from runtime.kv.saved_folder import Holding
-from runtime.memory import CacheFacts
-from runtime.problem import Problem
 from runtime.sampling import SamplingOptions
 from runtime.server.bridge import Stream, Worker
-from runtime.server.errors import ApiError, api_error, unavailable
-from runtime.server.records import (
-    Catalogue,
-    DeviceFacts,
-    EngineLike,
-    Inspector,
-    Loader,
-    LoadRequest,
-    Status,
-    TuneRequest,
-    Workshop,
-)
+from runtime.server.errors import ApiError, api_error, conflict, unavailable
+from runtime.server.interfaces import Catalogue, EngineLike, Inspector, Loader, Workshop
 from runtime.server.slot import ModelSlot
-from runtime.tuning import Tuning
+from runtime.wire.answers import CacheFacts, Holding, Status
+from runtime.wire.device import DeviceReport
+from runtime.wire.requests import LoadRequest, TuneRequest
 
 MAX_WAITING = 64
 """Requests that may wait for their turn; more are refused with 503."""
@@ -86,7 +75,7 @@ class Service:
         catalogue: Catalogue,
         workshop: Workshop,
         *,
-        inspector: Inspector = lambda _idle: DeviceFacts(machine={}),
+        inspector: Inspector = lambda _idle: DeviceReport(machine={}),
         idle_unload_s: float | None = None,
         max_waiting: int = MAX_WAITING,
     ) -> None:
@@ -118,24 +107,27 @@ class Service:
         return self._slot.status(self._worker.waiting)
 
     @property
-    def tuning(self) -> Tuning | None:
-        """How the loaded model was tuned to this device; None where it was not."""
-        loaded = self._slot.loaded
-        return None if loaded is None else loaded.tuning
-
-    @property
     def caches(self) -> Mapping[str, CacheFacts]:
         """What every kind of cache would mean for the loaded model; empty where none is loaded."""
         loaded = self._slot.loaded
         return {} if loaded is None else loaded.caches
 
-    def device(self) -> DeviceFacts:
-        """What is known of the device; reads files and may measure, so call it from a worker thread."""
+    def device(self) -> DeviceReport:
+        """What is known of the device and of what runs on it.
+
+        Reads files and may measure, so call it from a worker thread.
+        """
         busy = self._slot.tuning or self.status().state in ("loading", "generating")
-        facts = self._inspector(not busy)
+        report = self._inspector(not busy)
         loaded = self._slot.loaded
-        own: Sequence[Problem] = () if loaded is None else loaded.problems
-        return replace(facts, problems=(*facts.problems, *own))
+        if loaded is None:
+            return replace(report, machine={**report.machine, "backend": None, "reason": None})
+        return replace(
+            report,
+            machine={**report.machine, "backend": loaded.backend, "reason": loaded.reason},
+            tuning=loaded.tuning,
+            problems=(*report.problems, *loaded.problems),
+        )
 
     def holds(self, name: str) -> bool:
         """Whether a model is loaded, or being loaded."""
@@ -225,8 +217,8 @@ class Service:
         stream: Stream[Progress] = Stream()
         with self._lock:
             if self._making:
-                raise ApiError(
-                    409, "a model is being made or downloaded already: wait until that is done, or stop it", code="busy"
+                raise conflict(
+                    "a model is being made or downloaded already: wait until that is done, or stop it", "busy"
                 )
             self._making = True
         job = self._job(stream, lambda: work(stream), self._made)

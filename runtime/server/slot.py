@@ -13,19 +13,11 @@ from models.errors import CancelledError
 from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback, ignore_progress
 from runtime.errors import Cancelled
-from runtime.kv.saved_folder import Holding
 from runtime.lock import program_version
-from runtime.server.errors import ApiError, api_error, unknown_model
-from runtime.server.records import (
-    Catalogue,
-    ErrorRecord,
-    LoadedModel,
-    Loader,
-    LoadRequest,
-    State,
-    Status,
-    TuneRequest,
-)
+from runtime.server.errors import api_error, conflict, unknown_model
+from runtime.server.interfaces import Catalogue, LoadedModel, Loader
+from runtime.wire.answers import ErrorRecord, Holding, State, Status
+from runtime.wire.requests import LoadRequest, TuneRequest
 
 
 class ModelSlot:
@@ -141,7 +133,7 @@ class ModelSlot:
         with self._lock:
             loaded, target = self._loaded, self._target
         if target is None:
-            raise ApiError(409, "no model is loaded, so there is nothing to tune: load one first", code="no_model")
+            raise conflict("no model is loaded, so there is nothing to tune: load one first", "no_model")
         wanted = replace(target, k_chunk=request.k_chunk, budget=request.budget)
         if loaded is None:
             loaded = self.load(wanted, progress, cancelled)

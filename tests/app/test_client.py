@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "server"))
-from fake_engine import CONTEXT, FakeHouse, make_service
+from fake_engine import CONTEXT, FakeHouse, entry, make_service
 
-from app.client import ChatOptions, RuntimeClient, SavedCaches
+from app.client import RuntimeClient
 from app.errors import (
     AccessError,
     AnswerError,
@@ -27,10 +27,14 @@ from app.errors import (
     RequestRefusedError,
     UnavailableError,
 )
+from app.protocol import ChatOptions
 from models.progress import Progress
 from runtime.server.app import create_app
 from runtime.server.listening import bind, listen
 from runtime.server.security import Security
+from runtime.wire.answers import Holding, Quantized
+from runtime.wire.codec import to_json
+from runtime.wire.requests import LoadRequest, PullRequest, QuantizeRequest, TuneRequest
 
 HELLO = [{"role": "user", "content": "echo hello there"}]
 
@@ -79,7 +83,7 @@ async def test_status_and_models(client: RuntimeClient) -> None:
 
 
 async def test_load_chat_and_remove(client: RuntimeClient, house: FakeHouse) -> None:
-    reports = await collect(client.load("small", kv="int8", context=None, k_chunk=4))
+    reports = await collect(client.load(LoadRequest(model="small", kv="int8", k_chunk=4)))
     assert reports[-1] == Progress(phase="load", done=2, total=3, unit="blocks", message="block 2")
     assert house.loads[0].kv == "int8"
     deltas = await collect(client.chat(HELLO, ChatOptions(temperature=0.3, max_tokens=50, stop=["END"])))
@@ -97,14 +101,14 @@ async def test_load_chat_and_remove(client: RuntimeClient, house: FakeHouse) -> 
 
 
 async def test_a_chat_has_a_name_and_can_be_forgotten(client: RuntimeClient, house: FakeHouse) -> None:
-    await collect(client.load("small"))
+    await collect(client.load(LoadRequest(model="small")))
     for chat in ("mine", None):
         await collect(client.chat(HELLO, ChatOptions(chat=chat)))
     assert house.engine.chats == ["mine", None]
     caches = await client.caches()
-    assert caches.saved == SavedCaches(files=3, bytes=3000)
+    assert (caches.files, caches.bytes) == (3, 3000)
     assert caches.kinds["int4"].context == 77
-    assert await client.forget("mine") == SavedCaches(files=2, bytes=2000)
+    assert await client.forget("mine") == Holding(files=2, bytes=2000)
     await client.forget()
     assert house.forgotten == house.engine.forgotten == ["mine", None]
 
@@ -116,7 +120,7 @@ async def test_the_last_message_is_continued(client: RuntimeClient, house: FakeH
 
 
 async def test_a_model_that_rested_answers_again(client: RuntimeClient) -> None:
-    await collect(client.load("small"))
+    await collect(client.load(LoadRequest(model="small")))
     await client.unload()
     deltas = await collect(client.chat(HELLO, ChatOptions()))
     assert "".join(delta.text for delta in deltas) == "hello there"
@@ -144,9 +148,9 @@ async def test_cancelling_the_reader_cancels(client: RuntimeClient, house: FakeH
 @pytest.mark.parametrize("work", ["load", "quantize", "pull"])
 async def test_closing_the_progress_stops_the_work(client: RuntimeClient, house: FakeHouse, work: str) -> None:
     started = {
-        "load": lambda: client.load("slow-to-load"),
-        "quantize": lambda: client.quantize("slow"),
-        "pull": lambda: client.pull("slow"),
+        "load": lambda: client.load(LoadRequest(model="slow-to-load")),
+        "quantize": lambda: client.quantize(QuantizeRequest(source="slow")),
+        "pull": lambda: client.pull(PullRequest(name="slow")),
     }[work]()
     async with aclosing(started) as reports:
         async for _ in reports:
@@ -157,11 +161,11 @@ async def test_closing_the_progress_stops_the_work(client: RuntimeClient, house:
 
 async def test_tuning_and_the_device(client: RuntimeClient, house: FakeHouse) -> None:
     with pytest.raises(BusyError, match="no model"):
-        await collect(client.tune(5))
-    await collect(client.load("small", budget=2.5))
+        await collect(client.tune(TuneRequest(budget=5)))
+    await collect(client.load(LoadRequest(model="small", budget=2.5)))
     assert house.loads[0].budget == 2.5
     assert (await client.device()).tuning is None
-    reports = await collect(client.tune(10, force=True))
+    reports = await collect(client.tune(TuneRequest(budget=10, force=True)))
     assert [report.phase for report in reports] == ["tune"] * 3
     status = await client.status()
     assert (status.budget_percent, status.slowdown_percent, status.n_tb) == (10, 9, None)
@@ -172,7 +176,7 @@ async def test_tuning_and_the_device(client: RuntimeClient, house: FakeHouse) ->
     deltas = await collect(client.chat(HELLO, ChatOptions()))
     assert deltas[-1].timings is not None
     assert (deltas[-1].timings.k_chunk, deltas[-1].timings.slowdown_percent) == ({"qkv": 10}, 9)
-    await collect(client.tune(k_chunk=4))
+    await collect(client.tune(TuneRequest(k_chunk=4)))
     assert (await client.status()).k_chunk == {"qkv": 4}
 
 
@@ -191,9 +195,9 @@ async def test_a_device_that_makes_no_sense(body: bytes) -> None:
 
 
 async def test_quantize_and_pull_end_with_what_was_made(client: RuntimeClient, tmp_path: Path) -> None:
-    reports = await collect(client.quantize("~nobody/x", bits=3, name="new"))
+    reports = await collect(client.quantize(QuantizeRequest(source="~nobody/x", bits=3, name="new")))
     assert reports[-1] == Progress(phase="done", done=1, total=1, unit="", message="new")
-    reports = await collect(client.pull("a/b"))
+    reports = await collect(client.pull(PullRequest(name="a/b")))
     assert reports[-1].message == "/cache/a/b/None"
 
 
@@ -204,10 +208,10 @@ async def test_a_relative_folder_is_sent_whole(tmp_path: Path, monkeypatch: pyte
 
     def answer(request: httpx.Request) -> httpx.Response:
         sent.append(json.loads(request.content)["source"])
-        return httpx.Response(200, text='data: {"phase": "done", "model": {"name": "m"}}\n\n')
+        return httpx.Response(200, text=f"data: {json.dumps(to_json(Quantized(model=entry('m'))))}\n\n")
 
     for source in ("folder", "org/name"):
-        await collect(scripted(answer).quantize(source))
+        await collect(scripted(answer).quantize(QuantizeRequest(source=source)))
     assert sent == [str(tmp_path / "folder"), "org/name"]
 
 
@@ -238,13 +242,13 @@ async def test_a_refused_option_names_itself(client: RuntimeClient) -> None:
 
 async def test_failed_loads_and_busy_workshops(client: RuntimeClient) -> None:
     with pytest.raises(UnavailableError, match="quantize the model again"):
-        await collect(client.load("broken"))
+        await collect(client.load(LoadRequest(model="broken")))
     with pytest.raises(NotFoundError):
-        await collect(client.load("nowhere"))
-    async with aclosing(client.pull("slow")) as reports:
+        await collect(client.load(LoadRequest(model="nowhere")))
+    async with aclosing(client.pull(PullRequest(name="slow"))) as reports:
         await anext(reports)
         with pytest.raises(BusyError):
-            await collect(client.quantize("x"))
+            await collect(client.quantize(QuantizeRequest(source="x")))
 
 
 async def test_a_wrong_token() -> None:
@@ -290,7 +294,7 @@ async def test_work_that_breaks_off_is_an_error() -> None:
     report = {"phase": "load", "done": 0, "total": None, "unit": "", "message": ""}
     client = scripted(lambda _request: httpx.Response(200, text=f"data: {json.dumps(report)}\n\n"))
     with pytest.raises(ConnectionLostError, match="broke off"):
-        await collect(client.load("m"))
+        await collect(client.load(LoadRequest(model="m")))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from app.client import ChatOptions
 from app.errors import ConnectionLostError, StartError
+from app.protocol import ChatOptions
 from app.supervisor import Supervisor, own_command
 from runtime.lock import is_alive, lock_path, read_lock, write_lock
 
@@ -225,6 +225,15 @@ async def test_a_lock_file_that_does_not_fit_is_not_believed(
     client = await second.ensure()
     assert not second.attached
     assert (await client.status()).pid != record.pid
+
+
+async def test_a_runtime_of_another_version_is_left_alone(
+    supervise: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await supervise().ensure()
+    monkeypatch.setattr("app.supervisor.program_version", lambda: "9.9")
+    with pytest.raises(StartError, match="did not answer"):  # what it starts is not of that version either
+        await supervise(start_timeout_s=0.1).ensure()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]"])

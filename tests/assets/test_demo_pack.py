@@ -14,8 +14,8 @@ from assets.demo_model.score import FullPrecision, main, score
 from assets.demo_model.train import Plan, Trainer
 from models.recipe import Recipe
 from models.store import StoredModel
-from tests.assets import demo_table
-from tests.assets.demo_table import LowBit
+from tests.bench import demo_table
+from tests.bench.demo_table import LowBit
 
 
 @pytest.fixture(scope="module")

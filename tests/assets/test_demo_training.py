@@ -18,6 +18,7 @@ from assets.demo_model import vocabulary
 from assets.demo_model.batches import OTHER_SHARE, OTHER_WEIGHT, POOLED_STEPS, batches
 from assets.demo_model.corpus import Writer
 from assets.demo_model.train import Plan, Trainer, main, moment, rate_factor
+from tests.close import assert_close
 
 TOY: dict[str, Any] = {
     "hidden": 64,
@@ -247,7 +248,7 @@ def test_plain_and_fused_attention_agree(monkeypatch: pytest.MonkeyPatch) -> Non
     q, k, v = (torch.randn(2, heads, 37, 64, generator=generator) for heads in (4, 2, 2))
     plain = network.attention(q, k, v)
     monkeypatch.setattr(network, "LONGEST_PLAIN", 0)
-    torch.testing.assert_close(plain, network.attention(q, k, v), atol=1e-5, rtol=1e-5)
+    assert_close(plain, network.attention(q, k, v))
 
 
 def test_the_checkpoint_is_the_trained_model(tmp_path: Path) -> None:
@@ -263,8 +264,8 @@ def test_the_checkpoint_is_the_trained_model(tmp_path: Path) -> None:
             weight.copy_(weight.to(torch.bfloat16))
         states = trainer.model.hidden_states(tokens)
         logits = torch.nn.functional.linear(states, trainer.model.embedding.weight)
-        torch.testing.assert_close(logits, loaded(input_ids=tokens).logits, atol=1e-4, rtol=1e-4)
+        assert_close(logits, loaded(input_ids=tokens).logits, "model")
         chosen = torch.zeros_like(tokens, dtype=torch.bool)
         chosen[0, 3] = chosen[0, 6] = True
         expected = torch.nn.functional.cross_entropy(logits[0, [2, 5]], tokens[0, [3, 6]], reduction="none")
-        torch.testing.assert_close(trainer.model.losses(tokens, chosen), expected)
+        assert_close(trainer.model.losses(tokens, chosen), expected)

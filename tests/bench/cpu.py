@@ -24,12 +24,12 @@ import numpy.typing as npt
 
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.data.tiles import aligned_zeros, padded
 from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.pool import Pool, default_threads
+from runtime.backends.cpu.tiles import aligned_zeros, padded
 from tuner.bandwidth import read_bandwidth
 from tuner.detect import detect_cpu
 
@@ -85,7 +85,7 @@ class Product:
         for words, codes in zip(program, self._codes, strict=True):
             weights = op.Weights(_address(codes), _address(self._scales), _address(self._zeros), books, *sizes)
             op.write(words, op.Linear(weights, x, False, out, bias=0, accumulate=False))
-        link(program)
+        link(program, default_threads())
         self._scratch = aligned_zeros((default_threads(), padded(most_scratch(program), 64)), np.uint8)
         step["scratch"], step["scratch_stride"] = _address(self._scratch), self._scratch.strides[0]
         self._program = program

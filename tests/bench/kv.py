@@ -24,11 +24,11 @@ import torch
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.data.tiles import aligned_zeros, padded
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.pool import Pool, default_threads
+from runtime.backends.cpu.tiles import aligned_zeros, padded
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.kv.kinds import KINDS, PARTS, KVKind
@@ -61,6 +61,7 @@ class Attention:
             step[name] = row.ctypes.data
         splits = min(self.cache.max_splits, max(1, 2 * threads // KV_HEADS))
         step["rows"], step["runs"], step["splits"], step["draft"] = 1, 1, splits, draft
+        step["items"] = KV_HEADS * splits
         self._q = aligned_zeros((H + 2 * KV_HEADS, D), np.float32)
         self._q[:] = np.random.default_rng(1).standard_normal(self._q.shape) * D**-0.5
         self._out = aligned_zeros((splits * H * (D + 16),), np.float32)
@@ -69,7 +70,7 @@ class Attention:
         for layer, words in enumerate(self._program):
             stored = self.cache.stored(layer)
             op.write(words, op.Attend(q, H, KV_HEADS, D, window=0, rows=RUN_ROWS, stored=stored, out=out))
-        link(self._program)
+        link(self._program, threads)
         self._scratch = aligned_zeros((threads, padded(most_scratch(self._program), 64)), np.uint8)
         step["scratch"], step["scratch_stride"] = self._scratch.ctypes.data, self._scratch.strides[0]
         self._pool = Pool(self._control, threads)

@@ -23,6 +23,7 @@ from tests.bench.reporting.cases import CASES
 from tests.bench.reporting.losses import difference
 from tests.bench.reporting.results import Results
 from tests.bench.reporting.verdicts import Verdict
+from tests.close import assert_close
 
 ENGLISH, DEMO = CASES[0], CASES[1]
 PIECES, TOKENS = 16, 1600
@@ -245,7 +246,7 @@ def test_rows_for_llama_cpp_rotate_in_neighbouring_pairs() -> None:
     turned = (halves[:, 0] + 1j * halves[:, 1]) * np.exp(1j * angles)
     pairs = (llama.interleaved(rows.astype(np.float32), heads) @ x).reshape(heads, D // 2, 2)
     other = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles)
-    np.testing.assert_allclose(other, turned, rtol=1e-5, atol=1e-6)
+    assert_close(other, turned)
 
 
 def test_an_interpreter_without_llama_cpp_is_no_peer(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from models.quantize.allocation import allocate, divergences, most_sensitive
 from models.quantize.text import token_windows
 from models.quantizers import rtn
 from models.recipe import Recipe
+from tests.close import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -122,7 +123,7 @@ def test_divergences_equal_those_of_whole_models(family: str, tmp_path: Path, mo
     found = divergences(checkpoint, 32, tokens, shares.append)
     expected = brute_force(checkpoint, 32, tokens)
     assert expected.min() > 0.003
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert_close(found, expected, "relative")
     assert shares == sorted(shares)
     assert shares[-1] == pytest.approx(1)
     assert shares[0] > 0
@@ -210,14 +211,14 @@ def test_tokens_are_bounded_and_from_all_over_the_text(tiny_checkpoint: Path, mo
     monkeypatch.setattr(allocation, "STATES_BYTES", 40 * bytes_of_a_token)
     rows = [text[0][0], text[1][0]]  # two sequences of 16 fit into 40 tokens
     expected = brute_force(checkpoint, 32, [row[None] for row in rows])
-    np.testing.assert_allclose(divergences(checkpoint, 32, text, lambda share: None), expected, rtol=1e-4)
+    assert_close(divergences(checkpoint, 32, text, lambda share: None), expected, "relative")
     monkeypatch.setattr(allocation, "STATES_BYTES", 1 << 30)
     monkeypatch.setattr(allocation, "MOST_WORK", 0)
     monkeypatch.setattr(allocation, "ENOUGH_TOKENS", 40)
-    np.testing.assert_allclose(divergences(checkpoint, 32, text, lambda share: None), expected, rtol=1e-4)
+    assert_close(divergences(checkpoint, 32, text, lambda share: None), expected, "relative")
     monkeypatch.setattr(allocation, "STATES_BYTES", 0)
     expected = brute_force(checkpoint, 32, [text[0][:1, :16]])
-    np.testing.assert_allclose(divergences(checkpoint, 32, text, lambda share: None), expected, rtol=1e-4)
+    assert_close(divergences(checkpoint, 32, text, lambda share: None), expected, "relative")
 
 
 @pytest.mark.data

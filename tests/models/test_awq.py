@@ -25,6 +25,7 @@ from models.quantizers.groups import to_fp16_scale
 from models.recipe import Recipe
 from models.spec import LAYER_TYPES
 from models.store import Store
+from tests.close import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,10 +64,10 @@ def test_a_block_computes_the_same_with_scales_folded(case: str, kind: str, tmp_
     name = f"layers.1.{kind}"
     scaled_seen: dict[str, torch.Tensor] = {}
     scaled = Oracle(working, observe=lambda name, value: scaled_seen.update({name: value.clone()})).block(1, x)
-    torch.testing.assert_close(scaled, plain, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(scaled_seen[name] * torch.from_numpy(factors), seen[name], rtol=1e-4, atol=1e-4)
+    assert_close(scaled, plain, "model")
+    assert_close(scaled_seen[name] * torch.from_numpy(factors), seen[name], "model")
     expected = checkpoint.linear(name)[0].float() * torch.from_numpy(factors)
-    torch.testing.assert_close(working.linear(name)[0], expected)
+    assert_close(working.linear(name)[0], expected)
 
 
 def test_query_heads_that_share_a_value_head_are_tied(tmp_path: Path, checkpoint_maker: Callable[..., Path]) -> None:

@@ -15,6 +15,7 @@ from models.errors import CancelledError, QuantizationError
 from models.quantize import fisher
 from models.quantize.work import Work
 from models.store.durable import private_folder
+from tests.close import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -123,7 +124,7 @@ def test_every_layer_has_what_autograd_gives(tmp_path: Path, case: str, monkeypa
     for name, array in found.items():
         assert array.dtype == np.float16
         relative = (wanted[name] / wanted[name].amax(1, keepdim=True)).numpy()
-        np.testing.assert_allclose(array, relative, rtol=2e-3, atol=1e-6, err_msg=name)
+        assert_close(array, relative, "stored half", what=name)
     assert shares == sorted(shares)
     assert 0 <= shares[0] < shares[-1] < 1
     assert sorted(path.name for path in work.folder.iterdir()) == [

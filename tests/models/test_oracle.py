@@ -15,6 +15,7 @@ import torch
 from models.checkpoint import Checkpoint
 from models.families import spec_from_config
 from models.oracle import Oracle
+from tests.close import assert_close
 
 TOLERANCE = 1e-4
 """Largest difference of a logit in fp32. Logits of the random models are of the order of 1."""
@@ -146,7 +147,7 @@ def test_logits_equal_transformers(pair: tuple[Any, Checkpoint], length: int) ->
     model, checkpoint = pair
     expected = theirs(model, tokens_of(length)).logits
     assert expected.std() > 0.3
-    torch.testing.assert_close(Oracle(checkpoint).logits(tokens_of(length)), expected, atol=TOLERANCE, rtol=0)
+    assert_close(Oracle(checkpoint).logits(tokens_of(length)), expected, "model")
 
 
 def test_cached_decode_equals_transformers(pair: tuple[Any, Checkpoint]) -> None:
@@ -158,7 +159,7 @@ def test_cached_decode_equals_transformers(pair: tuple[Any, Checkpoint]) -> None
     parts = [oracle.logits(tokens[:, :9], cache), oracle.logits(tokens[:, 9:12], cache)]
     parts += [oracle.logits(tokens[:, i : i + 1], cache) for i in range(12, 23)]
     assert cache.length == 23
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=TOLERANCE, rtol=0)
+    assert_close(torch.cat(parts, 1), whole, "model")
 
 
 def test_cached_decode_equals_cached_decode_of_transformers(pair: tuple[Any, Checkpoint]) -> None:
@@ -168,11 +169,11 @@ def test_cached_decode_equals_cached_decode_of_transformers(pair: tuple[Any, Che
     oracle = Oracle(checkpoint)
     cache = oracle.cache(2, length)
     output = theirs(model, tokens[:, :3], use_cache=True)
-    torch.testing.assert_close(oracle.logits(tokens[:, :3], cache), output.logits, atol=TOLERANCE, rtol=0)
+    assert_close(oracle.logits(tokens[:, :3], cache), output.logits, "model")
     for i in range(3, length):
         output = theirs(model, tokens[:, i : i + 1], past_key_values=output.past_key_values, use_cache=True)
         ours = oracle.logits(tokens[:, i : i + 1], cache)
-        torch.testing.assert_close(ours, output.logits, atol=TOLERANCE, rtol=0)
+        assert_close(ours, output.logits, "model")
 
 
 def test_spec_follows_the_config_of_transformers(pair: tuple[Any, Checkpoint]) -> None:
@@ -210,7 +211,7 @@ def test_sharded_checkpoint_reads_the_same(case: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tmp_path)
     assert len(checkpoint.shards) > 3
     expected = theirs(model, tokens_of(11)).logits
-    torch.testing.assert_close(Oracle(checkpoint).logits(tokens_of(11)), expected, atol=TOLERANCE, rtol=0)
+    assert_close(Oracle(checkpoint).logits(tokens_of(11)), expected, "model")
 
 
 @pytest.mark.parametrize("case", ["llama3.1", "qwen3", "phi4-mini"])
@@ -245,13 +246,13 @@ def test_one_oracle_goes_from_long_contexts_back_to_short_ones(pair: tuple[Any, 
     oracle = Oracle(checkpoint)
     for length in (23, 5, 30):
         expected = theirs(model, tokens_of(length)).logits
-        torch.testing.assert_close(oracle.logits(tokens_of(length)), expected, atol=TOLERANCE, rtol=0)
+        assert_close(oracle.logits(tokens_of(length)), expected, "model")
 
 
 def test_rows_select_logits(pair: tuple[Any, Checkpoint]) -> None:
     oracle = Oracle(pair[1])
     tokens = tokens_of(7)
-    torch.testing.assert_close(oracle.logits(tokens, rows=[2, -1]), oracle.logits(tokens)[:, [2, 6]])
+    assert_close(oracle.logits(tokens, rows=[2, -1]), oracle.logits(tokens)[:, [2, 6]])
 
 
 def test_shortened_cache_forgets(pair: tuple[Any, Checkpoint]) -> None:
@@ -264,7 +265,7 @@ def test_shortened_cache_forgets(pair: tuple[Any, Checkpoint]) -> None:
     again = oracle.logits(tokens[:, 5:], cache)
     fresh = oracle.cache(2, 12)
     oracle.logits(tokens[:, :5], fresh)
-    torch.testing.assert_close(again, oracle.logits(tokens[:, 5:], fresh), atol=1e-6, rtol=0)
+    assert_close(again, oracle.logits(tokens[:, 5:], fresh), "rounding")
 
 
 def test_full_cache_refuses_and_stays_as_it_was(pair: tuple[Any, Checkpoint]) -> None:
@@ -302,7 +303,7 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     Oracle(checkpoint, observe=lambda name, x: seen.append((name, x))).logits(tokens_of(6))
     assert tuple(name for name, _ in seen) == checkpoint.spec.linear_names()
     for name, x in seen:
-        torch.testing.assert_close(x, expected[name], atol=TOLERANCE, rtol=0)
+        assert_close(x, expected[name], "model")
 
 
 def test_the_keys_shown_are_those_that_transformers_caches(pair: tuple[Any, Checkpoint]) -> None:
@@ -312,7 +313,7 @@ def test_the_keys_shown_are_those_that_transformers_caches(pair: tuple[Any, Chec
     cached = theirs(model, tokens_of(3), use_cache=True).past_key_values.layers
     assert [layer for layer, _ in seen] == list(range(checkpoint.spec.num_layers))
     for layer, keys in seen:
-        torch.testing.assert_close(keys, cached[layer].keys, atol=TOLERANCE, rtol=0)
+        assert_close(keys, cached[layer].keys, "model")
 
 
 class SpiedWeights:
@@ -352,7 +353,7 @@ def test_block_by_block_holds_one_block_and_gives_the_same_logits(pair: tuple[An
         states = [oracle.block(layer, x, torch.arange(x.shape[1])) for x in states]
         assert {name.rpartition(".")[0] for name in weights.alive()} == {f"layers.{layer}"}
     for tokens, x in zip(batches, states, strict=True):
-        torch.testing.assert_close(oracle.head(x), Oracle(checkpoint).logits(tokens), atol=1e-5, rtol=0)
+        assert_close(oracle.head(x), Oracle(checkpoint).logits(tokens))
     blocks = [name for name, _ in weights.given if name.startswith("layers.")]
     assert len(blocks) == len(set(blocks)), "a block's weights are read once for all batches"
 
@@ -376,14 +377,14 @@ def test_head_converted_in_parts_gives_the_same_logits(
     expected = Oracle(checkpoint).logits(tokens_of(5))
     monkeypatch.setattr("models.oracle._HEAD_ROWS", 16)
     ours = Oracle(checkpoint, resident=False).logits(tokens_of(5))
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+    assert_close(ours, expected)
 
 
 def test_block_depends_on_distances_of_positions_alone(pair: tuple[Any, Checkpoint]) -> None:
     oracle = Oracle(pair[1])
     x = oracle.embed(tokens_of(9))
     near, far = (oracle.block(1, x, torch.arange(9) + start) for start in (20, 40))
-    torch.testing.assert_close(near, far, atol=TOLERANCE, rtol=0)
+    assert_close(near, far, "model")
 
 
 def greedy(oracle: Oracle, prompt: list[int], count: int) -> list[int]:

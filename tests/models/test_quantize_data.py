@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.data, pytest.mark.usefixtures("one_thread")]
 
 PLAIN = {"babyllama105": {4: (0.031, 0.060), 3: (0.210, None)}, "stories260k": {4: (0.091, 0.116), 3: (0.667, None)}}
 """Loss increase in nats of plain round-to-nearest with groups of 32 and 128 (README of the data)."""
-STORIES = 60
+STORIES = 20
 
 
 class Weights:

@@ -85,7 +85,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def attempts(tmp_path: Path, checkpoint_maker: Callable[..., Path], short_text: str) -> Iterator[Attempts]:
-    folder = checkpoint_maker(tmp_path / "source", layers=6, family="qwen2", tied=False)
+    folder = checkpoint_maker(tmp_path / "source", layers=4, family="qwen2", tied=False)
     (tmp_path / "text").write_text(short_text)
     attempts = Attempts(folder, tmp_path / "store", tmp_path / "text")
     yield attempts

@@ -15,6 +15,7 @@ from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.quantizers.groups import GroupCodes
 from models.quantizers.residual import GRID, quantize_residual
 from models.quantizers.rtn import RATIOS, quantize
+from tests.close import assert_close
 
 SHAPES = [(1, 1), (3, 32), (5, 100), (7, 128), (4, 172), (33, 352), (0, 64)]
 
@@ -81,7 +82,7 @@ def test_constant_groups_are_safe(value: float, bits: int) -> None:
     weight = np.full((2, 160), value, np.float32)
     dequantized = quantize(weight, bits, 128).dequantize()
     assert np.isfinite(dequantized).all()
-    np.testing.assert_allclose(dequantized, weight, rtol=1e-3, atol=6e-8)
+    assert_close(dequantized, weight, "stored half")
 
 
 @settings(deadline=None, max_examples=50)

@@ -25,6 +25,7 @@ from models.quantizers.dequantize import dequantize
 from models.recipe import Recipe
 from models.spec import ModelSpec, RopeSpec
 from models.store import Store
+from tests.close import Tolerance, assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,10 +92,10 @@ def test_a_block_computes_the_same_with_even_keys(case: str, tmp_path: Path) -> 
     uneven = magnitude * np.exp(np.random.default_rng(2).normal(0, 3, magnitude.shape)).astype(np.float32)
     smooth_attention(working, uneven)
     smooth, even = watched(working, x)
-    torch.testing.assert_close(smooth, plain, rtol=1e-4, atol=1e-4)
+    assert_close(smooth, plain, "model")
     scales = torch.from_numpy(smoothing(spec, uneven))
     assert scales.max() > 2 * scales.min()
-    torch.testing.assert_close(even * scales[:, None], keys, rtol=1e-4, atol=1e-4)
+    assert_close(even * scales[:, None], keys, "model")
 
 
 def test_scales_are_the_roots_of_the_larger_of_a_pair() -> None:
@@ -102,14 +103,14 @@ def test_scales_are_the_roots_of_the_larger_of_a_pair() -> None:
     scales = smoothing(spec_of(), magnitude)
     pairs = np.array([[4, 9, 16, 25], [3, 1, 1, 1]])
     expected = np.sqrt(pairs) / np.sqrt(np.sqrt([[4 * 25], [3 * 1]]))
-    np.testing.assert_allclose(scales, np.tile(expected, 2), rtol=1e-6)
-    np.testing.assert_allclose(scales.max(1) * scales.min(1), 1, rtol=1e-6)
+    assert_close(scales, np.tile(expected, 2), "rounding")
+    assert_close(scales.max(1) * scales.min(1), 1, "rounding")
 
 
 def test_channels_that_do_not_rotate_are_alone() -> None:
     magnitude = np.array([[1, 4, 16, 1, 4, 9, 64, 36]], np.float32)
     scales = smoothing(spec_of(kv_heads=1, rotary=4), magnitude)[0]
-    np.testing.assert_allclose(scales**2 / scales[0] ** 2 * 16, [16, 4, 16, 4, 4, 9, 64, 36], rtol=1e-5)
+    assert_close(scales**2 / scales[0] ** 2 * 16, [16, 4, 16, 4, 4, 9, 64, 36])
 
 
 def test_heads_that_share_a_norm_are_tied() -> None:
@@ -201,8 +202,8 @@ def test_every_recipe_can_have_it(method: str, tmp_path: Path, checkpoint_maker:
     keys = ratio[spec.q_width :].reshape(spec.num_kv_heads, spec.head_dim)
     assert keys.max() > 1.1 * keys.min()
     if method != "awq":  # whose own scales change with it
-        torch.testing.assert_close(queries[:, 0] * keys, torch.ones_like(keys), rtol=0.1, atol=0)
-        torch.testing.assert_close(queries[:, 1] * keys, torch.ones_like(keys), rtol=0.1, atol=0)
+        assert_close(queries[:, 0] * keys, torch.ones_like(keys), Tolerance(rtol=0.1, why="weights of 4 bits"))
+        assert_close(queries[:, 1] * keys, torch.ones_like(keys), Tolerance(rtol=0.1, why="weights of 4 bits"))
 
 
 def test_it_needs_a_calibration_text(tmp_path: Path, checkpoint_maker: Callable[..., Path]) -> None:

@@ -15,6 +15,7 @@ from models.quantize import fisher
 from models.quantize.text import token_windows
 from models.quantize.work import Work
 from models.quantizers import quantizer, rows, rtn, squeezellm
+from tests.close import Tolerance, assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,7 +91,7 @@ def test_every_weight_has_the_nearest_entry() -> None:
     found = squeezellm.quantize(weight, sensitivity, 3)
     entries = found.codebook.astype(np.float64) * found.scales.astype(np.float64)
     nearest = np.abs(weight[:, :, None] - entries[:, None]).min(2)
-    np.testing.assert_allclose(np.abs(weight - found.dequantize()), nearest, atol=1e-8)
+    assert_close(np.abs(weight - found.dequantize()), nearest, Tolerance(rtol=1e-7, atol=1e-8, why="one subtraction"))
 
 
 def test_sensitive_weights_are_nearer() -> None:
@@ -101,7 +102,7 @@ def test_sensitive_weights_are_nearer() -> None:
     flat = squeezellm.quantize(weight, np.ones_like(sensitivity), 3).dequantize()
     assert np.square(weight - found)[:, ::8].mean() < 0.5 * np.square(weight - flat)[:, ::8].mean()
     scaled = squeezellm.quantize(weight, sensitivity * 1e-9, 3).dequantize()
-    np.testing.assert_allclose(scaled, found, atol=1e-3)  # the unit does not matter, but for the last digit of fp16
+    assert_close(scaled, found, "half attention")  # the unit does not matter, but for the last digit of fp16
 
 
 def test_an_outlier_has_an_entry_if_it_counts() -> None:
@@ -110,14 +111,14 @@ def test_an_outlier_has_an_entry_if_it_counts() -> None:
     sensitivity = importance(weight.shape)
     sensitivity[:, 77] = 1
     dequantized = squeezellm.quantize(weight, sensitivity, 3).dequantize()
-    np.testing.assert_allclose(dequantized[:, 77], 3.0, rtol=0.01)
+    assert_close(dequantized[:, 77], 3.0, Tolerance(rtol=0.01, why="an entry of 8 bits"))
 
 
 @pytest.mark.parametrize("value", [0.0, 0.3, -0.3, 1e-7, 1e4])
 def test_constant_rows_are_safe(value: float) -> None:
     weight = np.full((3, 70), value, np.float32)
     found = squeezellm.quantize(weight, importance(weight.shape), 3).dequantize()
-    np.testing.assert_allclose(found, weight, rtol=2e-3, atol=6e-8)
+    assert_close(found, weight, "stored half")
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -125,7 +126,7 @@ def test_few_distinct_values_are_kept(bits: int) -> None:
     values = np.array([-1.0, -0.25, 0.0, 0.5, 1.0], np.float32)
     weight = np.random.default_rng(2).choice(values, (6, 90))
     found = squeezellm.quantize(weight, importance(weight.shape), bits).dequantize()
-    np.testing.assert_allclose(found, weight, atol=0.5 / 127)
+    assert_close(found, weight, Tolerance(atol=0.5 / 127, why="half a step of 8 bits"))
 
 
 def test_rows_without_sensitivities_are_quantized_evenly() -> None:
@@ -186,7 +187,7 @@ def test_input_channels_that_matter_in_other_rows_matter_too() -> None:
     weight, sensitivity = weights((16, 256)), np.ones((16, 256), np.float16)
     sensitivity[1:, ::8] = 300
     channels = squeezellm.channel_importance(sensitivity)
-    np.testing.assert_allclose(channels.mean(), 1, rtol=1e-5)
+    assert_close(channels.mean(), 1)
     alone = squeezellm.quantize(weight, sensitivity, 3).dequantize()
     mixed = squeezellm.quantize(weight, sensitivity, 3, channels).dequantize()
     error = np.square(weight - np.stack([alone, mixed]))[:, 0, ::8].mean(1)

@@ -157,7 +157,6 @@ def make_model(
     """Random weights of a spec, packed. Biases appear where the spec asks for them."""
     spec = spec or make_spec()
     rng = np.random.default_rng(seed)
-    biased = {"qkv": spec.qkv_bias, "o": spec.o_bias, "gate_up": spec.mlp_bias, "down": spec.mlp_bias, "head": False}
     linears, full = {}, {}
     for name in spec.linear_names():
         kind = name.rsplit(".", 1)[-1]
@@ -169,7 +168,7 @@ def make_model(
             bits=bits,
             group_size=group_size,
             residual_bits=residual_bits,
-            bias=rng.standard_normal(N).astype(np.float32) if biased[kind] else None,
+            bias=rng.standard_normal(N).astype(np.float32) if spec.has_bias(name) else None,
         )
     norms = {"norm": spec.hidden_size}
     for layer in range(spec.num_layers):

@@ -123,6 +123,16 @@ def test_prefill_is_chunked_and_uncompensated_decode_is_compensated(spec: ModelS
     assert np.concatenate([step.tokens for step in script.steps]).tolist() == [*range(50, 70), *script.answer]
 
 
+@pytest.mark.parametrize("prompt", [7, 8, 9, 16])
+def test_the_last_step_of_a_prompt_gives_logits_however_full_it_is(
+    spec: ModelSpec, tokenizer: Tokenizer, prompt: int
+) -> None:
+    engine, script = make(spec, tokenizer, "ab", prompt=prompt)
+    assert text_of(list(engine.generate([50] * prompt, greedy()))) == "ab"
+    rows = [step.logit_rows.size for step in script.steps]
+    assert rows == [0] * ((prompt - 1) // 8) + [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("stop", "text"),
     [(("there",), "hello "), (("lo t", "zzz"), "hel"), (("zzz",), "hello there"), (("e", "h"), "")],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Case:
     calibration: str
     group_size: int
     store: Store
+    found: dict[tuple[Any, ...], EvalResult] = field(default_factory=dict)
+    """What was evaluated."""
 
     def stored(self, bits: int, residual_bits: int) -> StoredModel:
         name = f"{self.folder.name}-{bits}-{residual_bits}"
@@ -50,9 +52,13 @@ class Case:
         return Tokenizer(self.folder).encode(self.text)[:TOKENS]
 
     def evaluate(self, bits: int, residual_bits: int = 4, **options: Any) -> EvalResult:
-        model = self.stored(bits, residual_bits)
-        decoder, _ = open_decoder(model, DecoderOptions(context=WINDOW, **options), "reference")
-        return perplexity(decoder, self.tokens(), WINDOW, STRIDE)
+        key = (bits, residual_bits, *sorted(({"select": "approx", "k_chunk": 0, "kv": "fp16"} | options).items()))
+        if key not in self.found:
+            decoder, _ = open_decoder(
+                self.stored(bits, residual_bits), DecoderOptions(context=WINDOW, **options), "reference"
+            )
+            self.found[key] = perplexity(decoder, self.tokens(), WINDOW, STRIDE)
+        return self.found[key]
 
     def full(self) -> EvalResult:
         return full_precision_perplexity(Checkpoint.open(self.folder), self.tokens(), WINDOW, STRIDE)

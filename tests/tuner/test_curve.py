@@ -54,7 +54,7 @@ def test_a_time_that_cannot_be_is_refused() -> None:
 
 
 def test_curves_reach_past_what_was_found() -> None:
-    found, layers, timer = tune_simulated("rtx-4050m", "llama-3-8b", 3, "awq", 5)
+    found, layers, timer = tune_simulated("rtx-4050m", "llama-3-8b", 3, 5)
     reports: list[Report] = []
     curves = knee_curves(layers, timer, found, limit=49152, progress=reports.append)
     assert [(curve.kind, curve.n_tb) for curve in curves] == [(kind, found.n_tb[kind]) for kind in found.n_tb]
@@ -69,7 +69,7 @@ def test_curves_reach_past_what_was_found() -> None:
 
 
 def test_other_block_counts_can_be_shown_beside() -> None:
-    found, layers, timer = tune_simulated("rtx-4050m", "llama-3-8b", 3, "awq", 5)
+    found, layers, timer = tune_simulated("rtx-4050m", "llama-3-8b", 3, 5)
     curves = knee_curves(layers, timer, found, limit=49152, others=True)
     counts = {curve.n_tb for curve in curves if curve.kind == "gate_up"}
     assert counts == {1, 2, 4, 8, found.n_tb["gate_up"]}
@@ -82,7 +82,7 @@ def test_on_a_processor_there_is_one_curve_a_type() -> None:
 
 
 def test_curves_stop() -> None:
-    found, layers, timer = tune_simulated("rtx-4050m", "llama-3-8b", 3, "awq", 5)
+    found, layers, timer = tune_simulated("rtx-4050m", "llama-3-8b", 3, 5)
     with pytest.raises(Cancelled):
         knee_curves(layers, timer, found, cancelled=lambda: True)
 

@@ -111,7 +111,7 @@ def test_bisection_finds_what_single_steps_find(seed: int, budget: float) -> Non
 @pytest.mark.parametrize("budget", [2.5, 20.0])
 def test_it_finds_on_a_simulated_device_what_single_steps_find(device: str, budget: float) -> None:
     spec = DEVICES[device]
-    timer = SimulatedTimer(spec, LAYERS, 3, "awq")
+    timer = SimulatedTimer(spec, LAYERS, 3)
     found = tune(LAYERS, timer, budget_percent=budget, sm_count=spec.sm_count, limit=49152)
     assert (found.n_tb_max, found.k_chunk) == walked(LAYERS, timer.seconds, budget, spec.sm_count, 367)
 

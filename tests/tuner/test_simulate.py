@@ -8,7 +8,7 @@ import pytest
 from tuner.devices import DEVICES
 from tuner.errors import BudgetError, ShapeError, TimerError, UnknownDeviceError
 from tuner.shapes import SHAPES, LayerShape
-from tuner.simulate import FITTED, METHODS, SimulatedTimer, tune_simulated
+from tuner.simulate import FITTED, SimulatedTimer, tune_simulated
 from tuner.table_3 import BUDGETS, KINDS, order_breaks, quantile, simulate
 
 LLAMA = SHAPES["llama-3-8b"].layers
@@ -16,8 +16,8 @@ SPEC = DEVICES["rtx-4050m"]
 TABLE_2 = list(DEVICES)[:5]
 
 
-def timer(bits: float = 3, method: str = "awq") -> SimulatedTimer:
-    return SimulatedTimer(SPEC, LLAMA, bits, method)
+def timer(bits: float = 3, *, codebook: bool = False) -> SimulatedTimer:
+    return SimulatedTimer(SPEC, LLAMA, bits, codebook=codebook)
 
 
 def test_the_awq_column_of_table_3() -> None:
@@ -44,7 +44,7 @@ def test_the_squeezellm_column_of_table_3() -> None:
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_greater_ratio_of_link_to_memory_gives_more_channels(shape: str, bits: int, budget: float) -> None:
-    sums = [sum(tune_simulated(device, shape, bits, "awq", budget)[0].k_chunk.values()) for device in TABLE_2]
+    sums = [sum(tune_simulated(device, shape, bits, budget)[0].k_chunk.values()) for device in TABLE_2]
     assert sums == sorted(sums)
     assert sums[0] < sums[-1]
 
@@ -53,7 +53,7 @@ def test_a_greater_ratio_of_link_to_memory_gives_more_channels(shape: str, bits:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_device_stays_within_every_budget(device: str, shape: str) -> None:
     for budget in BUDGETS:
-        found, layers, used = tune_simulated(device, shape, 3, "awq", budget)
+        found, layers, used = tune_simulated(device, shape, 3, budget)
         base = sum(layer.count * used.seconds(layer.kind, 0, 0) for layer in layers)
         spent = sum(
             layer.count * used.seconds(layer.kind, found.n_tb[layer.kind], found.k_chunk[layer.kind])
@@ -77,8 +77,8 @@ def test_a_product_reads_its_weights_at_memory_speed() -> None:
     assert timer().weight_bytes(layer) == 28672 * 4096 * 3.25 / 8
     expected = 28672 * 4096 * 3.25 / 8 / (192e9 * FITTED.memory_efficiency)
     assert timer().seconds("gate_up", 0, 0) == pytest.approx(expected)
-    assert timer(method="squeezellm").weight_bytes(layer) == 28672 * 4096 * 3 / 8 + 28672 * 16
-    assert timer(3.5, "squeezellm").weight_bytes(layer) == 28672 * 4096 * 3.5 / 8 + 28672 * 24
+    assert timer(codebook=True).weight_bytes(layer) == 28672 * 4096 * 3 / 8 + 28672 * 16
+    assert timer(3.5, codebook=True).weight_bytes(layer) == 28672 * 4096 * 3.5 / 8 + 28672 * 24
 
 
 def test_a_curve_has_a_knee() -> None:
@@ -93,7 +93,7 @@ def test_a_curve_has_a_knee() -> None:
 
 def test_few_blocks_cannot_fill_the_link() -> None:
     assert timer().seconds("gate_up", 2, 60) > 1.5 * timer().seconds("gate_up", 8, 60)
-    fast, faster = (SimulatedTimer(DEVICES["rtx-4090"], LLAMA, 3, "awq").seconds("gate_up", n, 60) for n in (28, 56))
+    fast, faster = (SimulatedTimer(DEVICES["rtx-4090"], LLAMA, 3).seconds("gate_up", n, 60) for n in (28, 56))
     assert fast == faster
 
 
@@ -104,13 +104,13 @@ def test_many_blocks_take_the_product_its_multiprocessors() -> None:
 
 def test_fewer_blocks_than_chunks_select_in_turns() -> None:
     constants = dataclasses.replace(FITTED, chunk_cycles=1e6, block_gb_s=1e6)
-    slow = SimulatedTimer(SPEC, LLAMA, 3, "awq", constants)
+    slow = SimulatedTimer(SPEC, LLAMA, 3, constants=constants)
     assert slow.seconds("down", 7, 1) == pytest.approx(2 * slow.seconds("down", 14, 1), rel=0.05)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_can_be_simulated(method: str) -> None:
-    found, layers, used = tune_simulated("rtx-5060m", "qwen-3-8b", 4, method, 5)
+@pytest.mark.parametrize("codebook", [False, True])
+def test_every_kind_of_weights_can_be_simulated(codebook: bool) -> None:
+    found, layers, used = tune_simulated("rtx-5060m", "qwen-3-8b", 4, 5, codebook=codebook)
     assert not used.measured
     assert layers == SHAPES["qwen-3-8b"].layers
     assert 0 < found.predicted_slowdown_percent <= 5
@@ -119,16 +119,15 @@ def test_every_method_can_be_simulated(method: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("rtx-1", "llama-3-8b", 3, "awq", 5), UnknownDeviceError, "no device is called 'rtx-1'; there are rtx-4090,"),
-        (("rtx-4090", "llama", 3, "awq", 5), ShapeError, "no shape is called 'llama'; there are llama-3-8b,"),
-        (("rtx-4090", "llama-3-8b", 2, "awq", 5), ShapeError, "2 bits can't be simulated; give 3, 3.5 or 4"),
-        (("rtx-4090", "llama-3-8b", 3, "exl2", 5), ShapeError, "'exl2' can't be simulated; there are rtn,"),
-        (("rtx-4090", "llama-3-8b", 3, "awq", 0), BudgetError, "not 0"),
-        (("rtx-4090", "llama-3-8b", 3, "awq", 101), BudgetError, "not 101"),
+        (("rtx-1", "llama-3-8b", 3, 5), UnknownDeviceError, "no device is called 'rtx-1'; there are rtx-4090,"),
+        (("rtx-4090", "llama", 3, 5), ShapeError, "no shape is called 'llama'; there are llama-3-8b,"),
+        (("rtx-4090", "llama-3-8b", 2, 5), ShapeError, "2 bits can't be simulated; give 3, 3.5 or 4"),
+        (("rtx-4090", "llama-3-8b", 3, 0), BudgetError, "not 0"),
+        (("rtx-4090", "llama-3-8b", 3, 101), BudgetError, "not 101"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(
-    arguments: tuple[str, str, float, str, float], error: type[Exception], message: str
+    arguments: tuple[str, str, float, float], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         tune_simulated(*arguments)
@@ -146,4 +145,4 @@ def test_compensation_by_no_block_is_refused() -> None:
 
 def test_a_head_can_be_simulated_beside_blocks() -> None:
     layers = (*LLAMA, LayerShape("head", 128256, 4096, 1))
-    assert SimulatedTimer(SPEC, layers, 4, "rtn").seconds("head", 8, 16) > 0
+    assert SimulatedTimer(SPEC, layers, 4).seconds("head", 8, 16) > 0

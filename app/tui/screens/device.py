@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.table import Table
 from rich.text import Text
@@ -18,11 +18,14 @@ from app.tui.figures import byte_count, compensated, k_chunk_text
 from app.tui.machine import Lines, chosen_curve, layer_rows, machine_lines, tuning_lines
 from app.tui.messages import TuneAsked
 from app.tui.printable import printable
-from app.tui.runtime import CurveLike, DeviceReportLike, TuningLike
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.knee_chart import KneeChart
 from app.tui.widgets.progress_panel import ProgressPanel
+
+if TYPE_CHECKING:
+    from runtime.wire.device import DeviceReport, Tuning
+    from tuner.curve import Curve
 
 LIVE_INTERVAL_S = 1.0
 
@@ -115,7 +118,7 @@ class DeviceScreen(Screen[None]):
             return
         await self._show(report)
 
-    async def _show(self, report: DeviceReportLike) -> None:
+    async def _show(self, report: DeviceReport) -> None:
         self.query_one("#device-machine", Static).update(listed(machine_lines(report.machine, report.bandwidth_gb_s)))
         problems = self.query_one("#device-problems", Static)
         problems.display = bool(report.problems)
@@ -143,7 +146,7 @@ class DeviceScreen(Screen[None]):
         compensates = "with the program's own k_chunk" if compensated(status.k_chunk) else "without compensation"
         return f"Not tuned: the model runs {compensates}. R tunes it."
 
-    async def _draw_curves(self, tuning: TuningLike | None) -> None:
+    async def _draw_curves(self, tuning: Tuning | None) -> None:
         charts = [] if tuning is None else charts_of(tuning)
         grid = self.query_one("#device-knees", Grid)
         await grid.remove_children()
@@ -169,9 +172,9 @@ class DeviceScreen(Screen[None]):
         self.dismiss(result)
 
 
-def charts_of(tuning: TuningLike) -> list[KneeChart]:
+def charts_of(tuning: Tuning) -> list[KneeChart]:
     """A chart for every layer type that was measured."""
-    by_kind: dict[str, list[CurveLike]] = {}
+    by_kind: dict[str, list[Curve]] = {}
     for curve in tuning.curve:
         if curve.points:
             by_kind.setdefault(curve.kind, []).append(curve)

@@ -15,6 +15,7 @@ from textual.suggester import Suggester
 from textual.widgets import Button, Checkbox, Input, RadioButton, RadioSet, Static
 
 from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
+from runtime.wire.requests import QuantizeRequest
 
 V = TypeVar("V")
 
@@ -97,7 +98,7 @@ class ConfirmDialog(ModalScreen[bool]):
         self.dismiss(answer)
 
 
-class QuantizeDialog(ModalScreen[tuple[str, float, str, bool] | None]):
+class QuantizeDialog(ModalScreen[QuantizeRequest | None]):
     """Asks which checkpoint to quantize, to how many bits, by which method, and whether keys are evened out."""
 
     AUTO_FOCUS = "Input"
@@ -133,7 +134,8 @@ class QuantizeDialog(ModalScreen[tuple[str, float, str, bool] | None]):
             return
         folder = str(Path(text.strip()).expanduser().absolute())
         bits, method = self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", METHODS)
-        self.dismiss((folder, bits, method, self.query_one(Checkbox).value))
+        smooth = self.query_one(Checkbox).value
+        self.dismiss(QuantizeRequest(source=folder, bits=bits, method=method, smooth_attention=smooth))
 
     @on(Button.Pressed)
     def decide(self, event: Button.Pressed) -> None:

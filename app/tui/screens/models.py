@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -15,11 +15,14 @@ from app.errors import ClientError
 from app.tui.figures import byte_count
 from app.tui.messages import LoadAsked, QuantizeAsked, RemoveAsked
 from app.tui.printable import printable
-from app.tui.runtime import ModelEntryLike
 from app.tui.screens.dialogs import ConfirmDialog, QuantizeDialog
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.progress_panel import ProgressPanel
+
+if TYPE_CHECKING:
+    from runtime.wire.answers import ModelEntry
+    from runtime.wire.requests import QuantizeRequest
 
 EMPTY = "There are no models yet. Q makes one of a folder with a Hugging Face checkpoint."
 
@@ -47,7 +50,7 @@ class ModelsScreen(Screen[None]):
     def __init__(self, session: Session) -> None:
         super().__init__()
         self._session = session
-        self._models: Sequence[ModelEntryLike] = ()
+        self._models: Sequence[ModelEntry] = ()
         self._seen: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
@@ -101,17 +104,17 @@ class ModelsScreen(Screen[None]):
             return ["", "model", "bits", "size"]
         return ["", "model", "bits", "size", "perplexity", ""]
 
-    def _cells(self, model: ModelEntryLike) -> list[str]:
+    def _cells(self, model: ModelEntry) -> list[str]:
         cells = ["●" if model.loaded else " ", printable(model.name), f"{model.bits:g}", byte_count(model.disk_bytes)]
         if self.has_class("-slim"):
             return cells
         return [*cells, perplexity(model), "bundled" if model.bundled else "! " if model.warning else ""]
 
-    def _chosen(self) -> ModelEntryLike | None:
+    def _chosen(self) -> ModelEntry | None:
         row = self.query_one(ModelTable).cursor_row
         return self._models[row] if 0 <= row < len(self._models) else None
 
-    def _about(self, model: ModelEntryLike | None) -> str:
+    def _about(self, model: ModelEntry | None) -> str:
         if model is None:
             return ""
         made = f"{model.method}, keys evened out" if model.smooth_attention else model.method
@@ -145,9 +148,9 @@ class ModelsScreen(Screen[None]):
     def action_quantize(self) -> None:
         """Ask for a folder and make a low-bit model of it."""
 
-        def begin(answer: tuple[str, float, str, bool] | None) -> None:
-            if answer is not None:
-                self.app.post_message(QuantizeAsked(*answer))
+        def begin(request: QuantizeRequest | None) -> None:
+            if request is not None:
+                self.app.post_message(QuantizeAsked(request))
 
         self.app.push_screen(QuantizeDialog(), begin)
 
@@ -176,7 +179,7 @@ class ModelsScreen(Screen[None]):
         self.dismiss(result)
 
 
-def perplexity(model: ModelEntryLike, *, words: bool = False) -> str:
+def perplexity(model: ModelEntry, *, words: bool = False) -> str:
     """Perplexity before and after quantizing: `12.31 → 12.84`."""
     before, after = model.perplexity_before, model.perplexity_after
     if after is None:

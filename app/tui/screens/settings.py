@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import events, on
 from textual.app import ComposeResult
@@ -14,7 +14,6 @@ from textual.widgets import Button, Footer, Input, RadioSet, Select, Static, Tex
 from app.errors import ClientError
 from app.settings import RULES, Settings
 from app.tui.messages import ReloadAsked, SettingChanged
-from app.tui.runtime import CachesLike, DeviceReportLike
 from app.tui.screens.dialogs import ConfirmDialog
 from app.tui.session import Session
 from app.tui.widgets.budget_row import BudgetRow, effect
@@ -22,6 +21,10 @@ from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.progress_panel import ProgressPanel
 from app.tui.widgets.saved_row import SavedRow, cache_effect
 from app.tui.widgets.setting_row import SettingRow
+
+if TYPE_CHECKING:
+    from runtime.wire.answers import Caches
+    from runtime.wire.device import DeviceReport
 
 GROUPS = {
     "Quality and speed": ("budget", "k_chunk"),
@@ -45,8 +48,8 @@ class SettingsScreen(Screen[None]):
         super().__init__()
         self._session = session
         self._before: Settings = session.settings
-        self._report: DeviceReportLike | None = None
-        self._caches: CachesLike | None = None
+        self._report: DeviceReport | None = None
+        self._caches: Caches | None = None
         self._seen: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
@@ -96,7 +99,7 @@ class SettingsScreen(Screen[None]):
             self._caches = await self._session.caches()
         except (ClientError, OSError):
             self._caches = None
-        self.query_one(SavedRow).show(None if self._caches is None else self._caches.saved)
+        self.query_one(SavedRow).show(self._caches)
         self._show_effect()
 
     @on(Button.Pressed, "#saved-delete")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from textual import events, on
 from textual.app import ComposeResult
@@ -12,8 +13,11 @@ from textual.widgets import Input, RadioButton, RadioSet, Static
 from app.settings import UNSET, Settings
 from app.tui.figures import DEFAULT_BUDGET, SEPARATOR, compensated, k_chunk_text, percent
 from app.tui.printable import printable
-from app.tui.runtime import DeviceReportLike, StatusLike
 from app.tui.widgets.setting_row import SettingRow
+
+if TYPE_CHECKING:
+    from runtime.wire.answers import Status
+    from runtime.wire.device import DeviceReport
 
 CHOICES = (0.0, 2.5, 5.0, 10.0, 20.0)
 """Percent, each a button; any other number is custom."""
@@ -75,8 +79,8 @@ class BudgetRow(SettingRow):
 
 def effect(
     settings: Settings,
-    status: StatusLike | None,
-    report: DeviceReportLike | None,
+    status: Status | None,
+    report: DeviceReport | None,
     *,
     speed: float | None,
     tuning: bool,
@@ -109,14 +113,14 @@ def effect(
     return lines
 
 
-def _chunks(status: StatusLike) -> str:
+def _chunks(status: Status) -> str:
     k_chunk = status.k_chunk or {}
     if len(set(k_chunk.values())) == 1:
         return f"{k_chunk_text(k_chunk)} in every layer"
     return "k_chunk " + SEPARATOR.join(f"{kind} {k}" for kind, k in k_chunk.items())
 
 
-def _cost(status: StatusLike, report: DeviceReportLike | None) -> str:
+def _cost(status: Status, report: DeviceReport | None) -> str:
     if not compensated(status.k_chunk):
         return ""
     found = report.tuning if report is not None else None

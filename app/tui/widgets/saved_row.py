@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal
 from textual.widgets import Button, Static
 
 from app.tui.figures import SEPARATOR, byte_count, token_count
-from app.tui.runtime import CacheFactsLike, SavedLike, StatusLike
+
+if TYPE_CHECKING:
+    from runtime.wire.answers import CacheFacts, Holding, Status
 
 
 class SavedRow(Horizontal):
@@ -24,21 +27,19 @@ class SavedRow(Horizontal):
         yield Static("", markup=False, id="saved-amount")
         yield Button("Delete", id="saved-delete", compact=True)
 
-    def show(self, saved: SavedLike | None) -> None:
+    def show(self, saved: Holding | None) -> None:
         """Say how much there is; None: the runtime did not say."""
         words = "not known" if saved is None else "none" if not saved.files else _amount(saved)
         self.query_one("#saved-amount", Static).update(words)
         self.query_one(Button).disabled = saved is None
 
 
-def _amount(saved: SavedLike) -> str:
+def _amount(saved: Holding) -> str:
     chats = "1 chat" if saved.files == 1 else f"{saved.files} chats"
     return f"{byte_count(saved.bytes)} of {chats} on disk"
 
 
-def cache_effect(
-    caches: Mapping[str, CacheFactsLike], kv: str, context: int | None, status: StatusLike | None
-) -> list[str]:
+def cache_effect(caches: Mapping[str, CacheFacts], kv: str, context: int | None, status: Status | None) -> list[str]:
     """What the chosen kind of cache and context mean, in lines; nothing where no model is loaded.
 
     Args:

@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.data.tiles import aligned_zeros, padded
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.plan import PlanOperations, Program
 from runtime.backends.cpu.pool import Pool, default_threads
+from runtime.backends.cpu.tiles import aligned_zeros, padded
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
 from runtime.errors import InvalidActivationError, RequestError
@@ -56,7 +56,7 @@ class CpuDecoder:
         self._parameters["run_rows"] = self._runs.ctypes.data
         self._threads = threads
         self._make_room(self.cache.store.scratch_bytes)
-        self._plan = PlanOperations(model, options, self.cache)
+        self._plan = PlanOperations(model, options, self.cache, self._threads)
         self._programs: dict[tuple[int, ...], Program] = {}
         self._program = self._recorded(options.k_chunk)
         self._pool = Pool(self._control, threads)
@@ -95,10 +95,11 @@ class CpuDecoder:
         runs = self._write_runs(step)
         control, parameters = self._control, self._parameters
         parameters["rows"], parameters["wanted_rows"], parameters["runs"] = M, R, runs
-        parameters["splits"] = self._splits(runs, max(map(self.cache.units, set(step.slots.tolist()))))
+        splits = self._splits(runs, max(map(self.cache.units, set(step.slots.tolist()))))
+        parameters["splits"], parameters["items"] = splits, runs * self.spec.num_kv_heads * splits
         parameters["compensate"], parameters["draft"] = step.compensate, step.draft
         control[sync.FAILED] = 0
-        self._pool.step(self._program.words)
+        self._pool.step(self._program.words, token=M == 1)
         logits = self._program.logits[:R, : self.spec.vocab_size]
         if control[sync.FAILED] or not np.isfinite(logits).all():
             raise InvalidActivationError(

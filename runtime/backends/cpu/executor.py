@@ -1,47 +1,117 @@
-"""Runs a recorded program: every thread walks the same instructions, does its share of each, and meets the others.
+"""Runs a recorded program: threads take parts of its instructions, one instruction after the other.
 
-One call is one step of the whole model, so a token costs one hand-over to the threads and a few hundred barriers.
+One call is one step of the whole model, so a token costs one hand-over to the threads and a few hundred instructions.
 Nothing is allocated, and nothing returns to Python before the logits are there. What an instruction does is in the unit
-whose address it holds (`runtime.backends.cpu.link`).
+whose address it holds (`runtime.backends.cpu.link`); it does not know which thread runs it, nor how many there are, so
+results do not depend on that either.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 
-from runtime.backends.cpu.data.instructions import WIDTH, changing_header_at
-from runtime.backends.cpu.data.step import changing_parameters_at
-from runtime.backends.cpu.machine.sync import TICKET, add_word, barrier, wait_for_ticket
+from runtime.backends.cpu.data.instructions import WIDTH, Header, changing_header_at
+from runtime.backends.cpu.data.step import Parameters, changing_parameters_at
+from runtime.backends.cpu.machine.sync import (
+    ACTIVE,
+    DONE,
+    TURN,
+    add_word,
+    begin_turn,
+    left_of,
+    may_work,
+    number_of,
+    read_word,
+    wait_while,
+    wake_all,
+    write_word,
+)
 from runtime.backends.cpu.machine.unit import call_5, compiled_unit
+
+_NUMBERS = (1 << 32) - 1
 
 
 @numba.njit(nogil=True)
-def _run(control: int, thread: int, threads: int) -> None:
-    step = changing_parameters_at(control)
-    scratch = step.scratch + thread * step.scratch_stride
-    program, count = step.program, step.instructions
-    for n in range(count):
-        i = program + 8 * WIDTH * n
-        call_5(changing_header_at(i).unit, i, control, thread, threads, scratch)
-        barrier(control, threads)
+def _instruction(step: Parameters, number: int) -> int:
+    """Address of the instruction of a number."""
+    return step.program + 8 * WIDTH * ((number - step.first) & _NUMBERS)
+
+
+@numba.njit(nogil=True)
+def _parts(step: Parameters, header: Header) -> int:
+    """Parts that an instruction is cut into in this step."""
+    parts = header.parts if step.rows == 1 else header.parts_of_many
+    return parts if parts > 0 else step.items
+
+
+@numba.njit(nogil=True)
+def _take_part(control: int, thread: int) -> int:
+    """Take a part and do it; the last one done begins the next instruction.
+
+    Returns:
+        The number of an instruction of which nothing was left to take; -1 where there was.
+    """
+    turn = add_word(control + 8 * TURN, -1)
+    number, left = number_of(turn), left_of(turn)
+    if left <= 0:
+        return number
+    step: Any = changing_parameters_at(control)  # whoever has a part may read them: the step can't end without it
+    i = _instruction(step, number)
+    header: Any = changing_header_at(i)
+    parts = _parts(step, header)
+    call_5(header.unit, i, control, parts - left, parts, step.scratch + thread * step.scratch_stride)
+    if add_word(control + 8 * DONE, 1) + 1 == parts:
+        write_word(control + 8 * DONE, 0)
+        ended = (number + 1 - step.first) & _NUMBERS == step.instructions
+        following: Any = changing_header_at(i + 8 * WIDTH)
+        begin_turn(control, number + 1, 0 if ended else _parts(step, following))
+    return -1
+
+
+@numba.njit(nogil=True)
+def _alone(control: int) -> None:
+    """Run the program with nobody to share it."""
+    step: Any = changing_parameters_at(control)
+    for n in range(step.instructions):
+        i = step.program + 8 * WIDTH * n
+        header: Any = changing_header_at(i)
+        call_5(header.unit, i, control, 0, 1, step.scratch)
 
 
 @compiled_unit
-def execute(control: int, thread: int, threads: int) -> None:
-    """Run a program: once for thread 0, which starts the others; for those, each time it does, until they are to stop.
+def execute(control: int, thread: int) -> None:
+    """Run a program: once for thread 0; for the others, whatever it runs, until they are to leave.
 
     Args:
         control: Address of the control block, which says where the program is.
         thread: This thread's number.
-        threads: Number of threads.
     """
-    if thread == 0:
-        add_word(control + 8 * TICKET, 1)
-        _run(control, thread, threads)
+    if thread > 0:
+        while may_work(control, thread):
+            number = _take_part(control, thread)
+            if number >= 0:
+                wait_while(control, number)
         return
-    seen = numba.int64(0)
-    while True:
-        seen = wait_for_ticket(control, seen)
-        if seen < 0:
-            return
-        _run(control, thread, threads)
+    if read_word(control + 8 * ACTIVE) == 1:
+        _alone(control)
+        return
+    step: Any = changing_parameters_at(control)
+    first: Any = changing_header_at(step.program)
+    end = (step.first + step.instructions) & _NUMBERS
+    begin_turn(control, step.first, _parts(step, first))
+    number = -1
+    while number != end:
+        if number >= 0:
+            wait_while(control, number)
+        number = _take_part(control, thread)
+
+
+@compiled_unit
+def set_active(control: int, threads: int) -> None:
+    """Let the threads below a number work from now on, between two programs; 0 lets all but thread 0 leave for good."""
+    write_word(control + 8 * ACTIVE, threads)
+    wake_all(control + 8 * ACTIVE)
+    if threads == 0:
+        begin_turn(control, number_of(read_word(control + 8 * TURN)) + 1, 0)

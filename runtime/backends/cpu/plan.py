@@ -20,11 +20,11 @@ from models.rope import tables
 from models.spec import ModelSpec
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.tiles import TiledLinear, aligned_zeros, padded, tile_linear
 from runtime.backends.cpu.kernels.gemv import BLOCK
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine.emit import LANES
+from runtime.backends.cpu.tiles import TiledLinear, aligned_zeros, padded, tile_linear
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
@@ -80,13 +80,14 @@ class PlanOperations:
         model: The stored model; its matrices are repacked here, one at a time.
         options: How it is to be run.
         cache: The KV cache that the program reads and writes.
+        threads: Threads that will share its instructions.
     """
 
-    def __init__(self, model: Weights, options: DecoderOptions, cache: CpuCache) -> None:
+    def __init__(self, model: Weights, options: DecoderOptions, cache: CpuCache, threads: int) -> None:
         self._model = model
         self._spec: ModelSpec = model.spec
         self._options = options
-        self._cache = cache
+        self._cache, self._threads = cache, threads
         self._k_chunk = options.k_chunk
         self._program: list[op.Instruction] = []
         self._kinds: list[str] = []
@@ -119,7 +120,7 @@ class PlanOperations:
         words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
         for own, instruction in zip(words, self._program, strict=True):
             op.write(own, instruction)
-        link(words)
+        link(words, self._threads)
         selections = (self._selections[0], self._selections[1])
         return Program(words, tuple(self._kinds), self._buffers["logits"], most_scratch(words), selections)
 

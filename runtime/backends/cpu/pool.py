@@ -7,6 +7,7 @@ interpreter, or its lock, between two tokens. Between sessions they are gone and
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from runtime.backends.cpu.crew import Crew
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.executor import execute
+from runtime.backends.cpu.executor import execute, set_active
 from runtime.backends.cpu.link import is_linked, link, most_scratch
 from runtime.backends.cpu.machine import sync
 
@@ -39,12 +41,14 @@ class Pool:
         self._control, self.threads = control, threads
         self._address = int(control.ctypes.data)
         self._parameters = parameters_of(control)
+        self._crew = Crew(threads)
         self._depth = 0
         self._workers: list[threading.Thread] = []
 
     def prepare(self) -> None:
         """Compile what runs the instructions, where that is missing, before anybody waits for a token."""
         execute.prepare()
+        set_active.prepare()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -59,36 +63,41 @@ class Pool:
             if self._depth == 0:
                 self._stop()
 
-    def step(self, program: npt.NDArray[np.int64]) -> None:
+    def step(self, program: npt.NDArray[np.int64], *, token: bool = False) -> None:
         """Run a program once.
 
         Args:
             program: int64 [instructions, WIDTH]; the arrays whose addresses it holds have to be alive. One that is not
                 linked yet (`runtime.backends.cpu.link`) is linked first.
+            token: Whether it decodes one token, as all that are said to do. As many threads share it as make these
+                come fastest, and all of them any other program.
         """
         if not is_linked(program):
-            link(program)
+            link(program, self.threads)
             assert most_scratch(program) <= self._parameters["scratch_stride"]
         self._parameters["program"], self._parameters["instructions"] = int(program.ctypes.data), len(program)
         with self.session():
-            execute(self._address, 0, self.threads)
+            wanted = self._crew.size if token else self.threads
+            if self._control[sync.ACTIVE] != wanted:
+                set_active(self._address, wanted)
+            self._parameters["first"] = (int(self._control[sync.TURN]) >> 32) + 1 & 0xFFFFFFFF
+            began = time.perf_counter()
+            execute(self._address, 0)
+            if token:
+                self._crew.token(time.perf_counter() - began)
 
     def _start(self) -> None:
-        self._control[[sync.ARRIVED, sync.PHASE, sync.TICKET, sync.STOP]] = 0
+        self._control[[sync.DONE, sync.SLEEPERS]] = 0
+        self._control[sync.TURN], self._control[sync.ACTIVE] = sync.CLOSED, self.threads
         self._workers = [
-            threading.Thread(
-                target=execute,
-                args=(self._address, number, self.threads),
-                name=f"decoder-{number}",
-                daemon=True,
-            )
+            threading.Thread(target=execute, args=(self._address, number), name=f"decoder-{number}", daemon=True)
             for number in range(1, self.threads)
         ]
         for worker in self._workers:
             worker.start()
 
     def _stop(self) -> None:
-        self._control[sync.STOP] = 1
+        set_active(self._address, 0)
         for worker in self._workers:
             worker.join()
         self._workers = []

@@ -16,7 +16,6 @@ import torch
 from models.architecture import Operations, forward
 from models.packed import PackedLinear
 from models.rope import tables
-from models.spec import ModelSpec
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.linear import ReferenceLinear
 from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
@@ -32,12 +31,6 @@ def _packed_bytes(linear: PackedLinear) -> int:
     """Bytes that one product with the matrix reads, bias included, residuals not."""
     parts = (linear.codes, linear.scales, linear.zeros, linear.codebook, linear.bias)
     return sum(part.nbytes for part in parts if part is not None)
-
-
-def _norm_names(spec: ModelSpec) -> list[str]:
-    """Names of all norm weights of a model."""
-    per_block = ["input_norm", "post_norm", *(["q_norm", "k_norm"] if spec.qk_norm else [])]
-    return [f"layers.{layer}.{norm}" for layer in range(spec.num_layers) for norm in per_block] + ["norm"]
 
 
 class ReferenceDecoder:
@@ -59,7 +52,7 @@ class ReferenceDecoder:
             self.weight_bytes += _packed_bytes(packed)
             self.linears[name] = ReferenceLinear(packed, index, options)
         self.norms = {
-            name: torch.from_numpy(np.array(model.vector(name), np.float32)) for name in _norm_names(self.spec)
+            name: torch.from_numpy(np.array(model.vector(name), np.float32)) for name in self.spec.norm_names()
         }
         self.weight_bytes += sum(weight.nbytes for weight in self.norms.values())
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))

@@ -15,12 +15,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from runtime.errors import BackendError
+from runtime.parent import ParentWatch
 
 ROOM = "runtime.backends.triton.kernels"
 """Where the kernels are."""
@@ -30,6 +31,8 @@ SHARED_LIMIT = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 
 """KiB of shared memory that a program may have at most."""
 INSTRUCTION_BYTES = 16
 WARPS = (1, 2, 4, 8, 16, 32)
+Types: TypeAlias = str | tuple[Any, ...]
+"""Type of an argument as Triton writes it, or of each member of a tuple of arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +43,10 @@ class Ahead:
     """Unique among all kernels: the operation and what is special, `gemv b3 split`."""
     kernel: Any
     """The function that `triton.jit` made."""
-    signature: dict[str, str]
-    """Type of each argument in the kernel's order: `*fp16`, `*i32`, `i32`, `fp32`, ...; `constexpr` for constants."""
-    constants: dict[str, Any] = field(default_factory=dict)
+    signature: Mapping[str, Types]
+    """Type of each argument: `*fp16`, `*i32`, `i32`, `fp32`, ...; `constexpr` for constants. A named tuple of types for
+    a named tuple of arguments, in which `constexpr` stands for a tensor that isn't there, None."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
     """Value of each `constexpr` argument."""
     num_warps: int = 4
     """Warps of a program."""
@@ -122,9 +126,10 @@ def compile_ahead(ahead: Ahead, target: str) -> Compiled:
     from triton.errors import TritonError
 
     signature = _ordered(ahead)
-    aligned = {
-        (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
-    }
+    places = dict(_leaves(tuple(signature.values())))
+    aligned = {place: [["tt.divisibility", 16]] for place, kind in places.items() if kind.startswith("*")}
+    constants: dict[Any, Any] = dict(ahead.constants)
+    constants |= {place: None for place, kind in places.items() if kind == "constexpr" and len(place) > 1}
     options = {
         "num_warps": ahead.num_warps,
         "num_stages": ahead.num_stages,
@@ -132,7 +137,7 @@ def compile_ahead(ahead: Ahead, target: str) -> Compiled:
     }
     try:
         built = build(
-            ASTSource(ahead.kernel, signature, ahead.constants, aligned),
+            ASTSource(ahead.kernel, signature, constants, aligned),
             GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
             options,
         )
@@ -140,7 +145,7 @@ def compile_ahead(ahead: Ahead, target: str) -> Compiled:
         raise BackendError(f"{ahead.name} does not compile for {target}: {error}") from error
     usage = _resources(built.asm["cubin"])
     return Compiled(
-        operation=ahead.kernel.fn.__module__.removeprefix(f"{ROOM}.").split(".")[0],
+        operation=operation(ahead),
         name=ahead.name,
         target=target,
         registers=usage["REG"],
@@ -151,42 +156,59 @@ def compile_ahead(ahead: Ahead, target: str) -> Compiled:
     )
 
 
+def pairs(names: Sequence[str] = (), targets: Sequence[str] = TARGETS) -> tuple[tuple[str, str], ...]:
+    """Specializations, all of them where none are named, each with every target: what `compile_all` takes."""
+    return tuple((one.name, target) for one in kernels() if not names or one.name in names for target in targets)
+
+
+def operation(ahead: Ahead) -> str:
+    """Name of a specialization's kernel in `runtime.backends.triton.kernels`."""
+    return str(ahead.kernel.fn.__module__).removeprefix(f"{ROOM}.").split(".")[0]
+
+
 def compile_all(
-    names: Sequence[str] = (), targets: Sequence[str] = TARGETS, workers: int = 2
+    wanted: Sequence[tuple[str, str]] | None = None, workers: int = 2
 ) -> tuple[tuple[Compiled, ...], tuple[str, ...]]:
     """Compile specializations in child processes that don't interpret, whatever this process does.
 
+    The child processes end when this one does, however that happens.
+
     Args:
-        names: Which; all of them when empty.
-        targets: For which devices.
+        wanted: Names of specializations and targets (see `pairs`); all of them when None.
         workers: Child processes at the same time.
 
     Returns:
-        What was compiled, by operation, name and the order of `targets`; and a message for each that does not compile.
+        What was compiled, by operation, name and target; and a message for each that does not compile.
 
     Raises:
         BackendError: a child process ended before its work did.
     """
+    wanted = pairs() if wanted is None else wanted
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / f"{worker}.json" for worker in range(workers)]
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, str(output), f"{worker}/{workers}", ",".join(targets), *names],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for worker, output in enumerate(outputs)
-        ]
-        said = [child.communicate()[0] for child in children]
+        shares = [Path(folder) / f"{worker}.json" for worker in range(workers)]
+        children = []
+        try:
+            for worker, share in enumerate(shares):
+                share.write_text(json.dumps(wanted[worker::workers]), encoding="utf-8")
+                command = [sys.executable, "-m", __spec__.name, str(share), str(os.getpid())]
+                children.append(
+                    subprocess.Popen(
+                        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                    )
+                )
+            said = [child.communicate()[0] for child in children]
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
         for child, words in zip(children, said, strict=True):
             if child.returncode:
                 raise BackendError(f"compiling ahead of time ended with {child.returncode}: {words[-2000:]}")
-        answers = [json.loads(output.read_text(encoding="utf-8")) for output in outputs]
+        answers = [json.loads(share.read_text(encoding="utf-8")) for share in shares]
     compiled = [Compiled(**row) for answer in answers for row in answer["compiled"]]
-    compiled.sort(key=lambda row: (row.operation, row.name, targets.index(row.target)))
+    places = {pair: place for place, pair in enumerate(wanted)}
+    compiled.sort(key=lambda row: (row.operation, row.name, places[row.name, row.target]))
     return tuple(compiled), tuple(message for answer in answers for message in answer["failed"])
 
 
@@ -206,7 +228,16 @@ def code_bytes(cubin: bytes) -> int:
     return total
 
 
-def _ordered(ahead: Ahead) -> dict[str, str]:
+def _leaves(types: tuple[Any, ...], place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Every type in nested tuples, with its place in each of them from the outermost on."""
+    for number, kind in enumerate(types):
+        if isinstance(kind, str):
+            yield (*place, number), kind
+        else:
+            yield from _leaves(kind, (*place, number))
+
+
+def _ordered(ahead: Ahead) -> dict[str, Types]:
     """The signature in the kernel's own order."""
     arguments = getattr(ahead.kernel, "arg_names", None)
     if arguments is None or not hasattr(ahead.kernel, "cache_key"):
@@ -233,19 +264,24 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return usage
 
 
-def _main(arguments: Sequence[str]) -> None:
-    """A child process of `compile_all`: its share of the work, as JSON into a file."""
-    output, share, targets, *names = arguments
-    worker, workers = map(int, share.split("/"))
-    work = [(one, target) for one in kernels() if not names or one.name in names for target in targets.split(",")]
+def _main(share: Path, parent: int) -> None:
+    """A child process of `compile_all`: compiles its share of the work, which the file names, and puts JSON there.
+
+    Args:
+        share: The file.
+        parent: Number of the process that waits for it; without that one it ends at once, in the middle of its work.
+    """
+    work = json.loads(share.read_text(encoding="utf-8"))
     compiled, failed = [], []
-    for one, target in work[worker::workers]:
-        try:
-            compiled.append(asdict(compile_ahead(one, target)))
-        except BackendError as error:
-            failed.append(str(error))
-    Path(output).write_text(json.dumps({"compiled": compiled, "failed": failed}), encoding="utf-8")
+    with ParentWatch(parent).watching(lambda: os._exit(1)):
+        named = {one.name: one for one in kernels()}
+        for name, target in work:
+            try:
+                compiled.append(asdict(compile_ahead(named[name], target)))
+            except BackendError as error:
+                failed.append(str(error))
+    share.write_text(json.dumps({"compiled": compiled, "failed": failed}), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    _main(Path(sys.argv[1]), int(sys.argv[2]))

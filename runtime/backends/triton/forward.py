@@ -19,14 +19,15 @@ import torch
 
 from models.architecture import Operations
 from runtime.backends.triton.kernels.attention.kernel import attend
-from runtime.backends.triton.kernels.compensate import compensate
+from runtime.backends.triton.kernels.cache.pages import Rows
+from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.embed import embed
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.gemv import gemv
 from runtime.backends.triton.kernels.head import finish
 from runtime.backends.triton.kernels.norm import add_norm
-from runtime.backends.triton.kernels.rope import heads
+from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.workspace import Workspace
 from runtime.operations.channels import layer_kind
@@ -180,13 +181,13 @@ class Pass(Operations[Value]):
         model, spec, buffers, M = self._model, self._spec, self._buffers, self._M
         assert q.tensor is v.tensor
         pages, window = model.cache.layers[layer], spec.windows[layer]
-        positions, slots = buffers.positions[:M], buffers.slots[:M]
+        rows = Rows(buffers.positions[:M], buffers.slots[:M])
         queries, out = buffers.queries(M, spec.q_width), buffers.input(M, spec.q_width)
         q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
-        rope = (model.cos, model.sin)
-        heads(v.tensor, v.dec, q_norm, k_norm, spec.norm_eps, *rope, positions, slots, pages, queries)
+        norms, rope = HeadNorms(q_norm, k_norm, spec.norm_eps), Rope(model.cos, model.sin)
+        heads(v.tensor, v.dec, norms, rope, rows, pages, queries)
         context, draft = model.options.context, self._draft
-        attend(queries, pages, positions, slots, window, out, buffers.main, context=context, draft=draft)
+        attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft)
         return Value(out)
 
     def gate(self, gate_value: Value, up: Value) -> Value:
@@ -262,13 +263,11 @@ def compensated_product(
             x,
             linear.selection,
             linear.residual,
-            dec,
-            base=None,
-            n_tb=linear.n_tb,
-            workspace=buffers.side,
+            Output(dec),
+            LaunchConfig(n_tb=linear.n_tb, fused=side is not None and x.shape[0] == 1),
+            buffers.side,
             flag=buffers.flag,
             positions=positions,
-            fused=side is not None and x.shape[0] == 1,
         )
     product(linear, x, out, buffers)
     if side is not None:

@@ -68,10 +68,7 @@ class GpuModel:
             for index, name in enumerate(spec.linear_names())
             for packed in (weights.linear(name),)
         }
-        blocks = range(spec.num_layers)
-        per_block = ["input_norm", "post_norm", *(["q_norm", "k_norm"] if spec.qk_norm else [])]
-        names = [*(f"layers.{layer}.{norm}" for layer in blocks for norm in per_block), "norm"]
-        self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in names}
+        self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.norm_names()}
         self.table = self._table(weights)
         self.cos, self.sin = (self._move(table) for table in tables(spec.rope, options.context))
         self.cache = GpuCache(

@@ -74,6 +74,18 @@ def test_a_checkpoint_that_changed_is_not_taken_for_the_old_one(
     assert "mine-rtn-4bit" in error("run", folder, *SHORT)
 
 
+def test_a_checkpoint_of_the_same_size_is_not_taken_for_the_old_one(
+    error: Callable[..., str], answer: Answer, checkpoint_maker: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = checkpoint_maker(tmp_path / "mine")
+    for _ in range(2):
+        answer("run", folder, *SHORT)
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "mine-rtn-4bit" in error("run", folder, *SHORT)
+
+
 def test_a_hub_name_is_downloaded_and_quantized_once(answer: Answer, services: Any) -> None:
     for _ in range(2):
         assert answer("run", "some/tiny", *SHORT)["model"] == "some/tiny-rtn-4bit"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def test_for_a_person(run: Callable[..., Any], clock: Clock, tmp_path: Path) -> 
     assert "gate_up" in result.stdout
     assert "of the 8 % allowed" in result.stdout
     assert "found in" in result.stdout
+    assert re.search(r"wins back about \d+% of what low bits lose", result.stdout)
     assert "k_chunk" in result.stdout
     assert "tuning demo for" in result.stderr
     assert file.read_text().startswith("<?xml")
@@ -122,7 +124,7 @@ def test_devices_are_listed(run: Callable[..., Any], answer: Answer) -> None:
         (["--simulate", "hal-9000", "--shape", "llama-3-8b"], "--list-devices"),
         (["--simulate", "rtx-4050m", "--shape", "llama-3-8"], "did you mean llama-3-8b"),
         (["--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--bits", 5], "5 bits"),
-        (["--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--method", "magic"], "magic"),
+        (["--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--method", "magic"], "called 'magic'; there are rtn"),
         (["demo", "--backend", "reference"], "not tuned"),
         (["nowhere"], "no stored model 'nowhere'"),
     ],
@@ -269,7 +271,7 @@ def test_the_programs_own_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_serve_passes_the_budget_on(run: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from runtime.server import serve
-    from runtime.server.records import TuneRequest
+    from runtime.wire.requests import TuneRequest
 
     served: list[Any] = []
     services.service = served.append

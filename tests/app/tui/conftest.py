@@ -13,69 +13,35 @@ from typing import Any
 import pytest
 
 from app.errors import ClientError
-from app.protocol import CacheFacts, Caches, DeviceProblem, DeviceReport, KneeCurve, SavedCaches, Tuning
+from app.protocol import ChatDelta, ChatOptions
 from app.settings import Settings
 from app.tui.app import ChatApp
+from models.progress import Progress
+from runtime.problem import Problem
+from runtime.wire.answers import CacheFacts, Caches, Holding, ModelEntry, Status, Timings
+from runtime.wire.device import DeviceReport, Tuning
+from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
+from tuner.curve import Curve
 
 MEGABYTE = 1_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Status:
-    state: str = "empty"
-    model: str | None = None
-    backend: str | None = "cpu"
-    reason: str | None = "no GPU was found"
-    bits: float | None = None
-    kv: str | None = "fp16"
-    k_chunk: Mapping[str, int] | None = None
-    budget_percent: float | None = None
-    slowdown_percent: float | None = None
-    n_tb: Mapping[str, int] | None = None
-    context: int | None = None
-    memory_bytes: int | None = 120 * MEGABYTE
+def entry(name: str, **changes: Any) -> ModelEntry:
+    """A stored model of 4 bits and 12 MB."""
+    values: dict[str, Any] = {
+        "name": name, "bits": 4.0, "bits_per_weight": 4.5, "disk_bytes": 12 * MEGABYTE, "gpu_bytes": 8 * MEGABYTE,
+        "residual_bytes": 4 * MEGABYTE, "parameters": 16 * MEGABYTE, "family": "llama", "context": 8192,
+    }  # fmt: skip
+    return ModelEntry(**values | changes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    name: str
-    bits: float = 4.0
-    disk_bytes: int = 12 * MEGABYTE
-    method: str = "rtn"
-    smooth_attention: bool = False
-    bundled: bool = False
-    perplexity_before: float | None = None
-    perplexity_after: float | None = None
-    warning: str | None = None
-    loaded: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    phase: str
-    done: float = 0
-    total: float | None = None
-    unit: str = ""
-    message: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timings:
-    ttft_s: float | None = 0.21
-    decode_tokens_per_s: float | None = 58.1
-    prompt_tokens: int = 888
-    completion_tokens: int = 412
-    k_chunk: Mapping[str, int] | None = None
-    slowdown_percent: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delta:
-    text: str = ""
-    finish_reason: str | None = None
-    timings: Timings | None = None
-
-
+DEAD = Status(state="empty", backend="cpu", reason="no GPU was found", kv="fp16", memory_bytes=120 * MEGABYTE)
+"""What is known of a runtime that has no model."""
+TIMINGS = Timings(
+    ttft_s=0.21, prefill_tokens_per_s=400.0, decode_tokens_per_s=58.1, prompt_tokens=888, cached_tokens=0,
+    completion_tokens=412, k_chunk=None, slowdown_percent=None,
+)  # fmt: skip
+DONE = Progress(phase="done", done=1, total=1, unit="", message="")
 MACHINE = {
     "cpu": {"name": "Example 7840U", "physical_cores": 8, "usable_cores": 8, "kernels": "avx512_vnni"},
     "memory": {"total_bytes": 32_000 * MEGABYTE, "available_bytes": 21_400 * MEGABYTE},
@@ -96,14 +62,14 @@ def tuned(budget: float) -> Tuning:
     """What the scripted tuner finds."""
     chunks = {kind: round(k * budget / 5) for kind, k in CHUNKS.items()}
     knees = tuple(
-        KneeCurve(kind=kind, n_tb=0, points=tuple((k, 1 + max(0, k - at) * 0.004) for k in range(0, 129, 8)))
+        Curve(kind=kind, n_tb=0, points=tuple((k, 1 + max(0, k - at) * 0.004) for k in range(0, 129, 8)))
         for kind, at in chunks.items()
         if at
     )
     return Tuning(
         device="Example 7840U", budget_percent=budget, n_tb_max=None, n_tb={}, k_chunk=chunks,
         predicted_slowdown_percent=budget * 0.92, measured_slowdown_percent=budget * 0.84, seconds=42.0,
-        date="2026-11-21T16:40:00+00:00", curve=knees,
+        date="2026-11-21T16:40:00+00:00", cached=False, curve=knees,
     )  # fmt: skip
 
 
@@ -136,25 +102,25 @@ class Runtime:
     """Between two reports of tuning."""
     tune_error: str | None = None
     tuning: Tuning | None = None
-    untunable: DeviceProblem | None = None
+    untunable: Problem | None = None
     """Why budgets have no effect."""
-    problems: list[DeviceProblem] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Answers and tunings wait for each other."""
-    timings: Timings = field(default_factory=Timings)
-    entries: list[Entry] = field(
-        default_factory=lambda: [Entry(name="demo", bundled=True), Entry(name="tiny-3bit", bits=3.0)]
+    timings: Timings = TIMINGS
+    entries: list[ModelEntry] = field(
+        default_factory=lambda: [entry("demo", bundled=True), entry("tiny-3bit", bits=3.0)]
     )
     context: int = 8192
     alive: bool = False
-    status: Status = field(default_factory=Status)
+    status: Status = DEAD
     starts: int = 0
     closed: int = 0
     calls: list[tuple[str, Any]] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     hold_after: int | None = None
     """Pieces after which the answer hangs until it is stopped, or `released`, once."""
-    saved: SavedCaches = field(default_factory=lambda: SavedCaches(files=2, bytes=34 * MEGABYTE))
+    saved: Holding = field(default_factory=lambda: Holding(files=2, bytes=34 * MEGABYTE))
     """What is on disk of chats."""
     forget_error: str | None = None
     """Why nothing can be forgotten, once."""
@@ -168,7 +134,7 @@ class Runtime:
     def die(self) -> None:
         """The process is gone."""
         self.alive = False
-        self.status = Status()
+        self.status = DEAD
 
 
 class Client:
@@ -185,18 +151,18 @@ class Client:
         self._check()
         return self.runtime.status
 
-    async def models(self) -> Sequence[Entry]:
+    async def models(self) -> Sequence[ModelEntry]:
         self._check()
         loaded = self.runtime.status.model
         return [replace(entry, loaded=entry.name == loaded) for entry in self.runtime.entries]
 
-    async def load(self, model: str, **options: Any) -> AsyncIterator[Report]:
+    async def load(self, request: LoadRequest) -> AsyncIterator[Progress]:
         self._check()
         runtime = self.runtime
-        runtime.calls.append(("load", (model, options)))
+        runtime.calls.append(("load", request))
         try:
             for step in range(runtime.load_steps):
-                yield Report(
+                yield Progress(
                     phase="load",
                     done=step * MEGABYTE,
                     total=runtime.load_steps * MEGABYTE,
@@ -215,19 +181,21 @@ class Client:
             await runtime.load_gate.wait()
         if runtime.load_error:
             raise ClientError(runtime.load_error)
-        entry = next((entry for entry in runtime.entries if entry.name == model), None)
-        if entry is None:
-            raise ClientError(f"there is no model {model!r}")
-        runtime.status = Status(
-            state="ready", model=model, bits=entry.bits, kv=options.get("kv", "fp16"), memory_bytes=812 * MEGABYTE,
-            context=options.get("context") or runtime.context,
+        found = next((entry for entry in runtime.entries if entry.name == request.model), None)
+        if found is None:
+            raise ClientError(f"there is no model {request.model!r}")
+        runtime.status = replace(
+            DEAD, state="ready", model=found.name, bits=found.bits, kv=request.kv or "fp16",
+            memory_bytes=812 * MEGABYTE, context=request.context or runtime.context,
         )  # fmt: skip
-        self._compensate(options.get("budget"), options.get("k_chunk"))
-        yield Report(phase="done")
+        self._compensate(request)
+        yield DONE
 
-    def _compensate(self, budget: float | None, k_chunk: int | None) -> None:
+    def _compensate(self, request: LoadRequest | TuneRequest) -> None:
         runtime = self.runtime
-        budget = 5.0 if budget is None else budget
+        k_chunk = request.k_chunk
+        assert not isinstance(k_chunk, Mapping)
+        budget = 5.0 if request.budget is None else request.budget
         if runtime.untunable is not None and k_chunk is None:
             runtime.problems = [runtime.untunable]
             runtime.status = replace(runtime.status, k_chunk=dict.fromkeys(CHUNKS, 0))
@@ -244,16 +212,14 @@ class Client:
             budget_percent=None if k_chunk is not None else budget,
         )
 
-    async def tune(
-        self, budget: float | None = None, force: bool = False, *, k_chunk: int | None = None
-    ) -> AsyncIterator[Report]:
+    async def tune(self, request: TuneRequest) -> AsyncIterator[Progress]:
         self._check()
         runtime = self.runtime
-        runtime.calls.append(("tune", {"budget": budget, "force": force, "k_chunk": k_chunk}))
+        runtime.calls.append(("tune", request))
         try:
             async with runtime.turn:
                 for step in range(4):
-                    yield Report(
+                    yield Progress(
                         phase="tune", done=step, total=4, unit="layer types", message=f"timing {[*CHUNKS][step]}"
                     )
                     await asyncio.sleep(runtime.tune_delay_s)
@@ -262,7 +228,7 @@ class Client:
             raise
         if runtime.tune_error:
             raise ClientError(runtime.tune_error)
-        self._compensate(budget, k_chunk)
+        self._compensate(request)
 
     async def device(self) -> DeviceReport:
         self._check()
@@ -274,22 +240,20 @@ class Client:
             problems=tuple(runtime.problems),
         )
 
-    async def quantize(self, source: str, **options: Any) -> AsyncIterator[Report]:
+    async def quantize(self, request: QuantizeRequest) -> AsyncIterator[Progress]:
         self._check()
         runtime = self.runtime
-        runtime.calls.append(("quantize", (source, options)))
+        runtime.calls.append(("quantize", request))
         try:
             for block in range(4):
-                yield Report(phase="quantize", done=block, total=4, unit="blocks", message=f"block {block}")
+                yield Progress(phase="quantize", done=block, total=4, unit="blocks", message=f"block {block}")
                 await asyncio.sleep(runtime.load_delay_s)
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("quantize")
             raise
-        name = source.rpartition("/")[2]
-        runtime.entries.append(
-            Entry(name=name, bits=options["bits"], perplexity_before=12.3, perplexity_after=12.8, warning=None)
-        )
-        yield Report(phase="done")
+        name = request.source.rpartition("/")[2]
+        runtime.entries.append(entry(name, bits=request.bits, perplexity_before=12.3, perplexity_after=12.8))
+        yield DONE
 
     async def remove(self, name: str) -> None:
         self._check()
@@ -298,18 +262,22 @@ class Client:
 
     async def caches(self) -> Caches:
         self._check()
-        return Caches(saved=self.runtime.saved, kinds=CACHES if self.runtime.status.model else {})
+        return Caches(
+            files=self.runtime.saved.files,
+            bytes=self.runtime.saved.bytes,
+            kinds=CACHES if self.runtime.status.model else {},
+        )
 
-    async def forget(self, chat: str | None = None) -> SavedCaches:
+    async def forget(self, chat: str | None = None) -> Holding:
         self._check()
         self.runtime.calls.append(("forget", chat))
         if self.runtime.forget_error:
             error, self.runtime.forget_error = self.runtime.forget_error, None
             raise ClientError(error)
-        gone, self.runtime.saved = self.runtime.saved, SavedCaches(files=0, bytes=0)
+        gone, self.runtime.saved = self.runtime.saved, Holding()
         return gone
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], options: Any) -> AsyncIterator[Delta]:
+    async def chat(self, messages: Sequence[Mapping[str, str]], options: ChatOptions) -> AsyncIterator[ChatDelta]:
         self._check()
         runtime = self.runtime
         number = len(runtime.named("chat"))
@@ -329,14 +297,14 @@ class Client:
                     if runtime.fail_with and at == runtime.fail_after:
                         error, runtime.fail_with = runtime.fail_with, None
                         raise ClientError(error)
-                    yield Delta(text=piece)
+                    yield ChatDelta(text=piece)
                     await asyncio.sleep(runtime.delay_s)
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("chat")
             raise
         status = runtime.status
         timings = replace(runtime.timings, k_chunk=status.k_chunk, slowdown_percent=status.slowdown_percent)
-        yield Delta(finish_reason="stop", timings=timings)
+        yield ChatDelta(text="", finish_reason="stop", timings=timings)
 
 
 class Supervisor:

@@ -15,6 +15,7 @@ from app.settings import Settings
 from app.tui.messages import QuantizeAsked
 from app.tui.screens.settings import SettingsScreen
 from app.tui.widgets.budget_row import effect
+from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
 
 async def open_settings(s: Any) -> Any:
@@ -38,7 +39,7 @@ async def test_a_budget_is_applied_at_once_without_a_reload_and_kept(stage: Call
         await s.until(lambda: runtime.status.budget_percent == 10 and not s.app.session.working)
         await s.until(lambda: "slowdown 9.2 % predicted · 8.4 % measured" in s.screen_text())
         await s.shows("budget 10 %")
-        assert runtime.named("tune") == [{"budget": 10.0, "force": False, "k_chunk": None}]
+        assert runtime.named("tune") == [TuneRequest(budget=10.0)]
         assert len(runtime.named("load")) == 1
         assert settings.load().budget == 10
         await s.pilot.press("escape")
@@ -92,7 +93,7 @@ async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: An
         assert settings.load().budget == 7.5
     async with stage(runtime, budget=7.5) as s:
         await s.ready()
-        assert runtime.named("load")[-1] == ("demo", {"kv": "fp16", "backend": "auto", "budget": 7.5})
+        assert runtime.named("load")[-1] == LoadRequest(model="demo", kv="fp16", budget=7.5)
         screen = await open_settings(s)
         assert screen.query_one("#setting-budget Input", Input).value == "7.5"
         assert screen.query_one("#setting-budget Input", Input).is_on_screen
@@ -112,7 +113,7 @@ async def test_k_chunk_overrides_the_budget(stage: Callable[..., Any], runtime: 
         await choose(s, "right")
         await s.until(lambda: settings.load().budget == 10)
         await s.settled()
-        assert [call["k_chunk"] for call in runtime.named("tune")] == [64]
+        assert [call.k_chunk for call in runtime.named("tune")] == [64]
         screen.query_one("#setting-k_chunk Input", Input).value = "auto"
         await s.pilot.press("escape")
         await s.until(lambda: runtime.status.budget_percent == 10)
@@ -190,7 +191,7 @@ async def test_the_newest_budget_wins(stage: Callable[..., Any], runtime: Any) -
         await choose(s, "right")
         await s.until(lambda: runtime.status.budget_percent == 20)
         await s.until(lambda: not s.app.session.working and not s.app.session.tuning)
-        assert [call["budget"] for call in runtime.named("tune")] == [10, 20]
+        assert [call.budget for call in runtime.named("tune")] == [10, 20]
         assert settings.load().budget == 20
 
 
@@ -219,7 +220,7 @@ async def test_a_runtime_that_dies_while_tuning_is_started_again(stage: Callable
         runtime.die()
         await s.app.session.stop_work()
         await s.until(lambda: runtime.starts == 2 and s.app.session.ready and not s.app.session.working)
-        assert runtime.named("load")[-1][1]["budget"] == 10
+        assert runtime.named("load")[-1].budget == 10
 
 
 async def test_other_work_is_not_stopped_by_a_new_budget(
@@ -228,7 +229,7 @@ async def test_other_work_is_not_stopped_by_a_new_budget(
     async with stage(runtime, size=(100, 30)) as s:
         await s.ready()
         runtime.load_delay_s = 600
-        s.app.post_message(QuantizeAsked(str(tmp_path), 4.0, "rtn"))
+        s.app.post_message(QuantizeAsked(QuantizeRequest(source=str(tmp_path))))
         await s.until(lambda: s.app.session.working)
         await open_settings(s)
         await choose(s, "right")
@@ -252,7 +253,7 @@ async def test_a_budget_changed_during_a_load_is_applied_after_it(stage: Callabl
         assert runtime.named("tune") == []
         runtime.load_gate.set()
         await s.until(lambda: runtime.status.budget_percent == 10)
-        assert [model for model, _ in runtime.named("load")] == ["demo"]
+        assert [call.model for call in runtime.named("load")] == ["demo"]
         assert runtime.cancelled == []
 
 

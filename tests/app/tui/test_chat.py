@@ -185,8 +185,8 @@ async def test_a_crash_costs_a_message_never_the_conversation(stage: Callable[..
         assert (s.last.state, s.last.text) == ("failed", "one two")
         await s.ready()
         assert runtime.starts == 2
-        assert [model for model, _ in runtime.named("load")] == ["demo", "demo"]
-        assert runtime.named("load")[1][1]["kv"] == "int8"
+        assert [call.model for call in runtime.named("load")] == ["demo", "demo"]
+        assert runtime.named("load")[1].kv == "int8"
         assert [message.text for message in s.app.session.conversation.path()] == ["a", "fine", "b", "one two"]
         await s.shows("the runtime was ended by SIGKILL; it is started again")
         await s.shows("continue ^G · retry ^R")

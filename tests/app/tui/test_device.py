@@ -12,11 +12,13 @@ from textual.events import Key
 from textual.widgets import Sparkline
 
 from app import settings
-from app.protocol import DeviceProblem, KneeCurve
 from app.tui.machine import chosen_curve, layer_rows, machine_lines, tuning_lines
 from app.tui.recent import KEPT, Recent
 from app.tui.screens.device import DeviceScreen
 from app.tui.widgets.knee_chart import KneeChart, at, axis, plot
+from runtime.problem import Problem
+from runtime.wire.requests import TuneRequest
+from tuner.curve import Curve
 
 
 async def open_device(s: Any) -> Any:
@@ -26,7 +28,7 @@ async def open_device(s: Any) -> Any:
 
 
 async def test_everything_that_is_known_is_shown(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.problems = [DeviceProblem(what="memory cannot be locked", fix="raise the memlock limit")]
+    runtime.problems = [Problem(what="memory cannot be locked", fix="raise the memlock limit")]
     async with stage(runtime, size=(120, 45)) as s:
         await s.ready()
         await s.ask("hi")
@@ -84,7 +86,7 @@ async def test_what_is_not_tuned_says_why_and_is_not_retuned(
 
 
 async def test_a_model_that_cannot_be_tuned(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.untunable = DeviceProblem(what="demo was stored without residuals", fix="quantize it again")
+    runtime.untunable = Problem(what="demo was stored without residuals", fix="quantize it again")
     async with stage(runtime, size=(100, 30)) as s:
         await s.ready()
         await open_device(s)
@@ -104,7 +106,7 @@ async def test_retuning_measures_again_and_can_be_stopped(stage: Callable[..., A
         await s.until(lambda: "8.4 % measured" in s.screen_text())
         await s.pilot.press("r")
         await s.until(lambda: runtime.named("tune") and not s.app.session.working)
-        assert runtime.named("tune") == [{"budget": 10.0, "force": True, "k_chunk": None}]
+        assert runtime.named("tune") == [TuneRequest(budget=10.0, force=True)]
         runtime.tune_delay_s = 600
         await s.pilot.press("r")
         await s.until(lambda: "timing qkv" in s.screen_text())
@@ -167,12 +169,12 @@ def test_a_graphics_card_and_its_link_in_words() -> None:
 
 
 def test_thread_blocks_are_shown_where_there_are_any(runtime: Any, tuned_to: Callable[[float], Any]) -> None:
-    found = replace(tuned_to(5.0), n_tb={"qkv": 8, "o": 4}, measured_slowdown_percent=None)
+    found = replace(tuned_to(5.0), n_tb={"qkv": 8, "o": 4})
     assert layer_rows(found)[:3] == [["layer", "n_tb", "k_chunk"], ["qkv", "8", "48"], ["o", "4", "41"]]
     assert layer_rows(found)[3][1] == "–"
     assert layer_rows(tuned_to(5.0))[0] == ["layer", "k_chunk"]
-    assert dict(tuning_lines(found))["slowdown"] == "4.6 % predicted · not measured"
-    curves = [KneeCurve(kind="qkv", n_tb=n_tb, points=((0, 1.0),)) for n_tb in (2, 8, 24)]
+    assert dict(tuning_lines(found))["slowdown"] == "4.6 % predicted · 4.2 % measured"
+    curves = [Curve(kind="qkv", n_tb=n_tb, points=((0, 1.0),)) for n_tb in (2, 8, 24)]
     assert chosen_curve(curves, 8).n_tb == 8
 
 

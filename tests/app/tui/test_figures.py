@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from app.conversation import Statistics
@@ -12,6 +10,7 @@ from app.tui.jobs import Meter
 from app.tui.printable import printable
 from app.tui.widgets.composer import context_line
 from app.tui.widgets.progress_panel import bar
+from models.progress import Progress
 
 
 @pytest.mark.parametrize(
@@ -92,27 +91,22 @@ def test_the_context_meter(used: int, width: int, text: str) -> None:
     assert context_line(used, 8000, width) == text
 
 
-@dataclass(frozen=True)
-class Report:
-    phase: str
-    done: float = 0
-    total: float | None = None
-    unit: str = "blocks"
-    message: str = ""
+def report(phase: str, done: float, total: float | None, unit: str = "blocks", message: str = "") -> Progress:
+    return Progress(phase=phase, done=done, total=total, unit=unit, message=message)
 
 
 def test_a_job_tells_speed_and_time_left() -> None:
     now = 0.0
     meter = Meter("Quantizing x", lambda: now)
-    assert meter.take(Report("quantize", 0, 28)).pace == "0 of 28 blocks"
+    assert meter.take(report("quantize", 0, 28)).pace == "0 of 28 blocks"
     now = 0.5
-    assert meter.take(Report("quantize", 1, 28)).speed is None
+    assert meter.take(report("quantize", 1, 28)).speed is None
     now = 4.0
-    job = meter.take(Report("quantize", 8, 28, message="block 8"))
+    job = meter.take(report("quantize", 8, 28, message="block 8"))
     assert job.pace == "8 of 28 blocks · 2 blocks/s · 10 s left"
     assert job.fraction == 8 / 28
     assert job.line == "Quantizing x · quantize · block 8"
-    job = meter.take(Report("verify", 0, None, "bytes"))
+    job = meter.take(report("verify", 0, None, "bytes"))
     assert (job.speed, job.left_s, job.fraction, job.pace) == (None, None, None, "0 B")
     assert meter.end("failed", "the disk is full").line == "Quantizing x failed: the disk is full"
 
@@ -122,7 +116,7 @@ def test_the_speed_forgets_what_is_long_past() -> None:
     meter = Meter("x", lambda: now)
     for second in range(100):
         now = float(second)
-        job = meter.take(Report("a", second * 1.0 if second < 50 else 50 + (second - 50) * 10.0, 1000, "bytes"))
+        job = meter.take(report("a", second * 1.0 if second < 50 else 50 + (second - 50) * 10.0, 1000, "bytes"))
     assert job.speed == pytest.approx(10.0)
     assert job.pace == "540 B of 1 kB · 10 B/s · 46 s left"
 
@@ -161,8 +155,8 @@ def test_percentages(value: float, text: str) -> None:
 
 def test_tuning_is_told_in_words() -> None:
     meter = Meter("Loading demo", lambda: 0.0)
-    assert meter.take(Report("tune", 3, 60, "timings", "timing qkv")).line == "Loading demo · tuning · timing qkv"
+    assert meter.take(report("tune", 3, 60, "timings", "timing qkv")).line == "Loading demo · tuning · timing qkv"
     meter = Meter(figures.tuning_title(None), lambda: 0.0, "waits for the answer to end")
     assert meter.job.line == "Tuning for a budget of 5 % · waits for the answer to end"
-    assert meter.take(Report("tune", 3, 60, "timings", "timing qkv")).line == "Tuning for a budget of 5 % · timing qkv"
+    assert meter.take(report("tune", 3, 60, "timings", "timing qkv")).line == "Tuning for a budget of 5 % · timing qkv"
     assert figures.tuning_title(0.0) == "Switching compensation off"

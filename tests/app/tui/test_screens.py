@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from app import settings
 from app.tui.screens.dialogs import ConfirmDialog, FolderSuggester, QuantizeDialog, folder_problem
 from app.tui.screens.models import ModelsScreen
 from app.tui.screens.settings import SettingsScreen
+from runtime.wire.requests import LoadRequest, QuantizeRequest
 
 
 async def open_models(s: Any) -> Any:
@@ -41,10 +43,10 @@ async def test_a_single_model_is_loaded_without_asking(stage: Callable[..., Any]
 
 
 async def test_perplexity_and_warning_are_shown(stage: Callable[..., Any], runtime: Any) -> None:
-    entry = type(runtime.entries[0])
+    demo, tiny = runtime.entries
     runtime.entries = [
-        entry(name="bad", bits=3.0, perplexity_before=12.31, perplexity_after=99.0, warning="3 bits fell apart"),
-        entry(name="demo", perplexity_after=5.0),
+        replace(tiny, name="bad", perplexity_before=12.31, perplexity_after=99.0, warning="3 bits fell apart"),
+        replace(demo, perplexity_after=5.0),
     ]
     async with stage(runtime) as s:
         await s.ready()
@@ -70,7 +72,7 @@ async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any
         await s.pilot.press("enter")
         await s.until(lambda: any(entry.name == "mine" for entry in runtime.entries) and not s.app.session.working)
         assert runtime.named("quantize") == [
-            (str(checkpoint), {"bits": 4.0, "method": "rtn", "smooth_attention": False})
+            QuantizeRequest(source=str(checkpoint), bits=4.0, method="rtn", smooth_attention=False)
         ]
         await s.until(lambda: "12.30 → 12.80" in s.screen_text(), "the new row")
 
@@ -90,7 +92,7 @@ async def test_bits_and_method_are_chosen_by_keys(stage: Callable[..., Any], run
         await s.pilot.press("enter")
         await s.until(lambda: runtime.named("quantize"))
         assert runtime.named("quantize") == [
-            (str(tmp_path), {"bits": 3.5, "method": "squeezellm", "smooth_attention": True})
+            QuantizeRequest(source=str(tmp_path), bits=3.5, method="squeezellm", smooth_attention=True)
         ]
         await s.until(lambda: not s.app.session.working)
         await s.until(lambda: "3.5" in s.screen_text(), "the new row")
@@ -106,7 +108,7 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
         runtime.load_delay_s = 60
         from app.tui.messages import QuantizeAsked
 
-        s.app.post_message(QuantizeAsked(str(tmp_path), 3.0, "rtn"))
+        s.app.post_message(QuantizeAsked(QuantizeRequest(source=str(tmp_path), bits=3.0)))
         await s.until(lambda: s.app.session.working)
         await s.shows("Quantizing")
         await s.shows("0 of 4 blocks")
@@ -183,7 +185,7 @@ async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[...,
         await s.pilot.press("escape")
         await s.until(lambda: len(runtime.named("load")) == 2)
         await s.ready()
-        assert runtime.named("load")[1] == ("demo", {"kv": "int8", "k_chunk": 64, "backend": "auto"})
+        assert runtime.named("load")[1] == LoadRequest(model="demo", kv="int8", k_chunk=64)
         await s.until(lambda: "k_chunk 64 · KV int8" in s.screen_text())
 
 

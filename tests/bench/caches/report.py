@@ -19,6 +19,7 @@ from tests.bench.caches.plots import draw
 from tests.bench.caches.size import HEAD_DIMS, LENGTHS
 from tests.bench.caches.smooth import FACTOR, KINDS_TRIED, PAIRS, PLANTED
 from tests.bench.caches.view import View, way_name
+from tests.bench.reporting.cases import Case
 from tests.bench.reporting.losses import difference
 from tests.bench.reporting.markdown import legend, number, table
 from tests.bench.reporting.verdicts import Claim, Verdict
@@ -54,6 +55,13 @@ def write(view: View, file: Path) -> None:
     file.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 
+def _head_dim(view: View, case: Case) -> int | str:
+    """Channels of a model's head; nothing where neither a measurement nor the model, if it is here, says so."""
+    if case.name in view.gear:
+        return int(view.gear[case.name]["head_dim"])
+    return Checkpoint.open(case.folder).spec.head_dim if case.there() else ""
+
+
 def _opening(view: View) -> str:
     about = view.results.about
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
@@ -61,9 +69,7 @@ def _opening(view: View) -> str:
     for case in view.models:
         exact = view.exact(case.name)
         length = "" if exact is None else f"{exact['window']} every {exact['window'] // 2}"
-        heads = (
-            view.gear[case.name]["head_dim"] if case.name in view.gear else Checkpoint.open(case.folder).spec.head_dim
-        )
+        heads = _head_dim(view, case)
         full = "" if exact is None else number(exact["perplexity"])
         tokens = "" if exact is None else f", {exact['tokens']:,} tokens"
         rows.append((case.name, case.about, heads, f"{case.evaluated}{tokens}", length, full))

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from runtime.backends.triton.kernels.attention import kernel as kernels
 from runtime.backends.triton.kernels.attention.configs import launch_config
 from runtime.backends.triton.kernels.attention.kernel import attend
-from runtime.backends.triton.kernels.cache.pages import LayerPages, record_bytes
+from runtime.backends.triton.kernels.cache.pages import LayerPages, Rows, record_bytes
 from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
 from tests.bench.gpu.bandwidth import copy_gb_s
@@ -98,7 +98,7 @@ def _check(kind: CacheKind, context: int, sizes: Sizes, device: torch.device) ->
     q = torch.randn(1, spec.q_width, device=device).half()
     x = torch.full_like(q, torch.nan)
     slot = torch.zeros(1, dtype=torch.int32, device=device)
-    attend(q, layer, slot + (context - 1), slot, None, x, Workspace(device), context=context)
+    attend(q, layer, Rows(slot + (context - 1), slot), None, x, Workspace(device), context=context)
     scale = float(torch.tensor([FILL] * 2, dtype=torch.uint8).view(torch.float16))
     codes = [FILL] if kind.keys.bits == 8 else [FILL & 15, FILL >> 4]
     wanted = torch.tensor([code * scale + scale for code in codes]).repeat(spec.q_width // len(codes))
@@ -133,7 +133,7 @@ def _ours(
 
     def launch(pages: LayerPages) -> None:
         with mock.patch.object(kernels, "launch_config", config):
-            attend(q, pages, position, slot, None, x, workspace, context=context, draft=draft)
+            attend(q, pages, Rows(position, slot), None, x, workspace, context=context, draft=draft)
 
     read = nbytes
     if draft:

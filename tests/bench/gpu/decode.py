@@ -138,7 +138,7 @@ def _timer(decoder: TritonDecoder, bits: int, device: torch.device) -> Timer:
     """The device's own; a simulated device's where there is none."""
     if device.type == "cuda":
         return CudaTimer(decoder)
-    return SimulatedTimer(DEVICES["rtx-4050m"], layers(decoder.spec), bits, "awq")
+    return SimulatedTimer(DEVICES["rtx-4050m"], layers(decoder.spec), bits)
 
 
 def _held(decoder: TritonDecoder, found: Configuration, budget: float, readings: int) -> tuple[Configuration, float]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from models.packed import PackedLinear
-from runtime.backends.triton.kernels.compensate import compensate
+from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.gemv import gemv
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.layout import GpuLinear, repack
@@ -62,7 +62,8 @@ class Layer:
     def same_in_two_launches(self, selection: Selection, n_tb: int) -> bool:
         """Whether the fused launch gives the bits of two launches, some hundred times in a row."""
         x, expected = self.xs[0], torch.empty_like(self.dec)
-        compensate(x[None], selection, self.residual, expected, n_tb=n_tb, workspace=self.side_space, fused=False)
+        config = LaunchConfig(n_tb=n_tb, fused=False)
+        compensate(x[None], selection, self.residual, Output(expected), config, self.side_space)
         for _ in range(REPEATS if self.dec.device.type == "cuda" else 1):
             self.dec.fill_(float("nan"))
             self._compensate(x, selection, n_tb)
@@ -84,7 +85,7 @@ class Layer:
 
     def _compensate(self, x: torch.Tensor, selection: Selection, n_tb: int) -> None:
         compensate(
-            x[None], selection, self.residual, self.dec, base=None, n_tb=n_tb, workspace=self.side_space, fused=True
+            x[None], selection, self.residual, Output(self.dec), LaunchConfig(n_tb=n_tb, fused=True), self.side_space
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind, Part, page_fields
 from runtime.kv.oracle import correction, uniform
 from runtime.kv.oracle.page import dequantize, quantize
+from tests.close import assert_close
 
 torch.set_num_threads(1)
 QUANTIZED: list[KVKind] = [name for name in KINDS if name != "fp16"]
@@ -98,7 +99,7 @@ def test_constant_heads_read_back_as_they_are(name: KVKind, value: float, part: 
     for draft in (False, True):
         back = read(kind, part, x, draft=draft)
         assert bool(torch.isfinite(back).all())
-        torch.testing.assert_close(back, x, rtol=2e-3, atol=1e-7)
+        assert_close(back, x, "stored half")
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -173,7 +174,7 @@ def test_outliers_read_back_nearly_exactly(name: KVKind, part: Part) -> None:
     places = stored["indices"].long()
     vectors, back = ((y.mT if code.axis == "channel" else y) for y in (x, read(kind, part, x)))
     assert torch.equal(places[..., 0], vectors.half().argmin(-1)) or float(vectors.std()) == 0
-    torch.testing.assert_close(back.gather(-1, places), vectors.gather(-1, places), rtol=2e-3, atol=2e-3)
+    assert_close(back.gather(-1, places), vectors.gather(-1, places), "packed attention")
 
 
 @pytest.mark.parametrize("name", ["gear4", "gear2"])
@@ -213,4 +214,4 @@ def test_the_low_rank_path_of_attention_is_the_product_taken_apart() -> None:
     q = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(2))
     whole = q @ dequantize(kind, "keys", stored, 64).mT
     apart = q @ dequantize(kind, "keys", backbone, 64).mT + (q @ stored["b"].float()) @ stored["a"].float().mT
-    torch.testing.assert_close(apart, whole, rtol=1e-4, atol=1e-3)
+    assert_close(apart, whole, "half attention")

@@ -14,6 +14,7 @@ from runtime.errors import OutOfMemoryError, RequestError
 from runtime.kv.control import PagedCache
 from runtime.kv.kinds import KINDS, PARTS, KVKind, cache_bytes
 from runtime.kv.transfer import Arrays
+from tests.close import assert_close
 
 torch.set_num_threads(1)
 Factory = Callable[..., Any]
@@ -97,9 +98,9 @@ def test_what_left_a_cache_comes_back_as_it_was(kv: KVKind, length: int, tiny_sp
         cache.trim(slot, length - length // 3)
         fill(cache, slot, length, seed=9)
     for mine, theirs in zip(contents(target, 2), contents(source, 1), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+        assert_close(mine, theirs, "exact")
     for before, after in zip(beside, contents(target, 0), strict=True):
-        torch.testing.assert_close(before, after, rtol=0, atol=0)
+        assert_close(before, after, "exact")
 
 
 @pytest.mark.parametrize("kv", ["fp16", "hierarchical"])

@@ -22,8 +22,9 @@ from runtime.errors import RequestError, SavedCacheError
 from runtime.kv import saved, saved_folder
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.kv.saved import About
-from runtime.kv.saved_folder import Holding, SavedCaches
+from runtime.kv.saved_folder import SavedCaches
 from runtime.profile_key import content_of
+from runtime.wire.answers import Holding
 
 torch.set_num_threads(1)
 Factory = Callable[..., Any]
@@ -301,9 +302,9 @@ def three(spec: Any, tmp_path: Path) -> tuple[SavedCaches, dict[str, Path]]:
 def test_a_chats_files_are_deleted_with_it(three: tuple[SavedCaches, dict[str, Path]], tmp_path: Path) -> None:
     kept, files = three
     size = files["one"].stat().st_size
-    assert saved_folder.holding(tmp_path) == Holding(files=3, size=sum(path.stat().st_size for path in files.values()))
+    assert saved_folder.holding(tmp_path) == Holding(files=3, bytes=sum(path.stat().st_size for path in files.values()))
     assert saved_folder.forget(tmp_path, chat="nobody") == Holding()
-    assert saved_folder.forget(tmp_path, chat="one") == Holding(files=1, size=size)
+    assert saved_folder.forget(tmp_path, chat="one") == Holding(files=1, bytes=size)
     assert sorted(tmp_path.iterdir()) == sorted([files["two"], files["None"]])
     assert kept.longest(list(range(150)), beyond=0, context=CONTEXT) is None, "it must not be looked for any more"
     assert kept.longest(list(range(200, 350)), beyond=0, context=CONTEXT) is not None

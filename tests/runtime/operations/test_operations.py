@@ -20,6 +20,7 @@ from runtime.operations.linear import dequantize, gemv, gemv_int8
 from runtime.operations.norm import rms_norm
 from runtime.operations.rope import rotate
 from runtime.operations.select import approximate, bucket_of, exact
+from tests.close import Tolerance, assert_close
 
 WIDTHS = [1, 31, 64, 172, 1024, 1025, 2100]
 
@@ -40,7 +41,7 @@ def test_dequantize_follows_the_formula(
     assert restored.shape == (N, K)
     assert np.all(np.abs(restored - weight) <= step * 0.51 + 1e-3 * np.abs(weight))
     codes = restored / step + np.repeat(packed.zeros, group, axis=1)[:, :K]
-    np.testing.assert_allclose(codes, np.rint(codes), atol=1e-3)
+    assert_close(codes, np.rint(codes), Tolerance(atol=1e-3, why="whole numbers up to 127 after a division"))
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -73,7 +74,7 @@ def test_gemv_int8_equals_the_product_of_the_dequantized(request: pytest.Fixture
     codes, scales = activation.quantize(normal(4, 172), 64)
     x = activation.dequantize(codes, scales, 64)
     expected = gemv(x, dequantize(packed), torch.arange(9.0))
-    torch.testing.assert_close(gemv_int8(codes, scales, packed).float(), expected, rtol=1e-5, atol=1e-5)
+    assert_close(gemv_int8(codes, scales, packed).float(), expected)
 
 
 @pytest.mark.parametrize("K", [1, 32, 100, 128])
@@ -167,7 +168,7 @@ def test_compensate_adds_the_selected_rows_of_each_row_only() -> None:
     for m in range(2):
         for c in channels[m].tolist():
             expected[m] += x[m, c] * residual[c]
-    torch.testing.assert_close(compensate(base, x, channels, residual), expected)
+    assert_close(compensate(base, x, channels, residual), expected)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
@@ -179,15 +180,15 @@ def test_attention_by_loops(window: int | None) -> None:
         first = 0 if window is None else max(0, p - window + 1)
         for h in range(4):
             weights = torch.softmax(k[first : p + 1, h // 2] @ q[m, h] / 8**0.5, dim=0)
-            torch.testing.assert_close(out[m, h], weights @ v[first : p + 1, h // 2])
+            assert_close(out[m, h], weights @ v[first : p + 1, h // 2])
 
 
 def test_norm_rope_and_gate() -> None:
     x = normal(3, 8)
-    torch.testing.assert_close(rms_norm(x, torch.full((8,), 2.0), 0.0).square().mean(1), torch.full((3,), 4.0))
+    assert_close(rms_norm(x, torch.full((8,), 2.0), 0.0).square().mean(1), torch.full((3,), 4.0))
     angle = torch.tensor([[0.0, 1.0]])
     heads = torch.arange(5.0).view(1, 1, 5)
     turned = rotate(heads, angle.cos(), angle.sin())[0, 0]
     a, b = np.cos(1.0), np.sin(1.0)
-    torch.testing.assert_close(turned, torch.tensor([0, a - 3 * b, 2, 3 * a + b, 4], dtype=torch.float32))
-    torch.testing.assert_close(silu_gate(x, x), x * x * torch.sigmoid(x))
+    assert_close(turned, torch.tensor([0, a - 3 * b, 2, 3 * a + b, 4], dtype=torch.float32))
+    assert_close(silu_gate(x, x), x * x * torch.sigmoid(x))

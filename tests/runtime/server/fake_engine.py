@@ -21,21 +21,14 @@ from runtime.errors import (
     RequestError,
     SavedCacheError,
 )
-from runtime.kv.saved_folder import Holding
-from runtime.memory import CacheFacts
 from runtime.problem import Problem
 from runtime.sampling import Alternative, SamplingOptions, TokenLogprob
-from runtime.server.records import (
-    DeviceFacts,
-    LoadedModel,
-    LoadRequest,
-    ModelEntry,
-    QuantizeRequest,
-    TuneRequest,
-)
+from runtime.server.interfaces import LoadedModel
 from runtime.server.service import Service
 from runtime.stopping import StopMatcher
-from runtime.tuning import Tuning
+from runtime.wire.answers import CacheFacts, Holding, ModelEntry
+from runtime.wire.device import DeviceReport, Tuning
+from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 
 CONTEXT = 200
@@ -252,15 +245,15 @@ class FakeHouse:
         if chat == "stuck":
             raise SavedCacheError("cannot delete the saved cache x.kv: Read-only file system")
         self.forgotten.append(chat)
-        return Holding(files=2, size=2000)
+        return Holding(files=2, bytes=2000)
 
     def held(self) -> Holding:
-        return Holding(files=3, size=3000)
+        return Holding(files=3, bytes=3000)
 
-    def inspect(self, idle: bool) -> DeviceFacts:
+    def inspect(self, idle: bool) -> DeviceReport:
         machine = {"cpu": {"name": "Some Processor"}, "memory": {}, "gpu": None, "pcie": None}
         problem = Problem(what="it is hot", fix="open a window")
-        return DeviceFacts(machine=machine, bandwidth_gb_s=10.0 if idle else None, problems=(problem,))
+        return DeviceReport(machine=machine, bandwidth_gb_s=10.0 if idle else None, problems=(problem,))
 
     def entries(self) -> list[ModelEntry]:
         return [entry(name, bundled=name == "demo") for name in self.names]

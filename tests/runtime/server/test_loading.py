@@ -20,7 +20,6 @@ from runtime.clocks import Clocks
 from runtime.decoder import Step
 from runtime.errors import BackendError, Cancelled, RequestError
 from runtime.kv.kinds import KINDS
-from runtime.kv.saved_folder import Holding
 from runtime.profile_key import content_of
 from runtime.sampling import SamplingOptions
 from runtime.server.app import create_app
@@ -29,9 +28,10 @@ from runtime.server.errors import ApiError
 from runtime.server.inspecting import MachineInspector
 from runtime.server.loading import StoreLoader, open_service
 from runtime.server.making import StoreWorkshop
-from runtime.server.records import LoadRequest, QuantizeRequest, TuneRequest
 from runtime.server.security import Security
 from runtime.tuning import DEFAULT_BUDGET_PERCENT
+from runtime.wire.answers import Holding
+from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
 BUNDLE = Bundle(models={"demo": demo_path()}, calibration=calibration_file(), evaluation=evaluation_file())
 
@@ -128,10 +128,10 @@ def test_a_models_chats_go_with_it(store: Store, tmp_path: Path) -> None:
         path.write_bytes(bytes(100))
     catalogue = StoreCatalogue(store, {}, chats)
     loader = StoreLoader(catalogue, tmp_path / "profiles", chats=chats)
-    assert loader.held() == Holding(files=2, size=200)
+    assert loader.held() == Holding(files=2, bytes=200)
     catalogue.remove("org/copy")
     assert [path.exists() for path in (mine, other)] == [False, True]
-    assert loader.forget(None) == Holding(files=1, size=100)
+    assert loader.forget(None) == Holding(files=1, bytes=100)
     nowhere = StoreLoader(catalogue, tmp_path / "profiles")
     assert nowhere.held() == nowhere.forget(None) == nowhere.forget("chat") == Holding()
 

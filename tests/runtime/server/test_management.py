@@ -7,7 +7,7 @@ import httpx
 import pytest
 from fake_engine import FakeHouse
 
-from runtime.server.records import LoadRequest, QuantizeRequest, TuneRequest
+from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ async def test_without_a_model_there_is_nothing_to_tune(manager: httpx.AsyncClie
 async def test_device(manager: httpx.AsyncClient) -> None:
     device = (await manager.get("/runtime/device")).json()
     assert (device["bandwidth_gb_s"], device["tuning"]) == (10.0, None)
-    assert device["problems"] == [{"what": "it is hot", "fix": "open a window"}]
+    assert device["problems"] == [{"what": "it is hot", "fix": "open a window", "failure": False}]
     await manager.post("/runtime/load", json={"model": "small"})
     await manager.post("/runtime/tune", json={"budget": 5})
     device = (await manager.get("/runtime/device")).json()

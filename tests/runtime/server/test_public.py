@@ -11,6 +11,7 @@ from fake_engine import CONTEXT, FakeHouse, entry
 from runtime.server.app import create_app
 from runtime.server.security import Security
 from runtime.server.service import Service
+from runtime.wire.codec import to_json
 
 TIMINGS = {
     "k_chunk",
@@ -311,5 +312,5 @@ async def test_paths_that_are_not_there(client: httpx.AsyncClient, method: str, 
 
 
 def test_the_entry_of_a_model_is_complete() -> None:
-    body = entry("m", warning="w").to_json(loaded=True)
+    body = to_json(entry("m", warning="w"))
     assert {"name", "bits", "disk_bytes", "perplexity_after", "warning", "loaded", "bundled"} <= set(body)

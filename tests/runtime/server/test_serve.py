@@ -14,14 +14,14 @@ from fake_engine import FakeHouse, make_service
 
 from runtime.errors import RequestError
 from runtime.server.errors import ApiError
-from runtime.server.records import LoadRequest
 from runtime.server.serve import base_url, run
+from runtime.wire.requests import LoadRequest
 
 SERVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from fake_engine import make_service
-from runtime.server.records import LoadRequest
+from runtime.wire.requests import LoadRequest
 from runtime.server.serve import run
 service, house = make_service()
 tell = lambda text: print(text, flush=True)

@@ -12,8 +12,8 @@ from runtime.engine import Piece
 from runtime.errors import RequestError
 from runtime.sampling import SamplingOptions
 from runtime.server.errors import ApiError
-from runtime.server.records import LoadRequest, TuneRequest
 from runtime.server.service import Accepted, GenerationRequest, Service
+from runtime.wire.requests import LoadRequest, TuneRequest
 
 
 def ask(text: str, model: str = "small", **options: object) -> GenerationRequest:

@@ -30,6 +30,10 @@ class Header(NamedTuple):
     """Address of a unit that this calls; 0 = none."""
     scratch: int
     """Bytes of scratch that a thread needs for it."""
+    parts: int
+    """Parts that it is cut into in a step of one row; 0: as many as attention has items in the step."""
+    parts_of_many: int
+    """Likewise in a step of several rows."""
 
 
 class Matrix(NamedTuple):
@@ -165,7 +169,7 @@ class Select(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A matrix in tiles (`runtime.backends.cpu.data.tiles`): addresses and sizes."""
+    """A matrix in tiles (`runtime.backends.cpu.tiles`): addresses and sizes."""
 
     codes: int
     """Of the first tile."""

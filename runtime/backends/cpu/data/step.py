@@ -23,6 +23,8 @@ class Parameters(NamedTuple):
     """Runs: rows of one sequence at consecutive positions."""
     splits: int
     """Pieces that the context of a head is cut into."""
+    items: int
+    """Runs times key-value heads times splits: what attention is cut into."""
     compensate: bool
     """Whether products are compensated."""
     draft: bool
@@ -45,6 +47,8 @@ class Parameters(NamedTuple):
     """Address of the program, int64 [instructions, WIDTH]."""
     instructions: int
     """Its number of instructions."""
+    first: int
+    """Number of its first instruction, counted over all programs of a session."""
 
 
 _FIRST: Final = 40

@@ -1,7 +1,11 @@
-"""How the threads of the pool keep step: atomic words, a barrier, and waiting that yields the processor.
+"""How threads share a program: whose turn it is, which part of it is still to be done, and sleeping until it is over.
 
-One parallel region runs a whole step, so threads meet a few hundred times a token and a barrier has to cost well under
-a microsecond: threads spin, and after a while give way to whoever else wants the core.
+Threads do not wait for each other, they wait for work to be done: an instruction is cut into parts, whoever is free
+takes the next one, and when the last part is done the next instruction begins. A thread that the system holds up delays
+only the part it is in, a slow core takes fewer parts than a fast one, and threads may join and leave at any time.
+
+The words are those of a control block, each hot one with a cache line (8 words) of its own. TURN has the number of the
+instruction in its upper half and the parts that are left to take, above `CLOSED`, in its lower.
 """
 
 from __future__ import annotations
@@ -17,21 +21,28 @@ from numba.core import cgutils
 
 from runtime.backends.cpu.machine.emit import I32, I64, Builder, call, define, pointer
 
-# Word offsets into the control block; each hot word has a cache line (8 words) of its own.
-ARRIVED = 0
-"""Threads that reached the barrier."""
-PHASE = 8
-"""Barriers passed."""
-TICKET = 16
-"""Steps started; workers wait for it to change."""
-STOP = 24
-"""1 when workers are to leave."""
+TURN = 0
+"""Number of the instruction, and the parts of it that nobody has taken yet."""
+DONE = 8
+"""Parts of the instruction that are done."""
+SLEEPERS = 16
+"""Threads that sleep until the turn changes."""
+ACTIVE = 24
+"""Threads that are to work: those numbered below; 0 = all others leave."""
 FAILED = 32
 """1 when a NaN or infinity was met."""
 CONTROL_WORDS = 64
 
-_SPINS = 4096
+CLOSED = 1 << 20
+"""What the lower half of TURN is when nothing is left to take. Every thread may look once more and make it less."""
+_NUMBERS = (1 << 32) - 1
+_SPINS = 2000
+"""Looks at a turn that does not change before a thread sleeps: some 20 to 70 microseconds, a few parts of work."""
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine()) if sys.platform == "linux" else None
+"""Number of Linux's system call; None where there is none."""
+_FUTEX_WAIT, _FUTEX_WAKE = 128, 129
+"""Of one process."""
 
 
 @define(types.int64, types.int64)
@@ -42,14 +53,14 @@ def read_word(b: Builder, address: Any) -> Any:
 
 @define(types.void, types.int64, types.int64)
 def write_word(b: Builder, address: Any, value: Any) -> None:
-    """Atomic store, release: an exchange, for llvmlite's own store does not know opaque pointers."""
-    b.atomic_rmw("xchg", pointer(b, address), value, ordering="acq_rel")
+    """Atomic store that is ordered with every access around it: an exchange."""
+    b.atomic_rmw("xchg", pointer(b, address), value, ordering="seq_cst")
 
 
 @define(types.int64, types.int64, types.int64)
 def add_word(b: Builder, address: Any, value: Any) -> Any:
     """Atomic addition; returns the value before it."""
-    return b.atomic_rmw("add", pointer(b, address), value, ordering="acq_rel")
+    return b.atomic_rmw("add", pointer(b, address), value, ordering="seq_cst")
 
 
 @define(types.void)
@@ -59,57 +70,72 @@ def relax(b: Builder) -> None:
         call(b, "llvm.x86.sse2.pause", ir.VoidType())
 
 
-@define(types.void)
-def give_way(b: Builder) -> None:
-    """Let another thread have the core."""
-    name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
-    b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), name), [])
+def _system_call(b: Builder, *arguments: Any) -> None:
+    function = ir.FunctionType(I64, [I64], var_arg=True)
+    b.call(cgutils.get_or_insert_function(b.module, function, "syscall"), list(arguments))
 
 
-@define(types.void, types.int32)
-def nap(b: Builder, microseconds: Any) -> None:
-    """Sleep; the unit is milliseconds, rounded up, on Windows."""
-    if sys.platform == "win32":
-        function = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), [I32]), "Sleep")
-        b.call(function, [ir.Constant(I32, 1)])
+@define(types.void, types.int64, types.int64)
+def sleep_while(b: Builder, address: Any, value: Any) -> None:
+    """Sleep while the 32-bit word at the address has a value; may end early. Where there is no such call: a nap."""
+    if _FUTEX is not None:
+        zero = ir.Constant(I64, 0)
+        code, wait = ir.Constant(I64, _FUTEX), ir.Constant(I64, _FUTEX_WAIT)
+        _system_call(b, code, address, wait, b.and_(value, ir.Constant(I64, _NUMBERS)), zero, zero, zero)
+    elif sys.platform == "win32":
+        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "SwitchToThread"), [])
     else:
-        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, [I32]), "usleep"), [microseconds])
+        function = ir.FunctionType(I32, [I32])
+        b.call(cgutils.get_or_insert_function(b.module, function, "usleep"), [ir.Constant(I32, 20)])
+
+
+@define(types.void, types.int64)
+def wake_all(b: Builder, address: Any) -> None:
+    """Wake every thread that sleeps at the address."""
+    if _FUTEX is not None:
+        zero, everybody = ir.Constant(I64, 0), ir.Constant(I64, (1 << 31) - 1)
+        code, wake = ir.Constant(I64, _FUTEX), ir.Constant(I64, _FUTEX_WAKE)
+        _system_call(b, code, address, wake, everybody, zero, zero, zero)
 
 
 @numba.njit(nogil=True)
-def barrier(control: int, threads: int) -> None:
-    """Wait until all threads are here. `control` is the address of the control block."""
-    if threads == 1:
-        return
-    phase = read_word(control + 8 * PHASE)
-    if add_word(control + 8 * ARRIVED, 1) + 1 == threads:
-        write_word(control + 8 * ARRIVED, 0)
-        write_word(control + 8 * PHASE, phase + 1)
-        return
-    spins = 0
-    while read_word(control + 8 * PHASE) == phase:
-        spins += 1
-        if spins < _SPINS:
-            relax()
-        else:
-            give_way()
+def number_of(turn: int) -> int:
+    """Number of the instruction whose turn it is, below 2^32."""
+    return (turn >> 32) & _NUMBERS
 
 
 @numba.njit(nogil=True)
-def wait_for_ticket(control: int, seen: int) -> int:
-    """Wait for a step to start or for the end. Returns the new ticket, or -1 at the end.
+def left_of(turn: int) -> int:
+    """Parts that were left to take; 0 or less: none."""
+    return (turn & _NUMBERS) - CLOSED
 
-    Spins for some microseconds, for the next token is usually that near, then naps: an idle engine costs nothing.
-    """
-    spins = 0
+
+@numba.njit(nogil=True)
+def begin_turn(control: int, number: int, parts: int) -> None:
+    """Let the instruction of a number begin, with 0 parts close the program, and wake who sleeps."""
+    write_word(control + 8 * TURN, ((number & _NUMBERS) << 32) | (CLOSED + parts))
+    if read_word(control + 8 * SLEEPERS) != 0:
+        wake_all(control + 8 * TURN + 4)
+
+
+@numba.njit(nogil=True)
+def wait_while(control: int, number: int) -> None:
+    """Wait until it is not this number's turn any more: spin for a while, for it is mostly near, then sleep."""
+    for _ in range(_SPINS):
+        if number_of(read_word(control + 8 * TURN)) != number:
+            return
+        relax()
+    add_word(control + 8 * SLEEPERS, 1)
+    while number_of(read_word(control + 8 * TURN)) == number:
+        sleep_while(control + 8 * TURN + 4, number)
+    add_word(control + 8 * SLEEPERS, -1)
+
+
+@numba.njit(nogil=True)
+def may_work(control: int, thread: int) -> bool:
+    """Sleep while a thread is not among the active ones. Returns False when it is to leave."""
     while True:
-        if read_word(control + 8 * STOP) != 0:
-            return -1
-        ticket = read_word(control + 8 * TICKET)
-        if ticket != seen:
-            return ticket
-        spins += 1
-        if spins < _SPINS:
-            relax()
-        else:
-            nap(50)
+        active = read_word(control + 8 * ACTIVE)
+        if active == 0 or thread < active:
+            return active != 0
+        sleep_while(control + 8 * ACTIVE, active)

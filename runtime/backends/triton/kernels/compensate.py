@@ -21,18 +21,23 @@ on n_tb or on whether selection and fetch share a launch, so all variants give t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from runtime.backends.triton.kernels.select import (
+    CHOSEN_TYPES,
     MODES,
     NUM_WARPS,
     RANDOM,
-    SIGNATURE,
+    SEARCH_TYPES,
+    SOURCE_TYPES,
+    Chosen,
     Selection,
+    Source,
     check_input,
     select,
     select_chunk,
@@ -42,7 +47,7 @@ from runtime.backends.triton.workspace import Workspace
 from runtime.operations.channels import CHUNK
 
 if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
+    from runtime.backends.triton.ahead import Ahead, Types
 
 ROWS = 16
 """Residual rows of a tile: with 128 threads, 16 bytes for each."""
@@ -54,8 +59,49 @@ _ALIGNMENT = 16
 _TWO_TO_23 = tl.constexpr(0x4B000000)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """How compensation is launched. All ways give the same bits."""
+
+    n_tb: int
+    """Programs that fetch a row; more than a row has lines of 128 bytes are idle in the fetch."""
+    fused: bool
+    """Whether one cooperative launch does all, for one row; else one launch selects and one fetches. Under the
+    interpreter, whose programs run one after another, only with n_tb = 1."""
+
+
+class Residual(NamedTuple):
+    """The tensors of a `GpuResidual`."""
+
+    codes: Any
+    """`GpuResidual.codes`."""
+    scales: Any
+    """`GpuResidual.scales`."""
+
+
+class Output(NamedTuple):
+    """Where a compensation goes; in a kernel, of one row."""
+
+    out: Any
+    """float32 [M, N], contiguous; overwritten."""
+    base: Any = None
+    """float32 [M, N], contiguous, what it is added to; may be `out` itself. None: nothing."""
+
+
+class Fetch(NamedTuple):
+    """What the kernels are specialized for, as a constant."""
+
+    MODE: int = 0
+    """Number of the selector, where one launch does all."""
+    BITS: int = 4
+    """Bits of a residual."""
+    ROWS: int = ROWS
+    """See the module, as the next."""
+    DEPTH: int = DEPTH
+
+
 @triton.jit
-def _load_rows(indices_ptr, values_ptr, tile, k, ROWS: tl.constexpr):
+def _load_rows(chosen, tile, k, ROWS: tl.constexpr):
     """Channels int32 [ROWS], -1 where there is none, and activations float32 [ROWS] of a tile of the chosen channels.
 
     Other programs of the same launch may have written them just before. The first-level cache is not kept coherent
@@ -64,8 +110,8 @@ def _load_rows(indices_ptr, values_ptr, tile, k, ROWS: tl.constexpr):
     """
     places = tile * ROWS + tl.arange(0, ROWS)
     inside = places < k
-    channels = tl.load(indices_ptr + places, mask=inside, other=-1, cache_modifier=".cg")
-    return channels, tl.load(values_ptr + places, mask=inside, other=0.0, cache_modifier=".cg")
+    channels = tl.load(chosen.channels + places, mask=inside, other=-1, cache_modifier=".cg")
+    return channels, tl.load(chosen.x + places, mask=inside, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -97,7 +143,7 @@ def _unpack(words, BITS: tl.constexpr):
 
 
 @triton.jit
-def _write_line(total, scales_ptr, base_ptr, out_ptr, line, N, BITS: tl.constexpr):
+def _write_line(total, scales_ptr, output, line, N, BITS: tl.constexpr):
     """Scale the sums of one line, float32 [32, 32 / BITS], add them to the base and write them."""
     WIDTH: tl.constexpr = _LINE * (32 // BITS)
     offs_n = line * WIDTH + tl.arange(0, WIDTH)
@@ -105,30 +151,20 @@ def _write_line(total, scales_ptr, base_ptr, out_ptr, line, N, BITS: tl.constexp
     sums = tl.reshape(total, [WIDTH])
     if scales_ptr is not None:
         sums *= tl.load(scales_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    if base_ptr is not None:
-        sums += tl.load(base_ptr + offs_n, mask=mask_n, other=0.0)
-    tl.store(out_ptr + offs_n, sums, mask=mask_n)
+    if output.base is not None:
+        sums += tl.load(output.base + offs_n, mask=mask_n, other=0.0)
+    tl.store(output.out + offs_n, sums, mask=mask_n)
 
 
 @triton.jit
-def _fetch_rows(
-    codes_ptr,
-    scales_ptr,
-    base_ptr,
-    out_ptr,
-    indices_ptr,
-    values_ptr,
-    k,
-    N,
-    lines,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+def _fetch_rows(chosen, residual, output, k, N, lines, fetch: tl.constexpr):
     """This program's lines of one row of x: out [N] = base + sum of the chosen activations times residual rows.
 
     One flat loop over the tiles of all its lines: a line's first tile does not wait for the end of the line before.
     """
+    BITS: tl.constexpr = fetch.BITS
+    ROWS: tl.constexpr = fetch.ROWS
+    DEPTH: tl.constexpr = fetch.DEPTH
     share = tl.cdiv(lines, tl.num_programs(0))
     first = tl.program_id(0) * share
     tiles = tl.cdiv(k, ROWS)
@@ -137,11 +173,11 @@ def _fetch_rows(
     for step in tl.range(0, total, num_stages=DEPTH):
         tile = step % tiles
         line = first + step // tiles
-        channels, x = _load_rows(indices_ptr, values_ptr, tile, k, ROWS)
-        words = _load_words(codes_ptr, channels, line, lines)
+        channels, x = _load_rows(chosen, tile, k, ROWS)
+        words = _load_words(residual.codes, channels, line, lines)
         sums += _unpack(words, BITS) * x[:, None, None]
         if tile == tiles - 1:
-            _write_line(tl.sum(sums, axis=0), scales_ptr, base_ptr, out_ptr, line, N, BITS)
+            _write_line(tl.sum(sums, axis=0), residual.scales, output, line, N, BITS)
             sums = tl.zeros([ROWS, _LINE, 32 // BITS], tl.float32)
 
 
@@ -178,92 +214,33 @@ def _leave(counters_ptr):
 
 
 @triton.jit(do_not_specialize=["k", "N", "lines"])
-def _fetch_kernel(
-    codes_ptr,
-    scales_ptr,
-    base_ptr,
-    out_ptr,
-    indices_ptr,
-    values_ptr,
-    k,
-    N,
-    lines,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """Program (p, m) of n_tb x M writes its lines of row m. codes [K, lines * 32], indices [M, k], out [M, N]."""
+def _fetch_kernel(chosen, residual, output, k, N, lines, fetch: tl.constexpr):
+    """Program (p, m) of n_tb x M writes its lines of row m. codes [K, lines * 32], chosen [M, k], out [M, N]."""
     row = tl.program_id(1).to(tl.int64)
-    if base_ptr is not None:
-        base_ptr += row * N
-    _fetch_rows(
-        codes_ptr,
-        scales_ptr,
-        base_ptr,
-        out_ptr + row * N,
-        indices_ptr + row * k,
-        values_ptr + row * k,
-        k,
-        N,
-        lines,
-        BITS,
-        ROWS,
-        DEPTH,
-    )
+    chosen = Chosen(chosen.channels + row * k, chosen.x + row * k, chosen.flag)
+    if output.base is None:
+        output = Output(output.out + row * N, output.base)
+    else:
+        output = Output(output.out + row * N, output.base + row * N)
+    _fetch_rows(chosen, residual, output, k, N, lines, fetch)
 
 
-@triton.jit(do_not_specialize=["k", "N", "lines", "k_chunk", "seed", "layer"])
+@triton.jit(do_not_specialize=["k", "k_chunk", "stream", "N", "lines"])
 def _compensate_kernel(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    base_ptr,
-    out_ptr,
-    indices_ptr,
-    values_ptr,
-    flag_ptr,
-    counters_ptr,
-    channels_ptr,
-    positions_ptr,
-    K,
-    k,
-    N,
-    lines,
-    k_chunk,
-    b15,
-    upper_scale,
-    lower_scale,
-    seed,
-    layer,
-    MODE: tl.constexpr,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    source, chosen, search, residual, output, counters_ptr, k, k_chunk, stream, N, lines, fetch: tl.constexpr
 ):
-    """Selection, barrier between all n_tb programs, fetch and product of one row. x [K], indices and values [k]."""
+    """Selection, barrier between all n_tb programs, fetch and product of one row. x [K], chosen [k].
+
+    Twelve parameters: five of them are numbers that must not each make a kernel of their own, which can't be told so
+    inside a tuple.
+    """
     position = tl.full([], 0, tl.int32)
-    if MODE == RANDOM:
-        position = tl.load(positions_ptr)
-    for chunk in range(tl.program_id(0), tl.cdiv(K, _CHUNK), tl.num_programs(0)):
-        select_chunk(
-            x_ptr,
-            indices_ptr,
-            values_ptr,
-            flag_ptr,
-            channels_ptr,
-            chunk,
-            K,
-            k_chunk,
-            b15,
-            upper_scale,
-            lower_scale,
-            seed,
-            layer,
-            position,
-            MODE,
-        )
+    if fetch.MODE == RANDOM:
+        position = tl.load(source.positions)
+    for chunk in range(tl.program_id(0), tl.cdiv(search.K, _CHUNK), tl.num_programs(0)):
+        select_chunk(source, chosen, search, chunk, k_chunk, stream, position, fetch.MODE)
     _wait_for_all(counters_ptr)
-    _fetch_rows(codes_ptr, scales_ptr, base_ptr, out_ptr, indices_ptr, values_ptr, k, N, lines, BITS, ROWS, DEPTH)
+    _fetch_rows(chosen, residual, output, k, N, lines, fetch)
     _leave(counters_ptr)
 
 
@@ -271,12 +248,10 @@ def compensate(
     x: torch.Tensor,
     selection: Selection,
     residual: GpuResidual,
-    out: torch.Tensor,
-    *,
-    base: torch.Tensor | None = None,
-    n_tb: int,
+    output: Output,
+    config: LaunchConfig,
     workspace: Workspace,
-    fused: bool,
+    *,
     flag: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> None:
@@ -289,12 +264,9 @@ def compensate(
         x: float16 [M, K], contiguous, the layer's input; M = 1 if fused.
         selection: How to choose.
         residual: The layer's residuals.
-        out: float32 [M, N], contiguous; overwritten.
-        base: float32 [M, N], contiguous, output of the low-bit product; may be `out` itself.
-        n_tb: Programs that fetch a row; more than a row has lines of 128 bytes are idle in the fetch.
+        output: Where the sum goes.
+        config: How to launch it.
         workspace: Gives the buffer of chosen channels and activations, and the barrier's counters.
-        fused: Whether one cooperative launch does all; else one launch selects and one fetches. Under the interpreter,
-            whose programs run one after another, only with n_tb = 1.
         flag: int32 [1]; set to 1 where x holds a NaN or infinity, else left alone. None: nobody asks.
         positions: int32 [M], position of every row in its sequence, for the random selector.
 
@@ -304,116 +276,72 @@ def compensate(
     Source: QDEC §4.3, Fig. 10.
     """
     check_input(x, selection, positions)
-    _check(x, selection, residual, out, base, n_tb, fused)
+    _check(x, selection, residual, output, config)
     rows, k = x.shape[0], selection.k
     places = triton.cdiv(rows * k, _ALIGNMENT) * _ALIGNMENT
     buffer = workspace.scratch(2 * places + 1, torch.int32)
     indices, values = buffer[: rows * k], buffer[places : places + rows * k].view(torch.float32)
     flag = buffer[2 * places :] if flag is None else flag
-    N, lines = residual.shape[0], residual.lines
-    if fused:
-        _compensate_kernel[(n_tb,)](
-            x,
-            residual.codes,
-            residual.scales,
-            base,
-            out,
-            indices,
-            values,
-            flag,
-            workspace.counters(2),
-            selection.channels,
-            positions,
-            selection.width,
-            k,
-            N,
-            lines,
-            selection.k_chunk,
-            selection.b15,
-            selection.upper_scale,
-            selection.lower_scale,
-            selection.signed_seed,
-            selection.layer,
-            MODE=MODES[selection.mode],
-            BITS=residual.bits,
-            ROWS=ROWS,
-            DEPTH=DEPTH,
-            num_warps=NUM_WARPS,
+    codes, sizes = Residual(residual.codes, residual.scales), (residual.shape[0], residual.lines)
+    if config.fused:
+        _compensate_kernel[(config.n_tb,)](
+            Source(x, selection.channels, positions), Chosen(indices, values, flag), selection.search, codes, output,
+            workspace.counters(2), k, selection.k_chunk, selection.stream, *sizes,
+            fetch=Fetch(MODE=MODES[selection.mode], BITS=residual.bits), num_warps=NUM_WARPS,
             launch_cooperative_grid=True,
-        )
+        )  # fmt: skip
         return
     select(x, selection, indices.view(rows, k), values.view(rows, k), flag, positions=positions)
-    _fetch_kernel[(n_tb, rows)](
-        residual.codes,
-        residual.scales,
-        base,
-        out,
-        indices,
-        values,
-        k,
-        N,
-        lines,
-        BITS=residual.bits,
-        ROWS=ROWS,
-        DEPTH=DEPTH,
-        num_warps=NUM_WARPS,
+    _fetch_kernel[(config.n_tb, rows)](
+        Chosen(indices, values, None), codes, output, k, *sizes, fetch=Fetch(BITS=residual.bits), num_warps=NUM_WARPS
     )
 
 
-def _check(
-    x: torch.Tensor,
-    selection: Selection,
-    residual: GpuResidual,
-    out: torch.Tensor,
-    base: torch.Tensor | None,
-    n_tb: int,
-    fused: bool,
-) -> None:
+def _check(x: torch.Tensor, selection: Selection, residual: GpuResidual, output: Output, config: LaunchConfig) -> None:
     rows, N = x.shape[0], residual.shape[0]
     if residual.shape[1] != selection.width:
         raise ValueError(f"the selection is over {selection.width} channels, the residuals over {residual.shape[1]}")
-    for name, tensor in (("out", out), ("base", base)):
+    for name, tensor in (("out", output.out), ("base", output.base)):
         if tensor is not None and (
             tensor.shape != (rows, N) or tensor.dtype != torch.float32 or not tensor.is_contiguous()
         ):
             raise ValueError(
                 f"{name} must be contiguous float32 [{rows}, {N}], not {tensor.dtype} {list(tensor.shape)}"
             )
-    if n_tb < 1:
-        raise ValueError(f"n_tb is {n_tb}; at least one program has to fetch")
-    if fused and rows != 1:
+    if config.n_tb < 1:
+        raise ValueError(f"n_tb is {config.n_tb}; at least one program has to fetch")
+    if config.fused and rows != 1:
         raise ValueError(f"one launch compensates one row, not {rows}; select and fetch in two launches")
-    if fused and n_tb > 1 and x.device.type == "cpu":
-        raise ValueError(f"the interpreter runs one program after another: {n_tb} can't wait for each other")
+    if config.fused and config.n_tb > 1 and x.device.type == "cpu":
+        raise ValueError(f"the interpreter runs one program after another: {config.n_tb} can't wait for each other")
 
 
 def ahead() -> tuple[Ahead, ...]:
     """Fused at 4 and 2 bits, two launches at 4 and 16 bits; widths, k and n_tb are run-time numbers."""
     from runtime.backends.triton.ahead import Ahead
 
-    fetch = {
-        "codes_ptr": "*i32",
-        "scales_ptr": "*fp16",
-        "base_ptr": "constexpr",
-        "out_ptr": "*fp32",
-        "indices_ptr": "*i32",
-        "values_ptr": "*fp32",
-        "k": "i32",
-        "N": "i32",
-        "lines": "i32",
-        "BITS": "constexpr",
-        "ROWS": "constexpr",
-        "DEPTH": "constexpr",
+    numbers = dict.fromkeys(("k", "N", "lines"), "i32")
+    selection: dict[str, Types] = {
+        "source": SOURCE_TYPES,
+        "search": SEARCH_TYPES,
+        "counters_ptr": "*i32",
+        "k_chunk": "i32",
     }
-    fused = fetch | SIGNATURE | {"counters_ptr": "*i32"}
-    constants = {"base_ptr": None, "ROWS": ROWS, "DEPTH": DEPTH}
-    no_tables = {"channels_ptr": None, "positions_ptr": None, "MODE": MODES["approx"]}
+    output = Output("*fp32", "constexpr")
     launches = [
         Ahead(
             name=f"compensate-b{bits}-fused",
             kernel=_compensate_kernel,
-            signature=fused,
-            constants=constants | no_tables | {"BITS": bits},
+            signature={
+                **selection,
+                "stream": "i32",
+                "chosen": CHOSEN_TYPES,
+                "residual": Residual("*i32", "*fp16"),
+                "output": output,
+                **numbers,
+                "fetch": "constexpr",
+            },
+            constants={"fetch": Fetch(MODE=MODES["approx"], BITS=bits)},
             num_warps=NUM_WARPS,
             cooperative=True,
         )
@@ -423,8 +351,14 @@ def ahead() -> tuple[Ahead, ...]:
         Ahead(
             name=f"compensate-b{bits}-fetch",
             kernel=_fetch_kernel,
-            signature=fetch | ({"scales_ptr": "constexpr"} if bits == 16 else {}),
-            constants=constants | {"BITS": bits} | ({"scales_ptr": None} if bits == 16 else {}),
+            signature={
+                "chosen": CHOSEN_TYPES._replace(flag="constexpr"),
+                "residual": Residual("*i32", "constexpr" if bits == 16 else "*fp16"),
+                "output": output,
+                **numbers,
+                "fetch": "constexpr",
+            },
+            constants={"fetch": Fetch(BITS=bits)},
             num_warps=NUM_WARPS,
         )
         for bits in (4, 16)

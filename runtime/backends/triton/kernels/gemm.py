@@ -14,19 +14,21 @@ import triton
 import triton.language as tl
 
 from runtime.backends.triton.kernels.gemv import (
-    EXPONENT,
+    MATRIX_TYPES,
     ROWS,
-    WEIGHT_SIGNATURE,
     LaunchConfig,
+    Tile,
     check_operands,
+    common_form,
     few_rows,
     halves_of,
+    load_words,
+    matrix_of,
     natural_rows,
     row_words,
     spread,
     values_of,
-    weight_arguments,
-    weight_constants,
+    weight_form,
 )
 from runtime.backends.triton.layout import GpuLinear
 from runtime.backends.triton.workspace import Workspace
@@ -46,12 +48,14 @@ DOT = 64
 
 
 @triton.jit
-def _gemm_kernel(
-    x_ptr, codes_ptr, groups_ptr, book_ptr, bias_ptr, out_ptr, M, N, K, exponent, GROUP_SIZE: tl.constexpr,
-    BITS: tl.constexpr, CODEBOOK: tl.constexpr, DOT: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr
-):  # fmt: skip
+def _gemm_kernel(x_ptr, matrix, out_ptr, M, form: tl.constexpr, tile: tl.constexpr):
     """Program (i, j): rows of block i, output channels of block j. Programs of one weight tile run side by side."""
+    N, K = matrix.N, matrix.K
+    BITS: tl.constexpr = form.BITS
+    DOT: tl.constexpr = tile.DOT
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    WARPS: tl.constexpr = tile.WARPS
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     # Rows beyond the end read the last one again, and are not stored.
     load_n = tl.minimum(pid_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
@@ -59,29 +63,25 @@ def _gemm_kernel(
     half = tl.arange(0, BLOCK_N // 2)
     first_n = pid_n * BLOCK_N + half // (8 * WARPS) * (16 * WARPS) + half // 8 % WARPS * 8 + half % 8
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    stride_xm = K // 512 * 512 if EVEN_K else K  # the same, but seen to keep rows aligned
+    stride_xm = K // 512 * 512 if form.EVEN_K else K  # the same, but seen to keep rows aligned
     rows = x_ptr + tl.minimum(offs_m, M - 1).to(tl.int64) * stride_xm
-    book = book_ptr + (load_n << BITS)[:, None]
-    words = codes_ptr + load_n[:, None] * 16 + tl.arange(0, 16)[None, :]
+    book = matrix.book + (load_n << BITS)[:, None]
+    codes = matrix.codes + load_n[:, None] * 16 + tl.arange(0, 16)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for block in range(tl.cdiv(K, 512)):
-        at = words + block * BITS * N * 16
-        c0 = tl.load(at)
-        c1 = tl.load(at + N * 16)
-        c2 = tl.load(at + N * 32)
-        c3 = tl.load(at + N * 48) if BITS == 4 else c2
+        words = load_words(codes + block * BITS * N * 16, N, BITS)
         for start in tl.static_range(0, 512, DOT):
             offs_k = block * 512 + start + tl.arange(0, DOT)
             x_at = rows[None, :] + offs_k[:, None]
-            x = tl.load(x_at) if EVEN_K else tl.load(x_at, mask=(offs_k < K)[:, None], other=0.0)
-            w = values_of(c0, c1, c2, c3, book, exponent, start // 32, DOT, BITS, BLOCK_N, WARPS, CODEBOOK)
-            if not CODEBOOK:
-                group = tl.minimum((block * 512 + start) // GROUP_SIZE, (K - 1) // GROUP_SIZE)
-                scale, offset = halves_of(row_words(groups_ptr + group * N, first_n, N, BLOCK_N, WARPS))
+            x = tl.load(x_at) if form.EVEN_K else tl.load(x_at, mask=(offs_k < K)[:, None], other=0.0)
+            w = values_of(words, book, matrix.exponent, start // 32, form, tile)
+            if not form.CODEBOOK:
+                group = tl.minimum((block * 512 + start) // form.GROUP_SIZE, (K - 1) // form.GROUP_SIZE)
+                scale, offset = halves_of(row_words(matrix.groups + group * N, first_n, N, BLOCK_N, WARPS))
                 w = (w + spread(offset, DOT, BLOCK_N)) * spread(scale, DOT, BLOCK_N)
             acc = tl.dot(w, x, acc)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + tl.minimum(offs_n, N - 1))[:, None]
+    if form.HAS_BIAS:
+        acc += tl.load(matrix.bias + tl.minimum(offs_n, N - 1))[:, None]
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
     tl.store(out_ptr + offs_m.to(tl.int64)[None, :] * N + offs_n[:, None], acc, mask)
 
@@ -112,16 +112,15 @@ def gemm(
         few_rows(x, weight, out, workspace, config)
         return
     check_operands(x, weight, out)
-    M, (N, K) = x.shape[0], weight.shape
+    M, N = out.shape
     block_m = 32 if M <= 32 else 64
     grid = (-(-M // block_m), -(-N // BLOCK_N))
     if grid[1] > 65535:
         raise BackendError(f"{weight.name}: {N} output channels are more than a launch can cover")
-    constants = weight_constants(weight)
-    dot = min(DOT, constants.pop("SPAN"))
+    form = weight_form(weight)
+    tile = Tile(DOT=min(DOT, form.SPAN), BLOCK_M=block_m, BLOCK_N=BLOCK_N, WARPS=WARPS)
     _gemm_kernel[grid](
-        x, *weight_arguments(weight, out), out, M, N, K, EXPONENT[weight.bits], **constants, DOT=dot,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, WARPS=WARPS, num_warps=WARPS, num_stages=STAGES,
+        x, matrix_of(weight, out), out, M, form=form, tile=tile, num_warps=WARPS, num_stages=STAGES
     )  # fmt: skip
 
 
@@ -129,20 +128,26 @@ def ahead() -> tuple[Ahead, ...]:
     """Specializations for models: prompts with groups of 128 at 3 and 4 bits, and with a codebook."""
     from runtime.backends.triton.ahead import Ahead
 
-    constants = {"GROUP_SIZE": 128, "DOT": DOT, "HAS_BIAS": False, "EVEN_K": True, "BLOCK_N": BLOCK_N, "WARPS": WARPS}
     return tuple(
         Ahead(
             name=name,
             kernel=_gemm_kernel,
-            signature={**WEIGHT_SIGNATURE, **dict.fromkeys([*constants, *special], "constexpr")},
-            constants={**constants, **special},
+            signature={
+                "x_ptr": "*fp16",
+                "matrix": MATRIX_TYPES,
+                "out_ptr": "*fp32",
+                "M": "i32",
+                "form": "constexpr",
+                "tile": "constexpr",
+            },
+            constants={"form": form, "tile": Tile(DOT=DOT, BLOCK_M=block_m, BLOCK_N=BLOCK_N, WARPS=WARPS)},
             num_warps=WARPS,
             num_stages=STAGES,
         )
-        for name, special in (
-            ("gemm b4", {"BITS": 4, "CODEBOOK": False, "BLOCK_M": 64}),
-            ("gemm b3", {"BITS": 3, "CODEBOOK": False, "BLOCK_M": 64}),
-            ("gemm b3 short", {"BITS": 3, "CODEBOOK": False, "BLOCK_M": 32}),
-            ("gemm b3 codebook", {"BITS": 3, "CODEBOOK": True, "BLOCK_M": 64}),
+        for name, form, block_m in (
+            ("gemm b4", common_form(4), 64),
+            ("gemm b3", common_form(3), 64),
+            ("gemm b3 short", common_form(3), 32),
+            ("gemm b3 codebook", common_form(3, codebook=True), 64),
         )
     )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -68,6 +68,57 @@ class LaunchConfig:
             raise ValueError(f"block_n must be a power of two from {16 * WARPS} on, not {self.block_n}")
         if self.split < 1 or self.stages < 1:
             raise ValueError(f"split and stages must be at least 1, not {self.split} and {self.stages}")
+
+
+class Matrix(NamedTuple):
+    """A low-bit matrix as kernels take it: the tensors of a `GpuLinear`, and numbers."""
+
+    codes: Any
+    """`GpuLinear.codes`."""
+    groups: Any
+    """`GpuLinear.groups`."""
+    book: Any
+    """`GpuLinear.codebook`."""
+    bias: Any
+    """`GpuLinear.bias`."""
+    N: Any
+    """Output channels."""
+    K: Any
+    """Input channels."""
+    exponent: Any
+    """Of `EXPONENT`."""
+
+
+class Form(NamedTuple):
+    """What kernels have to know about a matrix, as a constant."""
+
+    GROUP_SIZE: int
+    """Input channels that share a scale; 128 with a codebook."""
+    BITS: int
+    """3 or 4."""
+    CODEBOOK: bool
+    """Whether codes are looked up."""
+    SPAN: int
+    """The part of a group that makes one product."""
+    HAS_BIAS: bool
+    """Whether there is a bias."""
+    EVEN_K: bool
+    """Whether the last block is whole."""
+
+
+class Tile(NamedTuple):
+    """What a program handles, as a constant."""
+
+    DOT: int
+    """Input channels that are unpacked at a time: 32, 64 or 128."""
+    BLOCK_M: int
+    """Tokens."""
+    BLOCK_N: int
+    """Output channels."""
+    WARPS: int
+    """Warps."""
+    SPLIT: int = 1
+    """Parts along the input channels."""
 
 
 @cache
@@ -120,23 +171,16 @@ def _shift(word, BY: tl.constexpr):
 
 
 @triton.jit
-def _piece(c0, c1, c2, c3, PIECE: tl.constexpr, BITS: tl.constexpr, TOP: tl.constexpr):
+def _piece(words, PIECE: tl.constexpr, BITS: tl.constexpr, TOP: tl.constexpr):
     """Codes of a piece in both halves of its lanes, at the bits TOP and up; other bits zero. int32 [BLOCK_N, 16]."""
     if BITS == 3 and PIECE == 15:
-        code = _shift(c0, TOP - 15) & (0x00010001 << TOP)
-        code |= _shift(c1, TOP - 14) & (0x00020002 << TOP)
-        code |= _shift(c2, TOP - 13) & (0x00040004 << TOP)
+        code = _shift(words[0], TOP - 15) & (0x00010001 << TOP)
+        code |= _shift(words[1], TOP - 14) & (0x00020002 << TOP)
+        code |= _shift(words[2], TOP - 13) & (0x00040004 << TOP)
     else:
         EACH: tl.constexpr = 16 // BITS
-        if PIECE // EACH == 0:
-            word = c0
-        elif PIECE // EACH == 1:
-            word = c1
-        elif PIECE // EACH == 2:
-            word = c2
-        else:
-            word = c3
-        code = _shift(word, TOP - PIECE % EACH * BITS) & (((1 << BITS) - 1) * 0x00010001 << TOP)
+        shifted = _shift(words[PIECE // EACH], TOP - PIECE % EACH * BITS)
+        code = shifted & (((1 << BITS) - 1) * 0x00010001 << TOP)
     return code
 
 
@@ -147,41 +191,45 @@ def halves_of(word):
 
 
 @triton.jit
-def _values(
-    c0, c1, c2, c3, book, exponent, PIECE: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr, CODEBOOK: tl.constexpr
-):  # fmt: skip
+def _values(words, book, exponent, PIECE: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
     """One piece as float16 [BLOCK_N, 32]: 2^BITS + code, or the values of the codebook."""
-    if CODEBOOK:
-        code = _piece(c0, c1, c2, c3, PIECE, BITS, 0)
+    if form.CODEBOOK:
+        code = _piece(words, PIECE, form.BITS, 0)
         low, high = tl.load(book + (code & 0xFFFF)), tl.load(book + (code >> 16))
     else:
-        low, high = halves_of(_piece(c0, c1, c2, c3, PIECE, BITS, 10 - BITS) | exponent)
-    return pair_up(low, high, BLOCK_N, WARPS)
+        low, high = halves_of(_piece(words, PIECE, form.BITS, 10 - form.BITS) | exponent)
+    return pair_up(low, high, tile.BLOCK_N, tile.WARPS)
 
 
 @triton.jit
-def values_of(
-    c0, c1, c2, c3, book, exponent, PIECE: tl.constexpr, DOT: tl.constexpr, BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, WARPS: tl.constexpr, CODEBOOK: tl.constexpr
-):  # fmt: skip
+def load_words(at, N, BITS: tl.constexpr):
+    """The words of a block of each row, int32 [BLOCK_N, 16] each, of which `at` points at the first."""
+    w0 = tl.load(at)
+    w1 = tl.load(at + N * 16)
+    w2 = tl.load(at + N * 32)
+    w3 = tl.load(at + N * 48) if BITS == 4 else w2
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def values_of(words, book, exponent, PIECE: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
     """DOT (32, 64 or 128) channels from a piece on, float16 [BLOCK_N, DOT] in natural order; see `_values`.
 
-    Args (tensors): words of the block c0 .. c3, int32 [BLOCK_N, 16] (c3 unused at 3 bits); codebooks of the rows,
-    pointers [BLOCK_N, 1]; the exponent bits, int32, an argument of the kernel so that the compiler can't see through it
-    and treat both halves of a word apart.
+    Args (tensors): the block's `load_words`; codebooks of the rows, pointers [BLOCK_N, 1]; the exponent bits, int32, an
+    argument of the kernel so that the compiler can't see through it and treat both halves of a word apart.
     """
-    w = _values(c0, c1, c2, c3, book, exponent, PIECE, BITS, BLOCK_N, WARPS, CODEBOOK)
-    if DOT > 32:
-        w1 = _values(c0, c1, c2, c3, book, exponent, PIECE + 1, BITS, BLOCK_N, WARPS, CODEBOOK)
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    w = _values(words, book, exponent, PIECE, form, tile)
+    if tile.DOT > 32:
+        w1 = _values(words, book, exponent, PIECE + 1, form, tile)
         w = tl.join(w, w1)
-        if DOT > 64:
-            w2 = _values(c0, c1, c2, c3, book, exponent, PIECE + 2, BITS, BLOCK_N, WARPS, CODEBOOK)
-            w3 = _values(c0, c1, c2, c3, book, exponent, PIECE + 3, BITS, BLOCK_N, WARPS, CODEBOOK)
+        if tile.DOT > 64:
+            w2 = _values(words, book, exponent, PIECE + 2, form, tile)
+            w3 = _values(words, book, exponent, PIECE + 3, form, tile)
             w = tl.permute(tl.join(w, tl.join(w2, w3)), (0, 3, 2, 1))
         else:
             w = tl.permute(w, (0, 2, 1))
-        w = tl.reshape(w, (BLOCK_N, DOT))
+        w = tl.reshape(w, (BLOCK_N, tile.DOT))
     return w
 
 
@@ -205,13 +253,16 @@ def spread(value, SPAN: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _gemv_kernel(
-    x_ptr, codes_ptr, groups_ptr, book_ptr, bias_ptr, out_ptr, parts_ptr, counters_ptr, M, N, K, exponent,
-    GROUP_SIZE: tl.constexpr, BITS: tl.constexpr, CODEBOOK: tl.constexpr, SPAN: tl.constexpr, DOT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr
-):  # fmt: skip
+def _gemv_kernel(x_ptr, matrix, out_ptr, parts_ptr, counters_ptr, M, form: tl.constexpr, tile: tl.constexpr):
     """Program (i, j): output channels of block i, part j of the input channels, up to BLOCK_M tokens."""
+    N, K = matrix.N, matrix.K
+    BITS: tl.constexpr = form.BITS
+    SPLIT: tl.constexpr = tile.SPLIT
+    SPAN: tl.constexpr = form.SPAN
+    DOT: tl.constexpr = tile.DOT
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    WARPS: tl.constexpr = tile.WARPS
     pid_n, part = tl.program_id(0), tl.program_id(1)
     blocks = tl.cdiv(K, 512)
     each = tl.cdiv(blocks, SPLIT)
@@ -223,37 +274,33 @@ def _gemv_kernel(
     first_n = pid_n * BLOCK_N + half // (8 * WARPS) * (16 * WARPS) + half // 8 % WARPS * 8 + half % 8
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
-    stride_xm = K // 512 * 512 if EVEN_K else K  # the same, but seen to keep rows aligned
-    book = book_ptr + (load_n << BITS)[:, None]
-    words = codes_ptr + load_n[:, None] * 16 + tl.arange(0, 16)[None, :]
+    stride_xm = K // 512 * 512 if form.EVEN_K else K  # the same, but seen to keep rows aligned
+    book = matrix.book + (load_n << BITS)[:, None]
+    codes = matrix.codes + load_n[:, None] * 16 + tl.arange(0, 16)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for block in range(part * each, tl.minimum(blocks, (part + 1) * each)):
-        at = words + block * BITS * N * 16
-        c0 = tl.load(at)
-        c1 = tl.load(at + N * 16)
-        c2 = tl.load(at + N * 32)
-        c3 = tl.load(at + N * 48) if BITS == 4 else c2
+        words = load_words(codes + block * BITS * N * 16, N, BITS)
         for span in tl.static_range(0, 512, SPAN):
             sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-            if not CODEBOOK:
-                group = tl.minimum((block * 512 + span) // GROUP_SIZE, (K - 1) // GROUP_SIZE)
-                scale, offset = halves_of(row_words(groups_ptr + group * N, first_n, N, BLOCK_N, WARPS))
+            if not form.CODEBOOK:
+                group = tl.minimum((block * 512 + span) // form.GROUP_SIZE, (K - 1) // form.GROUP_SIZE)
+                scale, offset = halves_of(row_words(matrix.groups + group * N, first_n, N, BLOCK_N, WARPS))
             for start in tl.static_range(span, span + SPAN, DOT):
                 offs_k = block * 512 + start + tl.arange(0, DOT)
                 if BLOCK_M == 1:
-                    x = tl.load(x_ptr + offs_k) if EVEN_K else tl.load(x_ptr + offs_k, offs_k < K, 0.0)
+                    x = tl.load(x_ptr + offs_k) if form.EVEN_K else tl.load(x_ptr + offs_k, offs_k < K, 0.0)
                     x = x[:, None]
                 else:
                     x_at = x_ptr + offs_k[:, None] + (tl.minimum(offs_m, M - 1) * stride_xm)[None, :]
-                    x = tl.load(x_at) if EVEN_K else tl.load(x_at, mask=(offs_k < K)[:, None], other=0.0)
-                w = values_of(c0, c1, c2, c3, book, exponent, start // 32, DOT, BITS, BLOCK_N, WARPS, CODEBOOK)
+                    x = tl.load(x_at) if form.EVEN_K else tl.load(x_at, mask=(offs_k < K)[:, None], other=0.0)
+                w = values_of(words, book, matrix.exponent, start // 32, form, tile)
                 sums = tl.dot(w, x, sums)
-                if not CODEBOOK:
+                if not form.CODEBOOK:
                     sums = tl.dot(spread(offset, DOT, BLOCK_N), x, sums)
-            acc += sums if CODEBOOK else sums * scale.to(tl.float32)[:, None]
+            acc += sums if form.CODEBOOK else sums * scale.to(tl.float32)[:, None]
     at_out = offs_m[None, :] * N + offs_n[:, None]
     mask = (offs_n < N)[:, None] & mask_m[None, :]
-    bias = tl.load(bias_ptr + read_n)[:, None] if HAS_BIAS else 0.0
+    bias = tl.load(matrix.bias + read_n)[:, None] if form.HAS_BIAS else 0.0
     if SPLIT == 1:
         tl.store(out_ptr + at_out, acc + bias, mask)
     else:
@@ -311,11 +358,14 @@ def few_rows(
     parts, counters = out, out
     if config.split > 1:
         parts, counters = workspace.scratch(config.split * M * N), workspace.counters(across)
-    constants = weight_constants(weight)
+    form = weight_form(weight)
+    block_m = 1 if M == 1 else 8 if M <= 8 else ROWS
+    tile = Tile(
+        DOT=32 if M == 1 else form.SPAN, BLOCK_M=block_m, BLOCK_N=config.block_n, WARPS=WARPS, SPLIT=config.split
+    )
     _gemv_kernel[across, config.split](
-        x, *weight_arguments(weight, out), out, parts, counters, M, N, K, EXPONENT[weight.bits], **constants,
-        DOT=32 if M == 1 else constants["SPAN"], SPLIT=config.split, BLOCK_M=1 if M == 1 else 8 if M <= 8 else ROWS,
-        BLOCK_N=config.block_n, WARPS=WARPS, num_warps=WARPS, num_stages=config.stages,
+        x, matrix_of(weight, out), out, parts, counters, M, form=form, tile=tile, num_warps=WARPS,
+        num_stages=config.stages,
     )  # fmt: skip
 
 
@@ -336,22 +386,23 @@ def check_operands(x: torch.Tensor, weight: GpuLinear, out: torch.Tensor) -> Non
         raise BackendError(f"{weight.name}: {x.shape[0]} rows of activations for {out.shape[0]} rows of results")
 
 
-def weight_arguments(weight: GpuLinear, unused: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Codes, groups, codebook and bias; `unused` stands for those that the matrix doesn't have."""
-    return (weight.codes, *(unused if t is None else t for t in (weight.groups, weight.codebook, weight.bias)))
+def matrix_of(weight: GpuLinear, unused: torch.Tensor) -> Matrix:
+    """A matrix as kernels take it; `unused` stands for the tensors that it doesn't have."""
+    groups, book, bias = (unused if t is None else t for t in (weight.groups, weight.codebook, weight.bias))
+    return Matrix(weight.codes, groups, book, bias, *weight.shape, EXPONENT[weight.bits])
 
 
-def weight_constants(weight: GpuLinear) -> dict[str, Any]:
-    """What the kernels are specialized for. A span is the part of a group that makes one product."""
+def weight_form(weight: GpuLinear) -> Form:
+    """What kernels are specialized for."""
     group_size = weight.group_size or 128
-    return {
-        "GROUP_SIZE": group_size,
-        "BITS": weight.bits,
-        "CODEBOOK": weight.codebook is not None,
-        "SPAN": min(128, group_size & -group_size),
-        "HAS_BIAS": weight.bias is not None,
-        "EVEN_K": weight.shape[1] % BLOCK == 0,
-    }
+    return Form(
+        GROUP_SIZE=group_size,
+        BITS=weight.bits,
+        CODEBOOK=weight.codebook is not None,
+        SPAN=min(128, group_size & -group_size),
+        HAS_BIAS=weight.bias is not None,
+        EVEN_K=weight.shape[1] % BLOCK == 0,
+    )
 
 
 @cache
@@ -360,32 +411,43 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-WEIGHT_SIGNATURE = {
-    "codes_ptr": "*i32", "groups_ptr": "*i32", "book_ptr": "*fp16", "bias_ptr": "*fp32", "M": "i32", "N": "i32",
-    "K": "i32", "exponent": "i32", "x_ptr": "*fp16", "out_ptr": "*fp32",
-}  # fmt: skip
-"""Types of the arguments that both kernels have."""
+MATRIX_TYPES = Matrix("*i32", "*i32", "*fp16", "*fp32", "i32", "i32", "i32")
+"""The types of a matrix, for `Ahead`."""
+
+
+def common_form(bits: int, *, codebook: bool = False) -> Form:
+    """The form of models' matrices: groups of 128, whole blocks, no bias."""
+    return Form(GROUP_SIZE=128, BITS=bits, CODEBOOK=codebook, SPAN=128, HAS_BIAS=False, EVEN_K=True)
 
 
 def ahead() -> tuple[Ahead, ...]:
     """Specializations for models: groups of 128 at 3 and 4 bits, a codebook, and a few tokens at once."""
     from runtime.backends.triton.ahead import Ahead
 
-    signature = {**WEIGHT_SIGNATURE, "parts_ptr": "*fp32", "counters_ptr": "*i32"}
-    constants = {"GROUP_SIZE": 128, "SPAN": 128, "HAS_BIAS": False, "EVEN_K": True, "BLOCK_N": 64, "WARPS": WARPS}
+    one = Tile(DOT=32, BLOCK_M=1, BLOCK_N=64, WARPS=WARPS, SPLIT=8)
+    rows = Tile(DOT=128, BLOCK_M=8, BLOCK_N=64, WARPS=WARPS, SPLIT=1)
     return tuple(
         Ahead(
             name=name,
             kernel=_gemv_kernel,
-            signature={**signature, **dict.fromkeys([*constants, *special], "constexpr")},
-            constants={**constants, **special},
+            signature={
+                "x_ptr": "*fp16",
+                "matrix": MATRIX_TYPES,
+                "out_ptr": "*fp32",
+                "parts_ptr": "*fp32",
+                "counters_ptr": "*i32",
+                "M": "i32",
+                "form": "constexpr",
+                "tile": "constexpr",
+            },
+            constants={"form": form, "tile": tile},
             num_warps=WARPS,
-            num_stages=2 if special["BITS"] == 4 else 1,
+            num_stages=2 if form.BITS == 4 else 1,
         )
-        for name, special in (
-            ("gemv b4", {"BITS": 4, "CODEBOOK": False, "SPLIT": 8, "BLOCK_M": 1, "DOT": 32}),
-            ("gemv b3", {"BITS": 3, "CODEBOOK": False, "SPLIT": 8, "BLOCK_M": 1, "DOT": 32}),
-            ("gemv b3 codebook", {"BITS": 3, "CODEBOOK": True, "SPLIT": 8, "BLOCK_M": 1, "DOT": 32}),
-            ("gemv b4 rows", {"BITS": 4, "CODEBOOK": False, "SPLIT": 1, "BLOCK_M": 8, "DOT": 128}),
+        for name, form, tile in (
+            ("gemv b4", common_form(4), one),
+            ("gemv b3", common_form(3), one),
+            ("gemv b3 codebook", common_form(3, codebook=True), one),
+            ("gemv b4 rows", common_form(4), rows),
         )
     )

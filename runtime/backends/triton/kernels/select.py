@@ -13,7 +13,7 @@ place in the order like any other, so a damaged activation never makes the kerne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -32,26 +32,45 @@ MODES: dict[Selector, int] = {"approx": 0, "exact": 1, "static": 2, "random": 3}
 _CHUNK, _BUCKETS, _HALF = tl.constexpr(CHUNK), tl.constexpr(BUCKETS), tl.constexpr(HALF)
 _INFINITY = tl.constexpr(0x7C00)
 _ORDER_BITS = tl.constexpr((5, 15, 0, 53))
-SIGNATURE = {
-    "x_ptr": "*fp16",
-    "indices_ptr": "*i32",
-    "values_ptr": "*fp32",
-    "flag_ptr": "*i32",
-    "channels_ptr": "constexpr",
-    "positions_ptr": "constexpr",
-    "K": "i32",
-    "k": "i32",
-    "k_chunk": "i32",
-    "b15": "fp32",
-    "upper_scale": "fp32",
-    "lower_scale": "fp32",
-    "seed": "i32",
-    "layer": "i32",
-    "MODE": "constexpr",
-}
-"""Types of a selection's arguments where neither a table nor positions are given, for `Ahead`."""
 NUM_WARPS = 4
 """Warps of a program: 8 channels of a chunk for each of its 128 threads."""
+
+
+class Source(NamedTuple):
+    """What a selection reads, as one argument of kernels; in a kernel, of one row."""
+
+    x: Any
+    """float16 [M, K], the layer's input."""
+    table: Any
+    """`Selection.channels`, or None."""
+    positions: Any
+    """int32 [M], position of every row in its sequence, for the random selector; or None."""
+
+
+class Chosen(NamedTuple):
+    """What a selection writes, and a fetch reads; in a kernel, of one row."""
+
+    channels: Any
+    """int32 [M, k], ascending in each chunk."""
+    x: Any
+    """float32 [M, k], their activations."""
+    flag: Any
+    """int32 [1], set to 1 where x holds a NaN or infinity; None for a fetch."""
+
+
+class Search(NamedTuple):
+    """Numbers that a layer's selections share; see `Selection`."""
+
+    K: Any
+    b15: Any
+    upper_scale: Any
+    lower_scale: Any
+
+
+SOURCE_TYPES = Source("*fp16", "constexpr", "constexpr")
+CHOSEN_TYPES = Chosen("*i32", "*fp32", "*i32")
+SEARCH_TYPES = Search("i32", "fp32", "fp32", "fp32")
+"""The types of a selection's arguments where neither a table nor positions are given, for `Ahead`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +117,17 @@ class Selection:
             raise ValueError("the static selector takes a table of channels, and no other does")
 
     @property
-    def signed_seed(self) -> int:
-        """The seed's low 64 bits as a signed integer, as a kernel takes it."""
-        return (self.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    def stream(self) -> int:
+        """State of the random selector's generator before a row's position, as a signed integer; else 0."""
+        if self.mode != "random":
+            return 0
+        state = _mix_number(_mix_number(self.seed) ^ self.layer)
+        return (state + (1 << 63)) % (1 << 64) - (1 << 63)
+
+    @property
+    def search(self) -> Search:
+        """The numbers that kernels take together."""
+        return Search(self.width, self.b15, self.upper_scale, self.lower_scale)
 
     @property
     def chunks(self) -> int:
@@ -150,6 +177,15 @@ def make_selection(
     )
 
 
+def _mix_number(state: int) -> int:
+    """`_mix` of a number's low 64 bits, on the host."""
+    bits = (1 << 64) - 1
+    state = (state + 0x9E3779B97F4A7C15) & bits
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & bits
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & bits
+    return state ^ (state >> 31)
+
+
 @triton.jit
 def _mix(state):
     """The finalizer of splitmix64 on uint64, as in `runtime.operations.channels`."""
@@ -160,21 +196,21 @@ def _mix(state):
 
 
 @triton.jit
-def _order_of(x, channels, b15, upper_scale, lower_scale, seed, layer, position, MODE: tl.constexpr):
+def _order_of(x, channels, search, stream, position, MODE: tl.constexpr):
     """Place of every channel in the selector's order, less is better; x float16 [CHUNK], channels int32 [CHUNK]."""
     magnitude_bits = x.to(tl.int16, bitcast=True) & 0x7FFF
     if MODE == RANDOM:
-        state = _mix(_mix(seed.to(tl.int64).to(tl.uint64, bitcast=True)) ^ layer.to(tl.uint64))
-        key = _mix(_mix(state ^ position.to(tl.uint64)) ^ channels.to(tl.uint64)) >> 11
+        state = _mix(stream.to(tl.int64).to(tl.uint64, bitcast=True) ^ position.to(tl.uint64))
+        key = _mix(state ^ channels.to(tl.uint64)) >> 11
         order = (1 << 53) - 1 - key.to(tl.int64)
     elif MODE == EXACT:
         order = 0x7FFF - magnitude_bits.to(tl.int32)
     else:
         # A bad value counts as 0 here: what NaN becomes as an integer is undefined.
         magnitude = tl.where(magnitude_bits < _INFINITY, tl.abs(x.to(tl.float32)), 0.0)
-        above = tl.minimum(tl.maximum(tl.floor((magnitude - b15) * upper_scale), 0.0), _HALF - 1.0)
-        below = tl.minimum(tl.maximum(tl.floor(magnitude * lower_scale), 0.0), _HALF - 1.0)
-        order = tl.where(magnitude >= b15, _HALF - 1.0 - above, _BUCKETS - 1.0 - below).to(tl.int32)
+        above = tl.minimum(tl.maximum(tl.floor((magnitude - search.b15) * search.upper_scale), 0.0), _HALF - 1.0)
+        below = tl.minimum(tl.maximum(tl.floor(magnitude * search.lower_scale), 0.0), _HALF - 1.0)
+        order = tl.where(magnitude >= search.b15, _HALF - 1.0 - above, _BUCKETS - 1.0 - below).to(tl.int32)
     return order
 
 
@@ -206,91 +242,45 @@ def _choose(order, take, BITS: tl.constexpr):
 
 
 @triton.jit
-def select_chunk(
-    x_ptr,
-    indices_ptr,
-    values_ptr,
-    flag_ptr,
-    channels_ptr,
-    chunk,
-    K,
-    k_chunk,
-    b15,
-    upper_scale,
-    lower_scale,
-    seed,
-    layer,
-    position,
-    MODE: tl.constexpr,
-):
-    """Select in one chunk of one row: x [K], indices and values [k]; a full chunk always gives k_chunk channels."""
+def select_chunk(source, chosen, search, chunk, k_chunk, stream, position, MODE: tl.constexpr):
+    """Select in one chunk of one row: x [K], k chosen channels; a full chunk always gives k_chunk of them."""
     start = chunk * _CHUNK
-    width = tl.minimum(_CHUNK, K - start)
+    width = tl.minimum(_CHUNK, search.K - start)
     take = tl.minimum(width, (k_chunk * width + _CHUNK - 1) // _CHUNK)
     offs = tl.arange(0, _CHUNK)
     # Read one half a lane instead of eight: what follows then keeps one layout, where it would be moved through shared
     # memory for each of the scattered writes.
     channels = tl.max_contiguous(start + offs, 1)
-    mask = channels < K
-    x = tl.load(x_ptr + channels, mask=mask, other=0.0)
+    mask = channels < search.K
+    x = tl.load(source.x + channels, mask=mask, other=0.0)
     bad = (x.to(tl.int16, bitcast=True) & 0x7FFF) >= _INFINITY
-    tl.store(flag_ptr + tl.zeros_like(offs), 1, mask=bad)
+    tl.store(chosen.flag + tl.zeros_like(offs), 1, mask=bad)
     first = chunk * k_chunk
     if MODE == STATIC:
         kept = offs < take
-        listed = tl.load(channels_ptr + first + offs, mask=kept, other=0)
-        value = tl.load(x_ptr + listed, mask=kept, other=0.0)
-        tl.store(indices_ptr + first + offs, listed, mask=kept)
-        tl.store(values_ptr + first + offs, value.to(tl.float32), mask=kept)
+        listed = tl.load(source.table + first + offs, mask=kept, other=0)
+        value = tl.load(source.x + listed, mask=kept, other=0.0)
+        tl.store(chosen.channels + first + offs, listed, mask=kept)
+        tl.store(chosen.x + first + offs, value.to(tl.float32), mask=kept)
     else:
-        order = _order_of(x, channels, b15, upper_scale, lower_scale, seed, layer, position, MODE)
+        order = _order_of(x, channels, search, stream, position, MODE)
         BITS: tl.constexpr = _ORDER_BITS[MODE]
         order = tl.where(mask, order, 1 << BITS)
-        chosen, place = _choose(order, take, BITS)
-        tl.store(indices_ptr + first + place, channels, mask=chosen)
-        tl.store(values_ptr + first + place, x.to(tl.float32), mask=chosen)
+        taken, place = _choose(order, take, BITS)
+        tl.store(chosen.channels + first + place, channels, mask=taken)
+        tl.store(chosen.x + first + place, x.to(tl.float32), mask=taken)
 
 
-@triton.jit(do_not_specialize=["k", "k_chunk", "seed", "layer"])
-def _select_kernel(
-    x_ptr,
-    indices_ptr,
-    values_ptr,
-    flag_ptr,
-    channels_ptr,
-    positions_ptr,
-    K,
-    k,
-    k_chunk,
-    b15,
-    upper_scale,
-    lower_scale,
-    seed,
-    layer,
-    MODE: tl.constexpr,
-):
-    """Program (chunk, m) selects in one chunk of row m. x [M, K], indices and values [M, k], positions [M]."""
+@triton.jit(do_not_specialize=["k", "k_chunk", "stream"])
+def _select_kernel(source, chosen, search, k, k_chunk, stream, MODE: tl.constexpr):
+    """Program (chunk, m) selects in one chunk of row m."""
     row = tl.program_id(1).to(tl.int64)
     position = tl.full([], 0, tl.int32)
     if MODE == RANDOM:
-        position = tl.load(positions_ptr + row)
-    select_chunk(
-        x_ptr + row * K,
-        indices_ptr + row * k,
-        values_ptr + row * k,
-        flag_ptr,
-        channels_ptr,
-        tl.program_id(0),
-        K,
-        k_chunk,
-        b15,
-        upper_scale,
-        lower_scale,
-        seed,
-        layer,
-        position,
-        MODE,
-    )
+        position = tl.load(source.positions + row)
+    source = Source(source.x + row * search.K, source.table, source.positions)
+    chosen = Chosen(chosen.channels + row * k, chosen.x + row * k, chosen.flag)
+    select_chunk(source, chosen, search, tl.program_id(0), k_chunk, stream, position, MODE)
 
 
 def select(
@@ -326,20 +316,12 @@ def select(
                 f"{name} must be contiguous {dtype} [{rows}, {selection.k}], not {tensor.dtype} {list(tensor.shape)}"
             )
     _select_kernel[(selection.chunks, rows)](
-        x,
-        indices,
-        values,
-        flag,
-        selection.channels,
-        positions,
-        selection.width,
+        Source(x, selection.channels, positions),
+        Chosen(indices, values, flag),
+        selection.search,
         selection.k,
         selection.k_chunk,
-        selection.b15,
-        selection.upper_scale,
-        selection.lower_scale,
-        selection.signed_seed,
-        selection.layer,
+        selection.stream,
         MODE=MODES[selection.mode],
         num_warps=NUM_WARPS,
     )
@@ -378,15 +360,25 @@ def ahead() -> tuple[Ahead, ...]:
     """All four selectors; widths and k are run-time numbers."""
     from runtime.backends.triton.ahead import Ahead
 
-    tables = {"static": {"channels_ptr": "*i32"}, "random": {"positions_ptr": "*i32"}}
-    signatures = {mode: SIGNATURE | tables.get(mode, {}) for mode in MODES}
+    sources = {
+        "static": Source("*fp16", "*i32", "constexpr"),
+        "random": Source("*fp16", "constexpr", "*i32"),
+    }
     return tuple(
         Ahead(
             name=f"select-{mode}",
             kernel=_select_kernel,
-            signature=signature,
-            constants={name: None for name, kind in signature.items() if kind == "constexpr"} | {"MODE": MODES[mode]},
+            signature={
+                "source": sources.get(mode, SOURCE_TYPES),
+                "chosen": CHOSEN_TYPES,
+                "search": SEARCH_TYPES,
+                "k": "i32",
+                "k_chunk": "i32",
+                "stream": "i64" if mode == "random" else "i32",
+                "MODE": "constexpr",
+            },
+            constants={"MODE": number},
             num_warps=NUM_WARPS,
         )
-        for mode, signature in signatures.items()
+        for mode, number in MODES.items()
     )

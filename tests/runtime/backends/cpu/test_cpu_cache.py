@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from runtime.kv.kinds import KINDS, KVKind
+from tests.close import assert_close
 
 torch.set_num_threads(1)
 
@@ -102,5 +103,5 @@ def test_a_head_of_equal_numbers_and_of_zeros(attending: Callable[..., Any], dis
             x = np.full((16, 8, 64), value, np.float32)
             for start in range(0, 288, 16):
                 actual, expected = attention.step([0] * 16, list(range(start, start + 16)), x)
-                np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
+                assert_close(actual, expected, "half attention")
         attention.check_stored()

@@ -23,6 +23,7 @@ from runtime.decoder import DecoderOptions, Step
 from runtime.errors import BackendError, InvalidActivationError, RequestError
 from runtime.operations import activation
 from runtime.operations.linear import gemv
+from tests.close import Tolerance, assert_close
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -189,14 +190,14 @@ def test_slots_do_not_see_each_other_and_positions_are_overwritten(tiny_model: A
         logit_rows=np.array([0], np.int32),
     )
     # A step of two rows takes the kernel for row blocks, which adds in another order.
-    np.testing.assert_allclose(decoder.forward(both), expected[1], atol=1e-4)
+    assert_close(decoder.forward(both), expected[1], "model")
 
 
 def test_the_logits_of_some_rows_only(tiny_model: Any) -> None:
     decoder = CpuDecoder(tiny_model(), DecoderOptions(context=64, k_chunk=100, select="random", threads=2))
     everything = decoder.forward(step(range(20), 0)).copy()
     some = decoder.forward(step(range(20), 0, rows=[3, 19]))
-    np.testing.assert_allclose(some, everything[[3, 19]], atol=1e-4)
+    assert_close(some, everything[[3, 19]], "model")
 
 
 def test_the_number_of_threads_does_not_change_prefill(tiny_model: Any) -> None:
@@ -284,4 +285,4 @@ def test_every_variant_computes_the_same(best_variant: dict[str, Any], variant: 
     result = run_variant(variant)
     assert result["variant"] == variant
     for actual, expected in zip(result["logits"], best_variant["logits"], strict=True):
-        np.testing.assert_allclose(actual, expected, atol=2e-4)
+        assert_close(actual, expected, Tolerance(atol=2e-4, why="float additions fused in one place or another"))

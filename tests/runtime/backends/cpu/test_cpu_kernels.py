@@ -22,9 +22,9 @@ from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers import squeezellm
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.tiles import aligned_zeros, padded, tile_linear
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
+from runtime.backends.cpu.tiles import aligned_zeros, padded, tile_linear
 from runtime.operations import activation
 from runtime.operations import channels as budget
 from runtime.operations import compensate as compensation
@@ -32,6 +32,7 @@ from runtime.operations import select as selection
 from runtime.operations.gate import silu_gate
 from runtime.operations.linear import gemv_int8
 from runtime.operations.norm import rms_norm
+from tests.close import assert_close
 
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33)
 
@@ -97,15 +98,6 @@ def matrix(array: npt.NDArray[Any]) -> op.Matrix:
     return op.Matrix(address(array), array.strides[0])
 
 
-def assert_close(actual: npt.NDArray[Any], expected: npt.NDArray[Any], tolerance: float = 1e-5) -> None:
-    """Largest error against the largest magnitude; names the worst place."""
-    error = np.abs(actual.astype(np.float64) - expected)
-    worst = np.unravel_index(np.nanargmax(error), error.shape)
-    scale = max(float(np.abs(expected).max()), 1e-30)
-    assert np.isfinite(actual).all()
-    assert error[worst] <= tolerance * scale, f"{actual[worst]} instead of {expected[worst]} at {worst}"
-
-
 @pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("rows", ROWS)
@@ -138,7 +130,7 @@ def test_matrix_product(
         out = wide(before, rows)
         operands = (tiled.weights, inputs.places, False, matrix(out))
         machine(rows).run(op.Linear(*operands, bias=address(wide_bias), accumulate=accumulate))
-        assert_close(out[:rows, :N], expected + (before if accumulate else 0))
+        assert_close(out[:rows, :N], expected + (before if accumulate else 0), "sums")
         assert np.isnan(out[rows:]).all()
 
 
@@ -227,7 +219,7 @@ def test_codebooks_of_real_weights(machine: Callable[..., Any], shared_data: Pat
     codes, scales = activation.quantize(x, 128)
     for rows in (1, 17):
         expected = gemv_int8(codes[:rows], scales[:rows], linear).numpy()
-        assert_close(product(machine, linear, codes[:rows].numpy(), scales[:rows].numpy()), expected)
+        assert_close(product(machine, linear, codes[:rows].numpy(), scales[:rows].numpy()), expected, "sums")
         plain = x[:rows].double().numpy() @ weight.T
         assert np.abs(expected - plain).mean() <= {3: 0.25, 4: 0.12}[bits] * plain.std()
 
@@ -243,7 +235,7 @@ def test_norm_and_quantization(machine: Callable[..., Any], rows: int, K: int) -
     to = op.Input(K, False, matrix(out), quantized.places, group_blocks=2)
     machine(rows).run(op.Norm(matrix(source), to, address(weight), eps=1e-5))
     expected = rms_norm(torch.from_numpy(x), torch.from_numpy(weight[:K].copy()), 1e-5).numpy()
-    assert_close(out[:rows, :K], expected)
+    assert_close(out[:rows, :K], expected, "sums")
     check_quantized(quantized, out[:rows, :K], 64)
 
 
@@ -254,9 +246,9 @@ def check_quantized(quantized: Activations, values: npt.NDArray[np.float32], gro
     # One division apart, so a code may fall on the other side of a tie.
     assert np.abs(actual_codes.astype(int) - codes.numpy()).max() <= 1
     assert (actual_codes != codes.numpy()).mean() < 1e-3
-    assert_close(actual_scales, scales.numpy())
+    assert_close(actual_scales, scales.numpy(), "sums")
     sums = np.add.reduceat(actual_codes.astype(np.int64), range(0, values.shape[1], group), axis=1)
-    assert_close(shifts, -actual_scales * sums)
+    assert_close(shifts, -actual_scales * sums, "sums")
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -267,7 +259,7 @@ def test_gate_and_quantization(machine: Callable[..., Any], rows: int) -> None:
     source, out, quantized = wide(x), wide(np.full((rows, 192), 7, np.float32)), Activations(rows, width)
     machine(rows).run(op.Gate(matrix(source), op.Input(width, False, matrix(out), quantized.places, group_blocks=1)))
     gates, ups = torch.from_numpy(x[:, :width].copy()), torch.from_numpy(x[:, width:].copy())
-    assert_close(out[:rows, :width], silu_gate(gates, ups).numpy())
+    assert_close(out[:rows, :width], silu_gate(gates, ups).numpy(), "sums")
     assert not out[:rows, width:192].any()
     check_quantized(quantized, out[:rows, :width], 32)
 
@@ -339,7 +331,7 @@ def test_recall_is_measured_against_the_whole_row(machine: Callable[..., Any]) -
     chosen, _ = run_select(machine, x, 40, SELECT_EXACT, measure=True, hits=address(sums))
     expected = [budget.recall(row, channels) for row, channels in zip(x, chosen, strict=True)]
     assert 0.5 < np.mean(expected) < 1
-    assert_close(sums[:4], np.array(expected))
+    assert_close(sums[:4], np.array(expected), "sums")
 
 
 @pytest.mark.parametrize("residual_bits", [2, 4, 8, 16])
@@ -383,4 +375,4 @@ def test_compensation(
         chosen=matrix(chosen),
     )
     machine(rows).run(linear_instruction)
-    assert_close(out[:rows, :N], expected)
+    assert_close(out[:rows, :N], expected, "sums")

@@ -17,14 +17,15 @@ import assets
 from models.store import StoredModel
 from runtime.backends.cpu.cache import CpuStore
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.data.tiles import aligned_zeros
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.pool import Pool
+from runtime.backends.cpu.tiles import aligned_zeros
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
 from runtime.kv.oracle.page import dequantize, quantize
 from runtime.tokenizer import Tokenizer
+from tests.close import Tolerance, assert_close
 
 torch.set_num_threads(1)
 
@@ -32,6 +33,7 @@ WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
 LAYERS, HEADS, SLOT, PAGE = 2, 3, 1, 4
 HALF_STEP = 2**-10
 """Relative distance of neighbours in half precision, at most."""
+TWO_ROUNDINGS = Tolerance(span=4 * HALF_STEP, why="of half precision, codes and factors each")
 Windows = Mapping[Part, npt.NDArray[np.float16]]
 
 
@@ -88,7 +90,7 @@ def check_flush(name: KVKind, windows: Windows) -> None:
         store.layout.write(record, part, stored)
         # Of GEAR, sums are added up in another order: what the numbers read back as is a rounding or two away.
         theirs, mine = (read_back(name, part, found, dim) for found in (fields, stored))
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=4 * HALF_STEP * np.abs(theirs).max() if kind.rank else 0)
+        assert_close(mine, theirs, TWO_ROUNDINGS if kind.rank else "exact")
         np.testing.assert_array_equal(store.window(part, SLOT, rest), windows[part][:, :, kind.page :])
         assert not store.window(part, 0, rest).any()
     np.testing.assert_array_equal(store.records[:, PAGE], record)  # and nothing besides the fields
@@ -133,13 +135,11 @@ def test_corrections_are_as_good_as_the_references(name: KVKind, real_windows: W
         theirs, mine = (float(np.linalg.norm(read_back(name, part, found, dim) - x)) for found in (fields, stored))
         assert mine == pytest.approx(theirs, rel=1e-3)
         a = stored["a"].astype(np.float64)
-        np.testing.assert_allclose(
-            np.swapaxes(a, -1, -2) @ a, np.broadcast_to(np.eye(4), (*a.shape[:2], 4, 4)), atol=2e-3
-        )
+        eye = np.broadcast_to(np.eye(4), (*a.shape[:2], 4, 4))
+        assert_close(np.swapaxes(a, -1, -2) @ a, eye, Tolerance(atol=2e-3, why="directions in half precision"))
         for field in ("a", "b", "outliers"):
             if field in fields:
-                largest = np.abs(fields[field].astype(np.float32)).max()
-                np.testing.assert_allclose(stored[field], fields[field], rtol=0, atol=2e-2 * largest, err_msg=field)
+                assert_close(stored[field], fields[field], Tolerance(span=2e-2, why="four turns each"), what=field)
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -156,7 +156,7 @@ def test_a_restored_page_is_what_it_reads_back_as(name: KVKind, dim: int, count:
         expected = read_back(name, part, fields, dim)[:, :, :count]
         actual = store.window(part, 0, count)
         if KINDS[name].rank:
-            np.testing.assert_allclose(actual, expected, rtol=HALF_STEP, atol=1e-6)
+            assert_close(actual, expected, Tolerance(rtol=HALF_STEP, atol=1e-6, why="rounded to half precision"))
         else:
             np.testing.assert_array_equal(actual, expected.astype(np.float16))
 

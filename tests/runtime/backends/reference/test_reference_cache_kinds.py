@@ -14,6 +14,7 @@ from runtime.decoder import DecoderOptions, Step
 from runtime.errors import ContextOverflowError, RequestError
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.measure import fill, measure_at
+from tests.close import assert_close
 
 Factory = Callable[..., Any]
 WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
@@ -76,7 +77,7 @@ def test_slots_of_different_length_do_not_see_each_other(kv: KVKind, model: Any)
     )
     found = decoder.forward(step)
     for row, slot in enumerate([2, 0, 1]):
-        np.testing.assert_allclose(found[row], alone[slot][0], atol=5e-3)
+        assert_close(found[row], alone[slot][0], "half cache")
 
 
 @pytest.mark.parametrize("kv", KINDS)
@@ -89,7 +90,7 @@ def test_rolled_back_rows_leave_no_trace(kv: KVKind, model: Any) -> None:
     for position in range(384, 400):
         wrong = rng.integers(0, 96, 4).tolist()
         found = run(rolled, [TOKENS[position], *wrong], start=position)[0]
-        np.testing.assert_allclose(found, run(plain, [TOKENS[position]], start=position)[0], atol=5e-3)
+        assert_close(found, run(plain, [TOKENS[position]], start=position)[0], "half cache")
 
 
 @pytest.mark.parametrize("kv", KINDS)

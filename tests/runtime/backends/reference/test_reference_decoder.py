@@ -14,6 +14,7 @@ from models.packed import PackedLinear
 from runtime.backends.reference.decoder import ReferenceDecoder, _Pass
 from runtime.decoder import DecoderOptions, Step
 from runtime.errors import InvalidActivationError, RequestError
+from tests.close import assert_close
 
 Factory = Callable[..., Any]
 TOKENS = [1, 7, 8, 9, 50, 95, 3, 3, 20, 41]
@@ -44,7 +45,7 @@ def test_any_chunking_gives_the_same_logits(
     whole = run(ReferenceDecoder(model, options(kv=kv)), TOKENS)
     decoder = ReferenceDecoder(model, options(kv=kv))
     parts = [run(decoder, TOKENS[a:b], start=a) for a, b in ((0, 3), (3, 4), (4, 9), (9, 10))]
-    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-4, atol=1e-4)
+    assert_close(np.concatenate(parts), whole, "model")
 
 
 def test_slots_do_not_see_each_other(tiny_model: Factory) -> None:
@@ -57,7 +58,7 @@ def test_slots_do_not_see_each_other(tiny_model: Factory) -> None:
         positions=np.array([*range(10), *range(10)], np.int32),
         logit_rows=np.arange(20, dtype=np.int32),
     )
-    np.testing.assert_allclose(decoder.forward(step), np.concatenate(alone), rtol=1e-4, atol=1e-4)
+    assert_close(decoder.forward(step), np.concatenate(alone), "model")
 
 
 def test_writing_at_a_lower_position_cuts_the_sequence_back(tiny_model: Factory) -> None:
@@ -65,7 +66,7 @@ def test_writing_at_a_lower_position_cuts_the_sequence_back(tiny_model: Factory)
     run(decoder, TOKENS)
     again = run(decoder, [60, 61], start=4)
     fresh = run(ReferenceDecoder(tiny_model(), options()), [*TOKENS[:4], 60, 61])[4:]
-    np.testing.assert_allclose(again, fresh, rtol=1e-4, atol=1e-4)
+    assert_close(again, fresh, "model")
 
 
 @pytest.mark.parametrize("select", ["approx", "random"])
@@ -78,7 +79,7 @@ def test_only_the_rows_asked_for_come_back(tiny_model: Factory, select: str) -> 
         positions=np.arange(10, dtype=np.int32),
         logit_rows=np.array([2, 9], np.int32),
     )
-    np.testing.assert_allclose(decoder.forward(step), every[[2, 9]], rtol=1e-4, atol=1e-4)
+    assert_close(decoder.forward(step), every[[2, 9]], "model")
 
 
 class FullPrecision(_Pass):
@@ -120,7 +121,7 @@ def test_compensated_rows_use_their_own_activations(tiny_model: Factory) -> None
         whole = run(ReferenceDecoder(model, options(k_chunk=100, select=select)), TOKENS)
         decoder = ReferenceDecoder(model, options(k_chunk=100, select=select))
         single = np.concatenate([run(decoder, [token], start=i) for i, token in enumerate(TOKENS)])
-        np.testing.assert_allclose(whole, single, atol=2e-3)  # halves of the cache may round the other way
+        assert_close(whole, single, "half cache")  # halves of the cache may round the other way
 
 
 def test_selectors_differ_and_recall_is_measured(tiny_model: Factory) -> None:

@@ -22,7 +22,7 @@ from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.kernels.attention import kernel as kernels
 from runtime.backends.triton.kernels.attention.configs import launch_config
-from runtime.backends.triton.kernels.cache.pages import LayerPages
+from runtime.backends.triton.kernels.cache.pages import LayerPages, Rows
 from runtime.backends.triton.workspace import Workspace
 from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS, PARTS, KVKind
@@ -78,9 +78,9 @@ class Written:
         M, H, D = q.shape
         q = q.half()
         x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=self.device)
-        rows = [each.to(torch.int32).to(self.device) for each in (positions, slots)]
+        rows = Rows(*(each.to(torch.int32).to(self.device) for each in (positions, slots)))
         flat = q.reshape(M, H * D).to(self.device)
-        kernels.attend(flat, self.pages(), *rows, window, x, Workspace(self.device), context=self.context)
+        kernels.attend(flat, self.pages(), rows, window, x, Workspace(self.device), context=self.context)
         found = x.cpu().float().view(M, H, D)
         exact = torch.empty(M, H, D)
         for slot, history in enumerate(self.histories):

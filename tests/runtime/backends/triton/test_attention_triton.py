@@ -19,11 +19,10 @@ from runtime.backends.triton.kernels.attention.configs import (
     launch_config,
 )
 from runtime.backends.triton.kernels.attention.kernel import attend
-from runtime.backends.triton.kernels.cache.pages import power_of_two
+from runtime.backends.triton.kernels.cache.pages import Rows, power_of_two
 from runtime.backends.triton.workspace import Workspace
 from runtime.operations import attention as reference
-
-TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
+from tests.close import assert_close
 
 
 class _Case:
@@ -58,12 +57,12 @@ class _Case:
         x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=device)
         pages, T = half_pages(self.cache, device).pages, self.cache.shape[3]
         q, positions, slots = (one.to(device) for one in (self.q.view(M, H * D), self.positions, self.slots))
-        attend(q, pages, positions, slots, self.window, x, workspace or Workspace(device), context=T)
+        attend(q, pages, Rows(positions, slots), self.window, x, workspace or Workspace(device), context=T)
         return x.cpu().float().view(M, H, D)
 
     def check(self, device: str, half_pages: Any) -> None:
         """Compare the two."""
-        torch.testing.assert_close(self.run(device, half_pages), self.expected(), **TOLERANCE)
+        assert_close(self.run(device, half_pages), self.expected(), "half attention")
 
 
 def _run_of(slot: int, first: int, count: int) -> list[tuple[int, int]]:
@@ -147,7 +146,7 @@ def test_sharp_scores_pick_their_value(device: str, half_pages: Any) -> None:
     case = _Case([(0, 149)], 1, 1, 64, 150)
     case.cache[0, 0, 0] *= 0.01
     case.cache[0, 0, 0, 7] = 100 * torch.sign(case.q[0, 0])
-    torch.testing.assert_close(case.run(device, half_pages)[0, 0], case.cache[1, 0, 0, 7].float(), **TOLERANCE)
+    assert_close(case.run(device, half_pages)[0, 0], case.cache[1, 0, 0, 7].float(), "half attention")
 
 
 @pytest.mark.parametrize("rows", [[(0, 149)], _run_of(0, 130, 12)], ids=["decode", "prefill"])
@@ -198,10 +197,10 @@ def test_offsets_in_the_cache_are_64_bits_wide(cuda: str, half_pages: Any, posit
     place, slot = (torch.tensor([number], dtype=torch.int32, device=cuda) for number in (position, 17))
     x = torch.full_like(q, torch.nan)
     pages = half_pages(torch.stack([keys, values]), cuda).pages
-    attend(q, pages, place, slot, None, x, Workspace(cuda), context=T)
+    attend(q, pages, Rows(place, slot), None, x, Workspace(cuda), context=T)
     past = [one[17, :, : position + 1].transpose(0, 1).float().cpu() for one in (keys, values)]
     expected = reference.attend(q.view(1, 4, D).float().cpu(), *past, place.long().cpu(), None)
-    torch.testing.assert_close(x.cpu().float().view(1, 4, D), expected, **TOLERANCE)
+    assert_close(x.cpu().float().view(1, 4, D), expected, "half attention")
 
 
 @pytest.mark.gpu
@@ -214,7 +213,7 @@ def test_a_captured_launch_replays_at_any_position(cuda: str, half_pages: Any) -
 
     def launch() -> None:
         q = static["q"].view(1, 512)
-        attend(q, caches[1], static["positions"], static["slots"], None, x, workspace, context=600)
+        attend(q, caches[1], Rows(static["positions"], static["slots"]), None, x, workspace, context=600)
 
     launch()
     torch.cuda.synchronize()
@@ -227,4 +226,4 @@ def test_a_captured_launch_replays_at_any_position(cuda: str, half_pages: Any) -
         for part, pool in caches[1].pools.items():
             pool.copy_(pages.pools[part])
         graph.replay()
-        torch.testing.assert_close(x.cpu().float().view(1, 8, 64), case.expected(), **TOLERANCE)
+        assert_close(x.cpu().float().view(1, 8, 64), case.expected(), "half attention")

@@ -15,16 +15,20 @@ import torch
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.triton.cache import GpuCache
 from runtime.backends.triton.kernels.attention.kernel import attend
-from runtime.backends.triton.kernels.rope import heads
+from runtime.backends.triton.kernels.cache.pages import Rows
+from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, PARTS, KVKind
+from tests.close import TOLERANCES, Tolerance, assert_close
 
 WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
 TOKENWISE: list[KVKind] = [name for name, kind in KINDS.items() if not kind.windowed]
 SLOTS, ROWS = 3, 128
-TOLERANCE = {"rtol": 4e-3, "atol": 4e-3}
-LARGE_KEYS = {"rtol": 2e-2, "atol": 2e-2}
-"""Keys of 100 are half a 16th off in half precision, and scores by a 6th of that in heads of 32 channels."""
+LARGE_KEYS = Tolerance(
+    rtol=2e-2,
+    atol=2e-2,
+    why="keys of 100 are half a 16th off in half precision, and scores by a 6th of that in heads of 32 channels",
+)
 
 
 class Pair:
@@ -80,8 +84,9 @@ class Pair:
         y = torch.cat([torch.zeros(count, H * D), k.flatten(1), v.flatten(1)], dim=1).to(self.device)
         nothing = torch.zeros(self.context, 0, device=self.device)
         q = torch.zeros(count, H * D, dtype=torch.float16, device=self.device)
-        rows = (torch.tensor(positions).to(self.device), torch.tensor(slots).to(self.device))
-        heads(y, None, None, None, 1e-6, nothing, nothing, *rows, self.ours.layers[layer], q)
+        rows = Rows(torch.tensor(positions).to(self.device), torch.tensor(slots).to(self.device))
+        norms, rope = HeadNorms(None, None, 1e-6), Rope(nothing, nothing)
+        heads(y, None, norms, rope, rows, self.ours.layers[layer], q)
 
     def check_stored(self) -> None:
         """Pages and windows that are in use hold the same bytes."""
@@ -102,11 +107,11 @@ class Pair:
         M, H, D = len(slots), self.spec.num_heads, self.spec.head_dim
         q = self.normal(M, H, D).half()
         x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=self.device)
-        rows = [torch.tensor(each).to(self.device) for each in (positions, slots)]
+        rows = Rows(*(torch.tensor(each).to(self.device) for each in (positions, slots)))
         attend(
             q.view(M, H * D).to(self.device),
             self.ours.layers[-1],
-            *rows,
+            rows,
             window,
             x,
             Workspace(self.device),
@@ -118,10 +123,10 @@ class Pair:
         return x.cpu().float().view(M, H, D), expected
 
     def check_attended(self, slots: Any, positions: Any, window: int | None = None, **how: Any) -> None:
-        torch.testing.assert_close(*self.attended(slots, positions, window, **how), **TOLERANCE)
+        assert_close(*self.attended(slots, positions, window, **how), "packed attention")
 
     def check_attended_to_large_keys(self, slots: Any, positions: Any) -> None:
-        torch.testing.assert_close(*self.attended(slots, positions), **LARGE_KEYS)
+        assert_close(*self.attended(slots, positions), LARGE_KEYS)
 
 
 @pytest.fixture
@@ -220,7 +225,7 @@ def test_a_draft_reads_the_upper_plane_alone(pair: Any) -> None:
     last = caches.step(0, 384, 1)
     caches.check_attended(*last, draft=True)
     whole, draft = (caches.theirs.attend(0, torch.ones(1, 4, 32), *_longs(last), None, draft=d) for d in (False, True))
-    assert (whole - draft).abs().max() > 2 * TOLERANCE["atol"]
+    assert (whole - draft).abs().max() > 2 * TOLERANCES["packed attention"].atol
 
 
 def _longs(rows: Any) -> list[torch.Tensor]:

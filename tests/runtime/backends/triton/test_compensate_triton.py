@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from models.packed import PackedLinear
-from runtime.backends.triton.kernels.compensate import compensate
+from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.residual import GpuResidual, residual_to_device
 from runtime.backends.triton.workspace import Workspace
 from runtime.operations import channels as budget
 from runtime.operations import compensate as plain
 from runtime.operations import select as selectors
+from tests.close import assert_close
 
 BITS = [2, 4, 8, 16]
 
@@ -51,10 +52,9 @@ class Layer:
             x.to(self.device),
             self.selection,
             self.residual,
-            out,
-            n_tb=n_tb,
-            workspace=self.workspace,
-            fused=fused,
+            Output(out, more.pop("base", None)),
+            LaunchConfig(n_tb=n_tb, fused=fused),
+            self.workspace,
             **more,
         )
         assert self.workspace.counters(2).tolist() == [0, 0]
@@ -80,10 +80,6 @@ def activations(rows: int, K: int, seed: int = 0) -> torch.Tensor:
     return x.half()
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
-
-
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
     ("N", "K", "k_chunk"),
@@ -93,7 +89,7 @@ def test_both_variants_are_the_reference(layer: Any, bits: int, N: int, K: int, 
     one = layer(N, K, bits=bits, k_chunk=k_chunk)
     x = activations(1, K)
     found = one.run(x, fused=True)
-    assert_close(found, one.expected(x))
+    assert_close(found, one.expected(x), "sums")
     assert torch.equal(found, one.run(x, n_tb=3))
 
 
@@ -102,7 +98,7 @@ def test_the_numbers_do_not_depend_on_the_programs(layer: Any, bits: int) -> Non
     one = layer(5 * 1024 // bits + 3, 96, bits=bits, k_chunk=200)  # six lines of two tiles
     x = activations(1, 96)
     expected = one.run(x, fused=True)
-    assert_close(expected, one.expected(x))
+    assert_close(expected, one.expected(x), "sums")
     for n_tb in (1, 4, 5, 8):
         assert torch.equal(one.run(x, n_tb=n_tb), expected), n_tb
 
@@ -112,22 +108,23 @@ def test_the_base_is_added(layer: Any, fused: bool) -> None:
     one = layer(300, 96, k_chunk=100)
     x, base = activations(1, 96), torch.randn(1, 300, generator=torch.Generator().manual_seed(1))
     found = one.run(x, base=base, fused=fused)
-    assert_close(found, one.expected(x, base))
-    assert_close(found, base + one.run(x, fused=fused))
+    assert_close(found, one.expected(x, base), "sums")
+    assert_close(found, base + one.run(x, fused=fused), "sums")
 
 
 def test_the_base_may_be_the_output(layer: Any, device: str) -> None:
     one = layer(300, 96, k_chunk=100)
     x, out = activations(1, 96), torch.ones(1, 300, device=device)
-    compensate(x.to(device), one.selection, one.residual, out, base=out, n_tb=2, workspace=one.workspace, fused=False)
-    assert_close(out.cpu(), one.expected(x, torch.ones(1, 300)))
+    config = LaunchConfig(n_tb=2, fused=False)
+    compensate(x.to(device), one.selection, one.residual, Output(out, out), config, one.workspace)
+    assert_close(out.cpu(), one.expected(x, torch.ones(1, 300)), "sums")
 
 
 def test_rows_select_for_themselves(layer: Any) -> None:
     one = layer(300, 1100)
     x, base = activations(3, 1100), torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
     found = one.run(x, base=base, n_tb=2)
-    assert_close(found, one.expected(x, base))
+    assert_close(found, one.expected(x, base), "sums")
     for row in range(3):
         assert torch.equal(found[row : row + 1], one.run(x[row : row + 1], base=base[row : row + 1], n_tb=1))
 
@@ -137,7 +134,7 @@ def test_every_number_of_channels(layer: Any, k_chunk: int) -> None:
     one = layer(40, 1024, k_chunk=k_chunk)
     x = activations(1, 1024)
     found = one.run(x, fused=True)
-    assert_close(found, one.expected(x))
+    assert_close(found, one.expected(x), "sums")
     assert torch.equal(found, one.run(x, n_tb=2))
 
 
@@ -145,7 +142,7 @@ def test_all_channels_restore_the_weight(layer: Any) -> None:
     one = layer(40, 96, bits=16, k_chunk=1024)
     x = activations(1, 96)
     residual = plain.dequantize_residual(one.packed.residual, 40)
-    assert_close(one.run(x, fused=True), x.float() @ residual)
+    assert_close(one.run(x, fused=True), x.float() @ residual, "sums")
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -153,7 +150,7 @@ def test_activations_that_are_all_equal(layer: Any, value: float) -> None:
     one = layer(40, 1100)
     x = torch.full((1, 1100), value, dtype=torch.half)
     found = one.run(x, fused=True)
-    torch.testing.assert_close(found, one.expected(x), rtol=0, atol=1e-5)
+    assert_close(found, one.expected(x), "sums")
     assert torch.equal(found, one.run(x, n_tb=2))
     assert bool(found.any()) == bool(value)
 
@@ -172,7 +169,7 @@ def test_the_other_selectors_in_both_variants(layer: Any, device: str, mode: Any
         torch.zeros(1, 40), x.float(), channels, plain.dequantize_residual(one.packed.residual, 40)
     )
     found = one.run(x, fused=True, positions=positions)
-    assert_close(found, expected)
+    assert_close(found, expected, "sums")
     assert torch.equal(found, one.run(x, n_tb=2, positions=positions))
 
 
@@ -208,7 +205,7 @@ def test_the_layers_of_a_model(tiny_model: Any, device: str, bits: int) -> None:
         one = Layer(model.linear(name), device, 64)
         x = activations(1, one.K)
         found = one.run(x, fused=True)
-        assert_close(found, one.expected(x))
+        assert_close(found, one.expected(x), "sums")
         assert torch.equal(found, one.run(x, n_tb=4))
 
 
@@ -229,10 +226,9 @@ def test_operands_that_do_not_fit_are_refused(layer: Any, device: str) -> None:
             x.to(device),
             one.selection,
             one.residual,
-            torch.zeros(2, 40, device=device),
-            n_tb=1,
-            workspace=one.workspace,
-            fused=True,
+            Output(torch.zeros(2, 40, device=device)),
+            LaunchConfig(n_tb=1, fused=True),
+            one.workspace,
         )
     one.residual = other.residual
     with pytest.raises(ValueError, match="over 96 channels, the residuals over 64"):
@@ -260,7 +256,7 @@ def test_fused_with_every_number_of_programs_on_a_gpu(cuda: str, layer: Any, N: 
     one = layer(N, K, bits=bits)
     x = activations(1, K)
     expected = one.run(x, n_tb=8)
-    assert_close(expected, one.expected(x))
+    assert_close(expected, one.expected(x), "sums")
     assert one.residual.codes.is_pinned()
     for n_tb in viable(N, K):
         assert torch.equal(one.run(x, n_tb=n_tb, fused=True), expected), n_tb
@@ -274,9 +270,10 @@ def test_a_thousand_replays_of_a_graph(cuda: str, layer: Any, n_tb: int) -> None
     expected = [one.run(x, n_tb=8).to(cuda) for x in rows]
     x, out = rows[0].to(cuda), torch.zeros(1, 6144, device=cuda)
     flag = torch.zeros(1, dtype=torch.int32, device=cuda)
+    config = LaunchConfig(n_tb=n_tb, fused=True)
 
     def launch() -> None:
-        compensate(x, one.selection, one.residual, out, n_tb=n_tb, workspace=one.workspace, fused=True, flag=flag)
+        compensate(x, one.selection, one.residual, Output(out), config, one.workspace, flag=flag)
 
     launch()  # compile outside the capture
     graph = torch.cuda.CUDAGraph()

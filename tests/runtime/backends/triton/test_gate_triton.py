@@ -11,8 +11,7 @@ import torch
 
 from runtime.backends.triton.kernels.gate import BLOCK_I, gate
 from runtime.operations.gate import silu_gate
-
-TOLERANCE = {"rtol": 5e-4, "atol": 6e-8}
+from tests.close import assert_close
 
 
 @pytest.mark.parametrize("with_dec", [False, True], ids=["plain", "dec"])
@@ -25,7 +24,7 @@ def test_gate_follows_the_reference(device: str, M: int, width: int, with_dec: b
     x = torch.full((M, width), torch.nan, dtype=torch.float16, device=device)
     gate(y.to(device), None if dec is None else dec.to(device), x)
     total = y if dec is None else y + dec
-    torch.testing.assert_close(x.cpu().float(), silu_gate(total[:, :width], total[:, width:]), **TOLERANCE)
+    assert_close(x.cpu().float(), silu_gate(total[:, :width], total[:, width:]), "half")
 
 
 def test_large_magnitudes_saturate_and_broken_ones_stay_visible(device: str) -> None:

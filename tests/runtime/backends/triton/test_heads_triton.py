@@ -14,11 +14,12 @@ import torch
 
 from models.rope import tables
 from models.spec import RopeSpec
-from runtime.backends.triton.kernels.rope import heads
+from runtime.backends.triton.kernels.cache.pages import Rows
+from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.operations.norm import rms_norm
 from runtime.operations.rope import rotate
+from tests.close import assert_close
 
-TOLERANCE = {"rtol": 5e-4, "atol": 2e-6}
 EPS = 1e-6
 
 
@@ -64,8 +65,9 @@ class _Case:
 
         cache = half_pages(self.caches, device)
         q = torch.full((len(self.y), H * D), torch.nan, dtype=torch.float16, device=device)
-        operands = (self.cos, self.sin, self.positions, self.slots)
-        heads(*map(there, (self.y, self.dec, *self.norms)), EPS, *map(there, operands), cache.pages, q)
+        norms, rope = HeadNorms(*map(there, self.norms), EPS), Rope(*map(there, (self.cos, self.sin)))
+        rows = Rows(*map(there, (self.positions, self.slots)))
+        heads(*map(there, (self.y, self.dec)), norms, rope, rows, cache.pages, q)
         keys, values = cache.read().float()
         return q.cpu().float().view(len(q), H, D), keys, values
 
@@ -83,7 +85,7 @@ ROWS = [(1, 0), (1, 1), (0, 5), (2, 8)]
 
 def _check(case: _Case, device: str, half_pages: Any) -> None:
     for actual, expected in zip(case.run(device, half_pages), case.expected(), strict=True):
-        torch.testing.assert_close(actual, expected, **TOLERANCE)
+        assert_close(actual, expected, "heads")
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
@@ -130,7 +132,7 @@ def test_offsets_in_the_cache_are_64_bits_wide(cuda: str, half_pages: Any) -> No
     cos, sin = torch.ones(T, D // 2, device=cuda), torch.zeros(T, D // 2, device=cuda)
     place = [torch.tensor([number], dtype=torch.int32, device=cuda) for number in (T - 1, 17)]
     q = torch.zeros(1, D, dtype=torch.float16, device=cuda)
-    run(y, None, None, None, EPS, cos, sin, *place, cache.pages, q)
+    run(y, None, HeadNorms(None, None, EPS), Rope(cos, sin), Rows(*place), cache.pages, q)
     keys, values = cache.read().to(cuda)
     assert torch.equal(keys[17, 0, T - 1], y[0, D : 2 * D].half())
     assert torch.equal(values[17, 0, T - 1], y[0, 2 * D :].half())

@@ -16,20 +16,69 @@ low-rank path as (qB)A^T).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from runtime.backends.triton.kernels.attention.configs import LaunchConfig, launch_config
-from runtime.backends.triton.kernels.attention.visit import visit_slot
-from runtime.backends.triton.kernels.cache.pages import LayerPages, power_of_two, record_sizes
-from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
+from runtime.backends.triton.kernels.attention.visit import Blocks, HeadCache, Queries, Softmax, visit_slot
+from runtime.backends.triton.kernels.cache.kernel import moved
+from runtime.backends.triton.kernels.cache.pages import (
+    LAYER_TYPES,
+    LayerPages,
+    LayerTensors,
+    Rows,
+    page_layout,
+    power_of_two,
+)
+from runtime.kv.kinds import KINDS, CacheKind, KVKind
 
 if TYPE_CHECKING:
     from runtime.backends.triton.ahead import Ahead
     from runtime.backends.triton.workspace import Workspace
+
+
+class Tile(NamedTuple):
+    """What a program of `_attend_kernel` handles, as a constant."""
+
+    H: int
+    """Query heads."""
+    GROUP: int
+    """Query heads of a key-value head."""
+    SPLITS: int
+    """See `LaunchConfig`, as all that follow but the last."""
+    ROWS: int
+    BLOCK_M: int
+    BLOCK_T: int
+    BLOCK_D: int
+    SLIDING: int
+    """Whether there are positions before its own that a row doesn't see."""
+
+
+class Step(NamedTuple):
+    """The tensors of a step that `_attend_kernel` reads and writes."""
+
+    q: Any
+    """float16 [M, H, D]."""
+    rows: Rows
+    """Where its rows belong."""
+    x: Any
+    """float16 [M, H, D], the output."""
+    partial: Any
+    """What splits leave for `_merge_kernel`, see `_leave`; None where there is one."""
+
+
+class Heads(NamedTuple):
+    """The rows of a program's matrix products, BLOCK_M of them, as heads of [M, H, D]."""
+
+    first: Any
+    """The first, int64."""
+    offset: Any
+    """int32 [BLOCK_M], each counted from the first."""
+    mask: Any
+    """[BLOCK_M], which there are."""
 
 
 @triton.jit
@@ -40,134 +89,112 @@ def _blocks(lowest, last, window, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _segment(slots_ptr, positions_ptr, row, slot_m, window, GROUP: tl.constexpr, BLOCK_T: tl.constexpr):
+def _segment(rows, row, slot_m, window, tile: tl.constexpr):
     """Slot, number, first and last position of a slot's rows from `row` of a tile on; first block they see, blocks."""
-    slot = tl.load(slots_ptr + row)
-    count = tl.sum((slot_m == slot).to(tl.int32), axis=0) // GROUP
-    lowest = tl.load(positions_ptr + row)
-    last = tl.load(positions_ptr + row + count - 1)
-    first_block, number = _blocks(lowest, last, window, BLOCK_T)
+    slot = tl.load(rows.slots + row)
+    count = tl.sum((slot_m == slot).to(tl.int32), axis=0) // tile.GROUP
+    lowest = tl.load(rows.positions + row)
+    last = tl.load(rows.positions + row + count - 1)
+    first_block, number = _blocks(lowest, last, window, tile.BLOCK_T)
     return slot, count, lowest, last, first_block, number
 
 
 @triton.jit
-def _leave(
-    x_ptr, partial_ptr, peak, total, acc, M, first_head, head_m, mask_m,
-    H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def _leave(step, state, M, heads, tile: tl.constexpr, D: tl.constexpr):
     """Store what a program found: the output where it saw everything, else its split for `_merge_kernel`.
 
-    head_m [BLOCK_M] counts heads of [M, H] from `first_head` on. x [M, H, D]. partial: acc [M, H, SPLITS, D], then peak
-    and total [M, H, SPLITS] each; a split that saw nothing has peak -inf and total 0, and leaves acc unwritten.
+    partial: acc [M, H, SPLITS, D], then peak and total [M, H, SPLITS] each; a split that saw nothing has peak -inf and
+    total 0, and leaves acc unwritten.
     """
-    offs_d = tl.arange(0, BLOCK_D)
+    H: tl.constexpr = tile.H
+    SPLITS: tl.constexpr = tile.SPLITS
+    offs_d = tl.arange(0, tile.BLOCK_D)
     mask_d = offs_d < D
     if SPLITS > 1:
-        first_split = first_head * SPLITS + tl.program_id(2)
-        peak_ptr = partial_ptr + M.to(tl.int64) * (H * SPLITS * D) + first_split
+        first_split = heads.first * SPLITS + tl.program_id(2)
+        peak_ptr = step.partial + M.to(tl.int64) * (H * SPLITS * D) + first_split
         total_ptr = peak_ptr + M.to(tl.int64) * (H * SPLITS)
-        tl.store(peak_ptr + head_m * SPLITS, peak, mask=mask_m)
-        tl.store(total_ptr + head_m * SPLITS, total, mask=mask_m)
-        offs = head_m[:, None] * (SPLITS * D) + offs_d[None, :]
-        seen_m = mask_m & (total != 0)  # true for a NaN as well
-        tl.store(partial_ptr + first_split * D + offs, acc, mask=seen_m[:, None] & mask_d[None, :])
+        tl.store(peak_ptr + heads.offset * SPLITS, state.peak, mask=heads.mask)
+        tl.store(total_ptr + heads.offset * SPLITS, state.total, mask=heads.mask)
+        offs = heads.offset[:, None] * (SPLITS * D) + offs_d[None, :]
+        seen_m = heads.mask & (state.total != 0)  # true for a NaN as well
+        tl.store(step.partial + first_split * D + offs, state.acc, mask=seen_m[:, None] & mask_d[None, :])
     else:
-        x = acc / tl.where(mask_m, total, 1.0)[:, None]
-        offs = head_m[:, None] * D + offs_d[None, :]
-        tl.store(x_ptr + first_head * D + offs, x.to(tl.float16), mask=mask_m[:, None] & mask_d[None, :])
+        x = state.acc / tl.where(heads.mask, state.total, 1.0)[:, None]
+        offs = heads.offset[:, None] * D + offs_d[None, :]
+        tl.store(step.x + heads.first * D + offs, x.to(tl.float16), mask=heads.mask[:, None] & mask_d[None, :])
 
 
 @triton.jit(do_not_specialize=["M", "stride", "per_slot", "window"])
 def _attend_kernel(
-    q_ptr, k_codes_ptr, k_halves_ptr, k_shorts_ptr, v_codes_ptr, v_halves_ptr, v_shorts_ptr, k_window_ptr, v_window_ptr,
-    tables_ptr, paged_ptr, positions_ptr, slots_ptr, x_ptr, partial_ptr, M, stride, per_slot, window, scale,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, SLIDING: tl.constexpr, WINDOW: tl.constexpr,
-    PAGE: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, CHANNEL: tl.constexpr, RANK: tl.constexpr,
-    K_RECORD: tl.constexpr, K_LOWER: tl.constexpr, K_SCALES: tl.constexpr, K_A: tl.constexpr, K_B: tl.constexpr,
-    K_INDICES: tl.constexpr, K_OUTLIERS: tl.constexpr, K_GROUP: tl.constexpr, K_GROUPS: tl.constexpr,
-    K_COUNT: tl.constexpr, V_RECORD: tl.constexpr, V_LOWER: tl.constexpr, V_SCALES: tl.constexpr, V_A: tl.constexpr,
-    V_B: tl.constexpr, V_INDICES: tl.constexpr, V_OUTLIERS: tl.constexpr, V_GROUP: tl.constexpr, V_GROUPS: tl.constexpr,
-    V_COUNT: tl.constexpr,
+    step, layer, M, stride, per_slot, window, scale, tile: tl.constexpr, layout: tl.constexpr
 ):  # fmt: skip
     """Program (tile, h, s): ROWS rows of the step, the query heads of key-value head h, split s of what they see.
 
     The rows of a tile may belong to several slots: the tile passes over the positions of one after another, and splits
-    divide the blocks of all of them. q, x [M, H, D]; pages and windows as `LayerPages` says, `stride` records or
-    windows from one to the next; tables [slots, per_slot]; partial as `_leave` says.
+    divide the blocks of all of them. `step` as `Step` says, `layer` as `LayerPages` does; nine parameters, because
+    numbers that must not each make a kernel of their own can't be told so inside a tuple.
     """
+    H: tl.constexpr = tile.H
+    GROUP: tl.constexpr = tile.GROUP
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_D: tl.constexpr = tile.BLOCK_D
+    D: tl.constexpr = layout.k.D
     kv_head = tl.program_id(1)
-    first_row = tl.program_id(0) * ROWS
-    end_row = tl.minimum(first_row + ROWS, M)
+    first_row = tl.program_id(0) * tile.ROWS
+    end_row = tl.minimum(first_row + tile.ROWS, M)
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     row_m = first_row + offs_m // GROUP
     mask_m = row_m < end_row
-    first_head = first_row.to(tl.int64) * H + kv_head * GROUP
-    head_m = offs_m // GROUP * H + offs_m % GROUP
-    offs_q = head_m[:, None] * D + offs_d[None, :]
-    q = tl.load(q_ptr + first_head * D + offs_q, mask=mask_m[:, None] & (offs_d < D)[None, :], other=0.0)
+    heads = Heads(first_row.to(tl.int64) * H + kv_head * GROUP, offs_m // GROUP * H + offs_m % GROUP, mask_m)
+    offs_q = heads.offset[:, None] * D + offs_d[None, :]
+    q = tl.load(step.q + heads.first * D + offs_q, mask=mask_m[:, None] & (offs_d < D)[None, :], other=0.0)
     q_sum = tl.sum(q.to(tl.float32), axis=1)
-    k_at, v_at = kv_head * K_RECORD, kv_head * V_RECORD
-    k_codes_ptr += k_at
-    v_codes_ptr += v_at
-    k_halves_ptr += k_at // 2
-    v_halves_ptr += v_at // 2
-    k_shorts_ptr += k_at // 2
-    v_shorts_ptr += v_at // 2
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if ROWS == 1:
-        slot = tl.load(slots_ptr + first_row)
-        position = tl.load(positions_ptr + first_row)
-        first_block, number = _blocks(position, position, window, BLOCK_T)
-        span = tl.cdiv(number, SPLITS)
+    k = moved(layer.k, kv_head * layout.k.nbytes)
+    v = moved(layer.v, kv_head * layout.v.nbytes)
+    layer = LayerTensors(k, v, layer.k_window, layer.v_window, layer.tables, layer.paged)
+    cache = HeadCache(layer, kv_head, stride, per_slot)
+    state = Softmax(
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+    )
+    if tile.ROWS == 1:
+        slot = tl.load(step.rows.slots + first_row)
+        position = tl.load(step.rows.positions + first_row)
+        first_block, number = _blocks(position, position, window, tile.BLOCK_T)
+        span = tl.cdiv(number, tile.SPLITS)
         begin = tl.program_id(2) * span
-        to_block = first_block + tl.minimum(begin + span, number)
-        peak, total, acc = visit_slot(
-            q, q_sum, k_codes_ptr, k_halves_ptr, k_shorts_ptr, v_codes_ptr, v_halves_ptr, v_shorts_ptr, k_window_ptr,
-            v_window_ptr, tables_ptr, paged_ptr, stride, per_slot, kv_head, peak, total, acc, tl.full([1], position,
-            tl.int32), slot, position, position, window, first_block + begin, to_block, scale, D, BLOCK_T, BLOCK_D,
-            SLIDING, ROWS > 1, WINDOW, PAGE, BITS, PLANES, CHANNEL, RANK, K_RECORD, K_LOWER, K_SCALES, K_A, K_B,
-            K_INDICES, K_OUTLIERS, K_GROUP, K_GROUPS, K_COUNT, V_RECORD, V_LOWER, V_SCALES, V_A, V_B, V_INDICES,
-            V_OUTLIERS, V_GROUP, V_GROUPS, V_COUNT,
-        )  # fmt: skip
+        blocks = Blocks(first_block + begin, first_block + tl.minimum(begin + span, number), position)
+        queries = Queries(q, q_sum, tl.full([1], position, tl.int32), window, scale)
+        state = visit_slot(queries, state, cache, slot, position, blocks, tile, layout)
     else:
-        slot_m = tl.load(slots_ptr + row_m, mask=mask_m, other=-1)
-        position_m = tl.load(positions_ptr + row_m, mask=mask_m, other=-1)
+        slot_m = tl.load(step.rows.slots + row_m, mask=mask_m, other=-1)
+        position_m = tl.load(step.rows.positions + row_m, mask=mask_m, other=-1)
         begin = 0
         end = 2147483647
-        if SPLITS > 1:
-            blocks = 0
+        if tile.SPLITS > 1:
+            total = 0
             row = first_row
             while row < end_row:
-                _, count, _, _, _, number = _segment(slots_ptr, positions_ptr, row, slot_m, window, GROUP, BLOCK_T)
-                blocks += number
+                _, count, _, _, _, number = _segment(step.rows, row, slot_m, window, tile)
+                total += number
                 row += count
-            span = tl.cdiv(blocks, SPLITS)
+            span = tl.cdiv(total, tile.SPLITS)
             begin = tl.program_id(2) * span
             end = begin + span
         before = 0
         row = first_row
         while (row < end_row) & (before < end):
-            slot, count, lowest, last, first_block, number = _segment(
-                slots_ptr, positions_ptr, row, slot_m, window, GROUP, BLOCK_T
-            )  # fmt: skip
-            own_m = tl.where(slot_m == slot, position_m, -1)
+            slot, count, lowest, last, first_block, number = _segment(step.rows, row, slot_m, window, tile)
+            queries = Queries(q, q_sum, tl.where(slot_m == slot, position_m, -1), window, scale)
             from_block = first_block + tl.maximum(begin - before, 0)
-            to_block = first_block + tl.minimum(end - before, number)
-            peak, total, acc = visit_slot(
-                q, q_sum, k_codes_ptr, k_halves_ptr, k_shorts_ptr, v_codes_ptr, v_halves_ptr, v_shorts_ptr,
-                k_window_ptr, v_window_ptr, tables_ptr, paged_ptr, stride, per_slot, kv_head, peak, total, acc, own_m,
-                slot, lowest, last, window, from_block, to_block, scale, D, BLOCK_T, BLOCK_D, SLIDING, ROWS > 1, WINDOW,
-                PAGE, BITS, PLANES, CHANNEL, RANK, K_RECORD, K_LOWER, K_SCALES, K_A, K_B, K_INDICES, K_OUTLIERS,
-                K_GROUP, K_GROUPS, K_COUNT, V_RECORD, V_LOWER, V_SCALES, V_A, V_B, V_INDICES, V_OUTLIERS, V_GROUP,
-                V_GROUPS, V_COUNT,
-            )  # fmt: skip
+            blocks = Blocks(from_block, first_block + tl.minimum(end - before, number), last)
+            state = visit_slot(queries, state, cache, slot, lowest, blocks, tile, layout)
             before += number
             row += count
-    _leave(x_ptr, partial_ptr, peak, total, acc, M, first_head, head_m, mask_m, H, D, SPLITS, BLOCK_D)
+    _leave(step, state, M, heads, tile, D)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -200,8 +227,7 @@ def _merge_kernel(
 def attend(
     q: torch.Tensor,
     pages: LayerPages,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
+    rows: Rows,
     window: int | None,
     x: torch.Tensor,
     workspace: Workspace,
@@ -216,8 +242,7 @@ def attend(
     Args:
         q: float16 [M, H * D], rotated, not scaled.
         pages: Cache of one layer, with the keys and values of this step already in it.
-        positions: int32 [M], each in [0, context). Rows of one slot stand together, in ascending positions.
-        slots: int32 [M].
+        rows: Positions in [0, context). Rows of one slot stand together, in ascending positions.
         window: Tokens that a query sees, itself included, >= 1; None = all before it.
         x: float16 [M, H * D]; overwritten.
         workspace: Its scratch holds the splits until they are merged.
@@ -232,12 +257,10 @@ def attend(
     config = _config(kind, M, H, H_kv, D, seen, draft=draft)
     splits = config.splits
     partial = workspace.scratch(M * H * splits * (D + 2), torch.float32) if splits > 1 else None
-    views = [view for part in PARTS for view in pages.views(part)]
     _attend_kernel[(triton.cdiv(M, config.rows), H_kv, splits)](
-        q, *views, pages.windows["keys"], pages.windows["values"], pages.tables, pages.paged, positions, slots, x,
-        partial, M, pages.stride, pages.tables.shape[1], seen, D**-0.5 * math.log2(math.e),
-        **_sizes(H, H_kv, D, config), SLIDING=int(seen < context), WINDOW=pages.window_tokens,
-        **record_sizes(kind, D, draft=draft), num_warps=config.num_warps, num_stages=config.num_stages,
+        Step(q, rows, x, partial), pages.tensors, M, pages.stride, pages.per_slot, seen, D**-0.5 * math.log2(math.e),
+        tile=_tile(H, H_kv, config, sliding=seen < context), layout=pages.layout(draft=draft),
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(M, H)](partial, x, M, **_merge_sizes(H, D, config), num_warps=4)
@@ -250,18 +273,18 @@ def _config(kind: CacheKind, M: int, H: int, H_kv: int, D: int, seen: int, *, dr
     return launch_config(M, H // H_kv, H_kv, D, seen, bits=bits, planes=planes, corrected=kind.rank > 0)
 
 
-def _sizes(H: int, H_kv: int, D: int, config: LaunchConfig) -> dict[str, int]:
-    """Constants of `_attend_kernel` that a shape decides."""
-    return {
-        "H": H,
-        "GROUP": H // H_kv,
-        "D": D,
-        "SPLITS": config.splits,
-        "ROWS": config.rows,
-        "BLOCK_M": config.block_m,
-        "BLOCK_T": config.block_t,
-        "BLOCK_D": config.block_d,
-    }
+def _tile(H: int, H_kv: int, config: LaunchConfig, *, sliding: bool) -> Tile:
+    """What a program handles."""
+    return Tile(
+        H=H,
+        GROUP=H // H_kv,
+        SPLITS=config.splits,
+        ROWS=config.rows,
+        BLOCK_M=config.block_m,
+        BLOCK_T=config.block_t,
+        BLOCK_D=config.block_d,
+        SLIDING=int(sliding),
+    )
 
 
 def _merge_sizes(H: int, D: int, config: LaunchConfig) -> dict[str, int]:
@@ -303,30 +326,21 @@ def _ahead(
     from runtime.backends.triton.ahead import Ahead
 
     config = _config(kind, M, H, H_kv, D, context, draft=draft)
-    sizes = {
-        **_sizes(H, H_kv, D, config),
-        "SLIDING": 0,
-        "WINDOW": kind.window_capacity(128),
-        **record_sizes(kind, D, draft=draft),
-    }
-    constants: dict[str, int | None] = dict(sizes)
-    if config.splits == 1:
-        constants["partial_ptr"] = None
+    partial = "*fp32" if config.splits > 1 else "constexpr"
     return Ahead(
         name=f"attend {kind.name} {use} H{H}/{H_kv} D{D}",
         kernel=_attend_kernel,
         signature={
-            **dict.fromkeys(("k_codes_ptr", "v_codes_ptr"), "*u8"),
-            **dict.fromkeys(("k_shorts_ptr", "v_shorts_ptr"), "*i16"),
-            **dict.fromkeys(("q_ptr", "k_halves_ptr", "v_halves_ptr", "x_ptr"), "*fp16"),
-            **dict.fromkeys(("k_window_ptr", "v_window_ptr"), "*fp16"),
-            **dict.fromkeys(("tables_ptr", "paged_ptr", "positions_ptr", "slots_ptr"), "*i32"),
-            "partial_ptr": "*fp32" if config.splits > 1 else "constexpr",
+            "step": Step("*fp16", Rows("*i32", "*i32"), "*fp16", partial),
+            "layer": LAYER_TYPES,
             **dict.fromkeys(("M", "stride", "per_slot", "window"), "i32"),
             "scale": "fp32",
-            **dict.fromkeys(sizes, "constexpr"),
+            **dict.fromkeys(("tile", "layout"), "constexpr"),
         },
-        constants=constants,
+        constants={
+            "tile": _tile(H, H_kv, config, sliding=False),
+            "layout": page_layout(kind, D, window=kind.window_capacity(128), draft=draft),
+        },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -7,13 +7,20 @@ division and ties to even.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.kernels.cache.pages import power_of_two, record_sizes
+from runtime.backends.triton.kernels.cache.pages import (
+    RECORD_TYPES,
+    Record,
+    RecordLayout,
+    power_of_two,
+    record_layout,
+    record_views,
+)
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
 
 if TYPE_CHECKING:
@@ -41,18 +48,24 @@ def _encode(x, scale, zero, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def store_token(
-    x, codes_ptr, halves_ptr, place, D: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """Store one token's key or value of one head in its page.
+def moved(record, nbytes):
+    """The record that lies so many bytes, an even number, behind another."""
+    return Record(record.codes + nbytes, record.halves + nbytes // 2, record.shorts + nbytes // 2)
 
-    x [BLOCK_D] float32, the channels from D on 0. Pointers point at the record, in bytes and in halves. With 4 bits a
-    byte holds two channels, the first in its low half. A number that is not finite makes the scale NaN.
+
+@triton.jit
+def store_token(x, record, place, BLOCK_D: tl.constexpr, layout: tl.constexpr):
+    """Store one token's key or value of one head in its page, of which `record` is the head's.
+
+    x [BLOCK_D] float32, the channels from D on 0. With 4 bits a byte holds two channels, the first in its low half. A
+    number that is not finite makes the scale NaN.
     """
+    D: tl.constexpr = layout.D
+    BITS: tl.constexpr = layout.bits
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
     if BITS == 16:
-        tl.store(halves_ptr + place * D + offs_d, x.to(tl.float16), mask=mask_d)
+        tl.store(record.halves + place * D + offs_d, x.to(tl.float16), mask=mask_d)
     else:
         LARGEST: tl.constexpr = (1 << BITS) - 1.0
         EACH: tl.constexpr = 8 // BITS
@@ -66,9 +79,9 @@ def store_token(
         codes = tl.where(mask_d, _encode(x, scale.to(tl.float32), zero.to(tl.float32), LARGEST), 0.0)
         packed = _packed(tl.reshape(codes.to(tl.int32), [1, BLOCK_D]), 1, BLOCK_D, BITS)
         offs_j = tl.arange(0, BLOCK_D // EACH)[None, :]
-        tl.store(codes_ptr + place * ROW + offs_j, packed, mask=offs_j < ROW)
-        tl.store(halves_ptr + SCALES + 2 * place, scale)
-        tl.store(halves_ptr + SCALES + 2 * place + 1, zero)
+        tl.store(record.codes + place * ROW + offs_j, packed, mask=offs_j < ROW)
+        tl.store(record.halves + layout.at.scales + 2 * place, scale)
+        tl.store(record.halves + layout.at.scales + 2 * place + 1, zero)
 
 
 @triton.jit
@@ -88,47 +101,47 @@ def _packed(codes, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexp
 
 @triton.jit
 def _flush_kernel(
-    window_ptr, pool_ptr, halves_ptr, WINDOW: tl.constexpr, D: tl.constexpr, CHANNEL: tl.constexpr, BITS: tl.constexpr,
-    PLANES: tl.constexpr, GROUPS: tl.constexpr, RECORD: tl.constexpr, LOWER: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    window_ptr, records, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, layout: tl.constexpr
+):
     """Program (i, j, h) quantizes a tile of record h, of all layers' heads: one group of each of its vectors.
 
-    CHANNEL: a vector is a channel; the tile is group i of the tokens, piece j of the channels. Else a vector is a
-    token; the tile is piece i of the tokens, group j of the channels. window [records, WINDOW, D] of one slot, pool
-    [records, RECORD] of one page, as bytes and as halves; scales [vectors, GROUPS, 2].
+    Where a vector is a channel, the tile is group i of the tokens, piece j of the channels; else, piece i of the
+    tokens, group j of the channels. window [records, WINDOW, D] of one slot, records of one page.
     """
+    D: tl.constexpr = layout.D
+    BITS: tl.constexpr = layout.bits
     record = tl.program_id(2).to(tl.int64)
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = (offs_d < D)[None, :]
     x = tl.load(window_ptr + (record * WINDOW + offs_t[:, None]) * D + offs_d[None, :], mask=mask_d, other=0.0)
     x = x.to(tl.float32)
-    AXIS: tl.constexpr = 0 if CHANNEL else 1
+    AXIS: tl.constexpr = 0 if layout.channel else 1
     LARGEST: tl.constexpr = (1 << BITS) - 1.0
     least = tl.min(tl.where(mask_d, x, float("inf")), axis=AXIS)
     largest = tl.max(tl.where(mask_d, x, float("-inf")), axis=AXIS)
-    if CHANNEL:
+    if layout.channel:
         vector, mask_s, group = offs_d, offs_d < D, tl.program_id(0)
         least, largest = tl.where(mask_s, least, 0.0), tl.where(mask_s, largest, 0.0)
     else:
         vector, mask_s, group = offs_t, offs_t >= 0, tl.program_id(1)
     half = (tl.div_rn(largest - least, LARGEST) + tl.sum(x * 0.0, axis=AXIS)).to(tl.float16)
-    halves_ptr += record * (RECORD // 2) + SCALES
-    tl.store(halves_ptr + (vector * GROUPS + group) * 2, half, mask=mask_s)
-    tl.store(halves_ptr + (vector * GROUPS + group) * 2 + 1, least.to(tl.float16), mask=mask_s)
+    scales_ptr = records.halves + record * (layout.nbytes // 2) + layout.at.scales
+    tl.store(scales_ptr + (vector * layout.groups + group) * 2, half, mask=mask_s)
+    tl.store(scales_ptr + (vector * layout.groups + group) * 2 + 1, least.to(tl.float16), mask=mask_s)
     scale, zero = tl.expand_dims(half.to(tl.float32), AXIS), tl.expand_dims(least, AXIS)
     codes = tl.where(mask_d, _encode(x, scale, zero, LARGEST), 0.0)
     EACH: tl.constexpr = 8 // BITS
     ROW: tl.constexpr = (D + EACH - 1) // EACH
     offs_j = (tl.program_id(1) * (BLOCK_D // EACH) + tl.arange(0, BLOCK_D // EACH))[None, :]
-    at = pool_ptr + record * RECORD + offs_t[:, None] * ROW + offs_j
+    at = records.codes + record * layout.nbytes + offs_t[:, None] * ROW + offs_j
     tl.store(at, _packed(codes.to(tl.int32), BLOCK_T, BLOCK_D, BITS), mask=offs_j < ROW)
-    if PLANES > 0:
+    if layout.planes > 0:
         error = x - (codes * scale + zero)
         exact = tl.div_rn(error, tl.where(scale > 0, scale / 16, 1.0))
         lower = tl.minimum(tl.maximum(_nearest(tl.where((scale > 0) & mask_d, exact, 0.0)), -8.0), 7.0)
-        tl.store(at + LOWER, _packed(lower.to(tl.int32) & 15, BLOCK_T, BLOCK_D, BITS), mask=offs_j < ROW)
+        packed = _packed(lower.to(tl.int32) & 15, BLOCK_T, BLOCK_D, BITS)
+        tl.store(at + layout.at.lower, packed, mask=offs_j < ROW)
 
 
 def flush(kind: CacheKind, windows: Mapping[Part, torch.Tensor], records: Mapping[Part, torch.Tensor]) -> None:
@@ -142,27 +155,19 @@ def flush(kind: CacheKind, windows: Mapping[Part, torch.Tensor], records: Mappin
     for part in PARTS:
         window, record = windows[part], records[part]
         L, H_kv, tokens, D = window.shape
-        sizes = _sizes(kind, part, D, tokens)
-        pieces = (kind.page // sizes["BLOCK_T"], -(-D // sizes["BLOCK_D"]))
-        _flush_kernel[(*pieces, L * H_kv)](
-            window, record, record.view(torch.float16), **sizes, num_warps=_WARPS, enable_fp_fusion=False
-        )
+        sizes = _sizes(record_layout(kind, part, D), tokens)
+        pieces = (kind.page // sizes["BLOCK_T"], -(-D // sizes["BLOCK_D"]), L * H_kv)
+        _flush_kernel[pieces](window, record_views(record), **sizes, num_warps=_WARPS, enable_fp_fusion=False)
 
 
-def _sizes(kind: CacheKind, part: Part, D: int, window: int) -> dict[str, int]:
+def _sizes(layout: RecordLayout, window: int) -> dict[str, Any]:
     """Constants of `_flush_kernel`."""
-    sizes, prefix = record_sizes(kind, D), "K" if part == "keys" else "V"
-    channel, group = part == "keys", sizes[f"{prefix}_GROUP"]
-    block_d = max(4, power_of_two(min(_PIECE, D) if channel else group))
+    piece = min(_PIECE, layout.D) if layout.channel else layout.group
     return {
         "WINDOW": window,
-        "D": D,
-        "CHANNEL": int(channel),
-        "BITS": sizes["BITS"],
-        "PLANES": sizes["PLANES"],
-        **{name: sizes[f"{prefix}_{name}"] for name in ("GROUPS", "RECORD", "LOWER", "SCALES")},
-        "BLOCK_T": group if channel else _PIECE,
-        "BLOCK_D": block_d,
+        "BLOCK_T": layout.group if layout.channel else _PIECE,
+        "BLOCK_D": max(4, power_of_two(piece)),
+        "layout": layout,
     }
 
 
@@ -175,15 +180,11 @@ def _ahead(kind: CacheKind, part: Part) -> Ahead:
     """One specialization."""
     from runtime.backends.triton.ahead import Ahead
 
-    sizes = _sizes(kind, part, 128, kind.window_capacity(128))
+    sizes = _sizes(record_layout(kind, part, 128), kind.window_capacity(128))
     return Ahead(
         name=f"flush {kind.name} {part} D128",
         kernel=_flush_kernel,
-        signature={
-            **dict.fromkeys(("window_ptr", "halves_ptr"), "*fp16"),
-            "pool_ptr": "*u8",
-            **dict.fromkeys(sizes, "constexpr"),
-        },
+        signature={"window_ptr": "*fp16", "records": RECORD_TYPES, **dict.fromkeys(sizes, "constexpr")},
         constants=sizes,
         num_warps=_WARPS,
     )

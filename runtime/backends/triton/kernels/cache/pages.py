@@ -1,23 +1,111 @@
 """One layer of a paged cache as the GPU's kernels read it: buffers, tables, and where in a page's record what stands.
 
 A page keeps one record of bytes for each layer and key-value head, keys and values apart, in the order of
-`runtime.kv.kinds.page_fields`: the same bytes as the reference cache's.
+`runtime.kv.kinds.page_fields`: the same bytes as the reference cache's. Kernels take all of that as one tuple of
+tensors, `LayerTensors`, and one constant, `PageLayout`.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from runtime.kv.kinds import PARTS, CacheKind, Field, Part, page_fields
+from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, page_fields
 
 if TYPE_CHECKING:
     import torch
 
-_HALF = 2
-_BEHIND = ("scales", "a", "b", "indices", "outliers")
-"""Fields of a record whose numbers take two bytes."""
+_SIZES = {"float16": 2, "int16": 2, "uint8": 1}
+"""Bytes of a number."""
+_FIELDS = dict.fromkeys(
+    field.name for kind in KINDS.values() for part in PARTS for field in page_fields(kind, part, 16)
+)
+Starts = namedtuple("Starts", _FIELDS, defaults=[0] * len(_FIELDS))
+"""Where each field of `page_fields` begins in a record, counted in its own numbers; 0 = absent, or the first."""
+
+
+class RecordLayout(NamedTuple):
+    """A record of keys or of values, as a constant of kernels."""
+
+    nbytes: int
+    """Bytes of a record."""
+    at: Any
+    """`Starts`."""
+    D: int
+    """Channels of a head."""
+    bits: int
+    """Bits of a code, or of one plane of it; 16: half precision."""
+    planes: int
+    """Planes that are read, 0 where codes are not cut into planes."""
+    channel: int
+    """Whether a vector, whose numbers share scales, is a channel; else a token."""
+    vectors: int
+    """Vectors: channels, or tokens of a page."""
+    group: int
+    """Numbers of a vector that share a scale."""
+    groups: int
+    """Groups of a vector."""
+    rank: int
+    """Rank of the low-rank correction; 0 = none."""
+    outliers: int
+    """Outliers of a vector; 0 = none."""
+
+
+class PageLayout(NamedTuple):
+    """What kernels have to know about a kind of cache, as one constant."""
+
+    page: int
+    """Tokens of a page."""
+    window: int
+    """Tokens that a window has room for; 0 where the kind has none."""
+    k: RecordLayout
+    """Keys."""
+    v: RecordLayout
+    """Values."""
+
+
+class Record(NamedTuple):
+    """Records of keys or of values as numbers of each type; in kernels, pointers at one of them."""
+
+    codes: Any
+    """uint8."""
+    halves: Any
+    """float16."""
+    shorts: Any
+    """int16."""
+
+
+class LayerTensors(NamedTuple):
+    """The tensors of `LayerPages`, as one argument of kernels."""
+
+    k: Record
+    """Pages of keys."""
+    v: Record
+    """Pages of values."""
+    k_window: Any
+    """Windows of keys."""
+    v_window: Any
+    """Windows of values."""
+    tables: Any
+    """`LayerPages.tables`."""
+    paged: Any
+    """`LayerPages.paged`."""
+
+
+RECORD_TYPES = Record("*u8", "*fp16", "*i16")
+LAYER_TYPES = LayerTensors(RECORD_TYPES, RECORD_TYPES, "*fp16", "*fp16", "*i32", "*i32")
+"""The types of both, for `Ahead`."""
+
+
+class Rows(NamedTuple):
+    """Where the rows of a step belong, as one argument of kernels."""
+
+    positions: Any
+    """int32 [M], in its sequence."""
+    slots: Any
+    """int32 [M], the sequence's slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +135,26 @@ class LayerPages:
         return self.layers * self.kv_heads
 
     @property
-    def window_tokens(self) -> int:
-        """Tokens that a window has room for; 0 where the kind has none."""
-        return self.windows["keys"].shape[2]
+    def per_slot(self) -> int:
+        """Pages that a slot can hold."""
+        return self.tables.shape[1]
 
-    def views(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The pool as bytes, as halves (float16) and as indices (int16)."""
-        import torch
+    @property
+    def tensors(self) -> LayerTensors:
+        """What kernels read."""
+        k, v = (record_views(self.pools[part]) for part in PARTS)
+        return LayerTensors(k, v, self.windows["keys"], self.windows["values"], self.tables, self.paged)
 
-        pool = self.pools[part]
-        return pool, pool.view(torch.float16), pool.view(torch.int16)
+    def layout(self, *, draft: bool = False) -> PageLayout:
+        """What kernels know; see `page_layout`."""
+        return page_layout(self.kind, self.head_dim, window=self.windows["keys"].shape[2], draft=draft)
+
+
+def record_views(records: torch.Tensor) -> Record:
+    """Records, uint8 [..., record bytes], as numbers of each type."""
+    import torch
+
+    return Record(records, records.view(torch.float16), records.view(torch.int16))
 
 
 def power_of_two(number: int) -> int:
@@ -69,49 +167,37 @@ def record_bytes(kind: CacheKind, part: Part, head_dim: int) -> int:
     return sum(field.nbytes for field in page_fields(kind, part, head_dim))
 
 
-def record_sizes(kind: CacheKind, head_dim: int, *, draft: bool = False) -> dict[str, int]:
-    """What kernels have to know about the records of a kind, as constants.
+def page_layout(kind: CacheKind, head_dim: int, *, window: int = 0, draft: bool = False) -> PageLayout:
+    """What kernels have to know about the pages and windows of a kind.
 
     Args:
         kind: The kind of cache.
         head_dim: D.
+        window: Tokens that a window has room for.
         draft: Whether the upper plane alone is read, where there are two.
-
-    Returns:
-        `PAGE` tokens; `BITS` of a code, or of one plane of it; `PLANES` that are read, 0 where codes are not cut into
-        planes; `CHANNEL`: whether a key's scale spans tokens; `RANK`; and, each with K_ for keys and V_ for values,
-        `RECORD` bytes, `LOWER` (where the lower plane begins, in bytes), `SCALES`, `A`, `B`, `INDICES` and `OUTLIERS`
-        (where they begin, in units of two bytes, 0 = absent), `GROUP` (numbers that share a scale), `GROUPS` (of a
-        vector) and `COUNT` (outliers of a vector).
     """
-    bits = 4 if kind.hierarchical else kind.keys.bits
-    sizes = {
-        "PAGE": kind.page,
-        "BITS": bits,
-        "PLANES": (1 if draft else 2) if kind.hierarchical else 0,
-        "CHANNEL": int(kind.windowed),
-        "RANK": min(kind.rank, head_dim),
-    }
-    for part, prefix in zip(PARTS, ("K", "V"), strict=True):
-        fields = page_fields(kind, part, head_dim)
-        length = kind.page if kind.code(part).axis == "channel" else head_dim
-        group = kind.code(part).group or length
-        sizes |= {
-            f"{prefix}_RECORD": record_bytes(kind, part, head_dim),
-            f"{prefix}_LOWER": _start(fields, "lower"),
-            **{f"{prefix}_{name.upper()}": _start(fields, name) // _HALF for name in _BEHIND},
-            f"{prefix}_GROUP": group,
-            f"{prefix}_GROUPS": -(-length // group),
-            f"{prefix}_COUNT": 2 * kind.outliers(length),
-        }
-    return sizes
+    k, v = (record_layout(kind, part, head_dim, draft=draft) for part in PARTS)
+    return PageLayout(kind.page, window, k, v)
 
 
-def _start(fields: tuple[Field, ...], name: str) -> int:
-    """Byte at which a field of a record begins; 0 where there is none."""
-    start = 0
-    for field in fields:
-        if field.name == name:
-            return start
+def record_layout(kind: CacheKind, part: Part, head_dim: int, *, draft: bool = False) -> RecordLayout:
+    """What kernels have to know about a record of keys or of values; arguments as in `page_layout`."""
+    code, start, starts = kind.code(part), 0, {}
+    for field in page_fields(kind, part, head_dim):
+        starts[field.name] = start // _SIZES[field.dtype]
         start += field.nbytes
-    return 0
+    vectors, length = (head_dim, kind.page) if code.axis == "channel" else (kind.page, head_dim)
+    group = code.group or length
+    return RecordLayout(
+        nbytes=start,
+        at=Starts(**starts),
+        D=head_dim,
+        bits=4 if kind.hierarchical else code.bits,
+        planes=(1 if draft else 2) if kind.hierarchical else 0,
+        channel=int(code.axis == "channel"),
+        vectors=vectors,
+        group=group,
+        groups=-(-length // group),
+        rank=min(kind.rank, head_dim),
+        outliers=2 * kind.outliers(length),
+    )

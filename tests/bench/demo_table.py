@@ -1,4 +1,4 @@
-"""Score the bundled model in every form and print a table: `python -m tests.assets.demo_table`.
+"""Score the bundled model in every form and print a table: `python -m tests.bench.demo_table`.
 
 The low-bit forms answer through the program's own engine, greedily, with and without error compensation. They are made
 anew from the checkpoint, by round-to-nearest as the bundled form is.
@@ -58,7 +58,7 @@ class LowBit:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: a Markdown table on standard output, the wrong answers in a file."""
-    parser = argparse.ArgumentParser(prog="python -m tests.assets.demo_table", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.demo_table", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=demo_checkpoint_path(), help="Hugging Face folder")
     parser.add_argument("--count", type=int, default=100, help="questions of each kind")
     parser.add_argument("--k-chunk", type=int, default=64, help="compensated channels of 1024")

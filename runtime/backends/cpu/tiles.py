@@ -1,0 +1,131 @@
+"""Weights as the CPU kernels want them: tiles of 16 output channels, repacked from the canonical packing at load.
+
+A tile's block of 32 input channels is contiguous and aligned to 64 bytes. With r an output channel of the tile, lane r
+of a 64-byte vector holds four bytes, one for each of four consecutive input channels k = 4 j + c:
+
+    4 bits   4 vectors; byte c of lane r in vector i: low nibble k = 8 i + c, high nibble k = 8 i + 4 + c
+    3 bits   2 vectors of low bits, byte c of lane r in vector i: bits 2 j and 2 j + 1 are k = 16 i + 4 j + c;
+             1 vector of high bits, byte c of lane r: bit j is k = 4 j + c
+
+Scales and zeros stand as [tiles, G, 16]. Rows past N have scale 0.
+
+Matrices with codebooks are looked up by byte shuffles, which stay within 16 bytes, so these hold several input channels
+of one or two output channels (`runtime.backends.cpu.kernels.lookup`), again for output channels r and input channels k:
+
+    4 bits   4 vectors; byte 16 r + c of vector i, output channel 4 i + r: low nibble k = c, high nibble k = 16 + c
+    3 bits   2 vectors of low bits, byte 8 r + c of vector i, output channel 8 i + r: bits 2 j and 2 j + 1 are
+             k = 8 j + c; 1 vector of high bits, byte 8 r + c: bit `HIGH_BITS[i][j]` is k = 8 j + c of output channel
+             8 i + r
+
+Their codebooks stand as [tiles, 16, 2^bits], their scales as [tiles, 1, 16].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models.packed import PackedLinear
+from runtime.backends.cpu.data.arrangements import padded as padded
+from runtime.backends.cpu.data.instructions import Weights
+from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES
+from runtime.backends.cpu.machine.emit import LANES
+from runtime.backends.cpu.units import repacking
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A zeroed C-contiguous array that starts at a multiple of 64 bytes."""
+    kind = np.dtype(dtype)
+    size = int(np.prod(shape)) * kind.itemsize
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(kind).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledLinear:
+    """A low-bit matrix in tiles."""
+
+    bits: int
+    """3 or 4."""
+    tiles: int
+    """ceil(N / 16)."""
+    blocks: int
+    """ceil(K / 32)."""
+    groups: int
+    """G, the groups of the activations; of uniform weights too."""
+    group_blocks: int
+    """group_size / 32."""
+    codes: npt.NDArray[np.uint8]
+    """uint8 [tiles, blocks, block bytes]."""
+    scales: npt.NDArray[np.float16]
+    """float16 [tiles, G, 16]; [tiles, 1, 16] with codebooks."""
+    zeros: npt.NDArray[np.uint8] | None
+    """uint8 [tiles, G, 16]; None with codebooks."""
+    codebooks: npt.NDArray[np.int8] | None
+    """int8 [tiles, 16, 2^bits]; None where the matrix is uniform."""
+
+    @property
+    def weights(self) -> Weights:
+        """What an instruction says of it."""
+        parts = (self.codes, self.scales, self.zeros, self.codebooks)
+        codes, scales, zeros, codebooks = (0 if part is None else int(part.ctypes.data) for part in parts)
+        sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)
+        return Weights(codes, scales, zeros, codebooks, *sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product with a vector reads."""
+        parts = (self.codes, self.scales, self.zeros, self.codebooks)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def _tiled_rows(values: npt.NDArray[Any], tiles: int) -> npt.NDArray[Any]:
+    """[N, G] -> [tiles, G, 16], zero-padded."""
+    out = aligned_zeros((tiles, values.shape[1], LANES), values.dtype)
+    full = np.zeros((tiles * LANES, values.shape[1]), values.dtype)
+    full[: values.shape[0]] = values
+    out[:] = full.reshape(tiles, LANES, -1).transpose(0, 2, 1)
+    return out
+
+
+def _tiled_codebooks(codebook: npt.NDArray[np.int8], tiles: int) -> npt.NDArray[np.int8]:
+    """[N, 2^bits] -> [tiles, 16, 2^bits], zero-padded."""
+    out: npt.NDArray[np.int8] = aligned_zeros((tiles, LANES, codebook.shape[1]), np.int8)
+    out.reshape(tiles * LANES, -1)[: codebook.shape[0]] = codebook
+    return out
+
+
+def tile_linear(linear: PackedLinear) -> TiledLinear:
+    """Repack a matrix.
+
+    Args:
+        linear: The stored matrix; 3 or 4 bits, group_size a multiple of 32.
+
+    Raises:
+        ValueError: other bits or group size.
+    """
+    if linear.bits not in BLOCK_BYTES:
+        raise ValueError(f"{linear.name} has {linear.bits} bits; the CPU kernels read {sorted(BLOCK_BYTES)}")
+    if linear.group_size % BLOCK:
+        raise ValueError(f"{linear.name} has groups of {linear.group_size}; the CPU kernels need a multiple of {BLOCK}")
+    N, K = linear.shape
+    tiles, blocks = padded(N, LANES) // LANES, padded(K, BLOCK) // BLOCK
+    codes = aligned_zeros((tiles, blocks, BLOCK_BYTES[linear.bits]), np.uint8)
+    words = np.ascontiguousarray(linear.codes)
+    repack = (repacking.UNIFORM if linear.codebook is None else repacking.CODEBOOK)[linear.bits]
+    repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
+    return TiledLinear(
+        bits=linear.bits,
+        tiles=tiles,
+        blocks=blocks,
+        groups=-(-K // linear.group_size),
+        group_blocks=linear.group_size // BLOCK,
+        codes=codes,
+        scales=_tiled_rows(np.asarray(linear.scales), tiles),
+        zeros=None if linear.zeros is None else _tiled_rows(np.asarray(linear.zeros), tiles),
+        codebooks=None if linear.codebook is None else _tiled_codebooks(np.asarray(linear.codebook), tiles),
+    )

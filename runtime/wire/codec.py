@@ -1,0 +1,197 @@
+"""Records as JSON and back. What a record's fields are annotated with is all that is known of them.
+
+Fields may be texts, numbers, truth values, records, `Mapping`, `Sequence`, tuples, `Literal`, unions of these, `Any`,
+and texts and numbers as `Annotated` with one `Within` or `OneOf`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+R = TypeVar("R")
+_WORDS: dict[Any, str] = {
+    str: "a text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"
+}  # fmt: skip
+
+
+class WireError(ValueError):
+    """JSON is not the record that it should be. The message says in one line what is wrong, and where."""
+
+    def __init__(self, message: str, field: str, *, missing: bool = False) -> None:
+        """Describe an error.
+
+        Args:
+            message: For a person.
+            field: What is wrong: `k_chunk.qkv`; empty: all of it.
+            missing: Whether that is what is wrong with it.
+        """
+        super().__init__(message)
+        self.field = field
+        self.missing = missing
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The range of an annotated number, or of an annotated text's length."""
+
+    low: float
+    high: float = math.inf
+
+    def __contains__(self, value: Any) -> bool:
+        return self.low <= (len(value) if isinstance(value, str) else value) <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.low:g} or more" if self.high == math.inf else f"{self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """The only values of an annotated text."""
+
+    values: tuple[str, ...]
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self.values
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.values)}"
+
+
+def to_json(value: Any) -> Any:
+    """A record, or what a field of one holds, in plain lists and dictionaries."""
+    if is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(kind: type[R], value: object, *, strict: bool = False) -> R:
+    """Read what `to_json` wrote. A field that has a default may be absent.
+
+    Args:
+        kind: The record.
+        value: The JSON object.
+        strict: Whether fields that the record does not have are errors; else they are left out.
+
+    Raises:
+        WireError: a field is missing, or is not what it is annotated as.
+    """
+    record: R = _read(kind, value, "", strict)
+    return record
+
+
+@cache
+def _fields(kind: type) -> tuple[dict[str, Any], frozenset[str]]:
+    """Annotations of a record's fields, and the names of those that have no default."""
+    own = {field.name: field for field in fields(kind)}
+    hints = get_type_hints(kind, vars(sys.modules[kind.__module__]), include_extras=True)
+    required = (name for name, field in own.items() if field.default is MISSING and field.default_factory is MISSING)
+    return {name: hints[name] for name in own}, frozenset(required)
+
+
+def _read(kind: Any, value: Any, where: str, strict: bool) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is Annotated:
+        found = _read(arguments[0], value, where, strict)
+        return found if found in arguments[1] else _refuse(kind, value, where)
+    if origin in (Union, UnionType):
+        return _read_union(kind, value, where, strict)
+    if origin is Literal:
+        return value if isinstance(value, str) and value in arguments else _refuse(kind, value, where)
+    if is_dataclass(kind) or origin is Mapping:
+        if not isinstance(value, Mapping):
+            _refuse(kind, value, where)
+        return _read_mapping(arguments, value, where, strict) if arguments else _read_record(kind, value, where, strict)
+    if origin in (Sequence, tuple):
+        return _read_items(kind, value, where, strict)
+    return _read_scalar(kind, value, where)
+
+
+def _read_union(kind: Any, value: Any, where: str, strict: bool) -> Any:
+    deepest = WireError("", "")
+    for member in get_args(kind):
+        try:
+            return _read(member, value, where, strict)
+        except WireError as error:
+            deepest = max(deepest, error, key=lambda error: len(error.field))
+    if deepest.field != where:
+        raise deepest
+    return _refuse(kind, value, where)
+
+
+def _read_record(kind: Any, value: Mapping[str, Any], where: str, strict: bool) -> Any:
+    known, required = _fields(kind)
+    if strict and (unknown := sorted(value.keys() - known.keys())):
+        field = _inside(where, unknown[0])
+        raise WireError(f"{field} is not known; known are: {', '.join(known)}", field)
+    if absent := [name for name in known if name in required and name not in value]:
+        names = [_inside(where, name) for name in absent]
+        raise WireError(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} missing", names[0], missing=True)
+    given = {name: _read(known[name], value[name], _inside(where, name), strict) for name in known if name in value}
+    return kind(**given)
+
+
+def _read_mapping(kinds: tuple[Any, ...], value: Mapping[str, Any], where: str, strict: bool) -> dict[str, Any]:
+    of_key, of_item = kinds
+    found = {}
+    for key, item in value.items():
+        inside = _inside(where, key)
+        found[_read(of_key, key, inside, strict)] = _read(of_item, item, inside, strict)
+    return found
+
+
+def _read_items(kind: Any, value: Any, where: str, strict: bool) -> tuple[Any, ...]:
+    kinds = get_args(kind)
+    if not isinstance(value, list | tuple):
+        _refuse(kind, value, where)
+    if get_origin(kind) is Sequence or kinds[-1] is ...:
+        kinds = (kinds[0],) * len(value)
+    if len(kinds) != len(value):
+        _refuse(kind, value, where)
+    items = enumerate(zip(kinds, value, strict=True))
+    return tuple(_read(of, item, f"{where}[{at}]", strict) for at, (of, item) in items)
+
+
+def _read_scalar(kind: Any, value: Any, where: str) -> Any:
+    assert kind in _WORDS, f"a field is annotated with {kind}, which cannot be read"
+    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    return value if type(value) is kind else _refuse(kind, value, where)
+
+
+def _inside(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _refuse(kind: Any, value: Any, where: str) -> NoReturn:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:59]}…"
+    raise WireError(f"{where or 'it'} must be {_words(kind)}, not {shown}", where)
+
+
+def _words(kind: Any) -> str:
+    """What a field must be, for a person."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        limit = arguments[1]
+        if isinstance(limit, OneOf):
+            return str(limit)
+        return f"{_words(arguments[0])} of {limit}{' characters' if arguments[0] is str else ''}"
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_words, arguments)))
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}"
+    if origin in (Sequence, tuple):
+        return "a list"
+    return _WORDS.get(kind, "an object")

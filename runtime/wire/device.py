@@ -1,0 +1,58 @@
+"""What a runtime tells of its device, and of how the loaded model was tuned to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.problem import Problem
+from tuner.curve import Curve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What was found for one model, device and budget."""
+
+    device: str
+    """The device, in words."""
+    budget_percent: float
+    """Slowdown that was allowed."""
+    n_tb_max: int | None
+    """Most thread blocks of any layer type; None on a CPU."""
+    n_tb: Mapping[str, int]
+    """Thread blocks by layer type; 0 on a CPU."""
+    k_chunk: Mapping[str, int]
+    """Compensated channels per 1024, by layer type."""
+    predicted_slowdown_percent: float
+    """From the times of the layers alone."""
+    measured_slowdown_percent: float
+    """Of whole decoding steps; at most the budget."""
+    seconds: float
+    """How long tuning took."""
+    date: str
+    """When, in UTC: `2026-11-21T16:40:00+00:00`; empty where nothing was tuned."""
+    cached: bool
+    """Whether a saved profile had it."""
+    curve: Sequence[Curve] = ()
+    """Time against k_chunk, as far as it was measured."""
+    source: str = "measured"
+    """How it was found."""
+    predicted_loss_won: float | None = None
+    """Nats a token that compensation wins back, by the losses of the layer types; None where these are not known."""
+    loss_without: float | None = None
+    """Nats a token that the low-bit model loses without compensation, by the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport:
+    """`GET /runtime/device`."""
+
+    machine: Mapping[str, Any]
+    """`cpu`, `memory`, `gpu`, `pcie` as `lowbit-chat doctor --json` has them; `backend` and `reason` of what runs."""
+    bandwidth_gb_s: float | None = None
+    """Measured read bandwidth of the memory in 10^9 bytes per second; None where it was not measured yet."""
+    tuning: Tuning | None = None
+    """How the loaded model was tuned; None where it was not."""
+    problems: Sequence[Problem] = ()
+    """What is wrong, of the device and of the loaded model."""

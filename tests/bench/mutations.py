@@ -1,0 +1,297 @@
+"""Whether the tests notice a defect: `python -m tests.bench.mutations` breaks the code on purpose, one place at a time.
+
+The breaks stand in mutations.toml, each with the test files that are to catch it. All is done in a copy, never in the
+working tree: the tests are run there once as they are and have to pass, then once for each break until the first of
+them fails. A break that no test notices is a gap in the suite. To compare two versions, give one as `--commit`: files
+that were renamed since are found by git, and a break may say how it reads in several versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = Path(__file__).with_name("mutations.toml")
+RESULTS = Path(__file__).with_name("results")
+LONGEST_S = 1200
+"""A run of tests that takes longer hangs; of a break that makes them hang, that counts as noticed."""
+_FAILED, _NOT_COLLECTED = 1, 2
+"""How pytest ends when a test fails, or when a module cannot be imported."""
+
+
+class MutationError(Exception):
+    """The list of breaks does not fit the code, or the tests fail without any break."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One edit: a text that stands in a file exactly once, and what takes its place."""
+
+    file: str
+    """Path in the repository."""
+    old: str
+    """The text."""
+    new: str
+    """What it becomes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Break:
+    """One defect."""
+
+    name: str
+    """What is wrong then, in a few words; unique."""
+    room: str
+    """Part of the program."""
+    places: tuple[Place, ...]
+    """How it reads in different versions of the code; the first that fits is used."""
+    tests: tuple[str, ...]
+    """Files of tests that are to notice it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the tests made of a break."""
+
+    name: str
+    room: str
+    file: str
+    tests: tuple[str, ...]
+    caught: bool
+    by: str
+    """The first test that failed; empty where none did."""
+    seconds: float
+
+
+def read_breaks(file: Path = LIST) -> tuple[Break, ...]:
+    """The list of breaks.
+
+    Raises:
+        MutationError: two have one name, or a key is missing or unknown.
+    """
+    found = []
+    for entry in tomllib.loads(file.read_text(encoding="utf-8"))["break"]:
+        try:
+            versions = [{key: entry.pop(key) for key in ("file", "old", "new")}, *entry.pop("also", ())]
+            places = tuple(Place(**version) for version in versions)
+            found.append(Break(**{**entry, "places": places, "tests": tuple(entry["tests"])}))
+        except (KeyError, TypeError) as error:
+            raise MutationError(
+                f"{file.name}: the break {entry.get('name', '?')!r} is not complete: {error}"
+            ) from error
+    names = [one.name for one in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise MutationError(f"{file.name}: two breaks are called {min(twice)!r}")
+    return tuple(found)
+
+
+def fitting(one: Break, folder: Path, renamed: Mapping[str, str]) -> Place:
+    """The place of a break in a copy of the repository.
+
+    Args:
+        one: The break.
+        folder: The copy.
+        renamed: What files are called there, by their present path.
+
+    Raises:
+        MutationError: its text stands nowhere, or more than once.
+    """
+    reasons = []
+    for place in one.places:
+        file = renamed.get(place.file, place.file)
+        text = (folder / file).read_text(encoding="utf-8") if (folder / file).is_file() else None
+        count = -1 if text is None else text.count(place.old)
+        if count == 1 and place.new != place.old:
+            return Place(file=file, old=place.old, new=place.new)
+        reasons.append(f"{file} {'is not there' if count < 0 else f'holds it {count} times'}")
+    raise MutationError(f"the break {one.name!r} fits nowhere: {'; '.join(reasons)}. Bring {LIST.name} up to date")
+
+
+def tests_of(one: Break, folder: Path, renamed: Mapping[str, str]) -> tuple[str, ...]:
+    """The test files of a break, as they are called in a copy of the repository.
+
+    Raises:
+        MutationError: one is not there.
+    """
+    files = tuple(renamed.get(file, file) for file in one.tests)
+    for file in files:
+        if not (folder / file).is_file():
+            raise MutationError(
+                f"the break {one.name!r} names {file}, which is not there. Bring {LIST.name} up to date"
+            )
+    return files
+
+
+def make_copy(folder: Path, commit: str | None) -> Path:
+    """A copy of the working tree, or of a commit, with nothing that was built; compiled kernels of earlier runs stay.
+
+    Args:
+        folder: Where; its former copy is replaced.
+        commit: The commit; None for the working tree as it is.
+
+    Returns:
+        The copy. The real models and texts, where they lie beside the repository, lie beside it too.
+    """
+    copy, kept = folder / "repository", folder / "kept"
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir(parents=True)
+    kept.mkdir(exist_ok=True)
+    if commit is not None:
+        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x"], cwd=copy, input=archive, check=True)
+    else:
+        for name in filter(None, _git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")):
+            if (ROOT / name).is_file():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copy / name)
+    subprocess.run(["git", "init", "-q"], cwd=copy, check=True)  # some tests ask git for the files of a clone
+    (copy / ".pytest_cache").symlink_to(kept)
+    if (ROOT.parent / "shared").is_dir() and not (folder / "shared").exists():
+        (folder / "shared").symlink_to((ROOT.parent / "shared").resolve())
+    return copy
+
+
+def renames(commit: str | None) -> dict[str, str]:
+    """What files were called in a commit, by their present path; those that were never renamed are left out."""
+    if commit is None:
+        return {}
+    lines = _git("diff", "--name-status", "-M40%", "-l0", "--diff-filter=R", commit).splitlines()
+    return {now: before for _, before, now in (line.split("\t") for line in lines)}
+
+
+def run_tests(copy: Path, files: Sequence[str]) -> tuple[bool, str]:
+    """Run test files of a copy until one fails. Returns whether all passed, and what pytest said at its end."""
+    command = (sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist")
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    try:
+        done = subprocess.run(
+            [*command, *files],
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"FAILED (still running after {LONGEST_S} s)"
+    if done.returncode not in (0, _FAILED, _NOT_COLLECTED):
+        raise MutationError(
+            f"pytest {' '.join(files)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+        )
+    return done.returncode == 0, done.stdout[-4000:]
+
+
+def try_break(one: Break, copy: Path, renamed: Mapping[str, str]) -> Outcome:
+    """Break a copy in one place, run the tests, and mend it again."""
+    place, tests = fitting(one, copy, renamed), tests_of(one, copy, renamed)
+    file = copy / place.file
+    stamp, whole = file.stat(), file.read_text(encoding="utf-8")
+    begin = time.monotonic()
+    try:
+        file.write_text(whole.replace(place.old, place.new), encoding="utf-8")
+        passed, said = run_tests(copy, tests)
+    finally:
+        file.write_text(whole, encoding="utf-8")
+        os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # what was compiled of it fits again
+    by = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+    return Outcome(
+        name=one.name,
+        room=one.room,
+        file=place.file,
+        tests=tests,
+        caught=not passed,
+        by="" if passed else by[1] if by else "(no summary)",
+        seconds=round(time.monotonic() - begin, 1),
+    )
+
+
+def measure(breaks: Sequence[Break], copy: Path, renamed: Mapping[str, str]) -> list[Outcome]:
+    """Try all breaks, one after the other.
+
+    Raises:
+        MutationError: a break fits nowhere, or the tests fail without one.
+    """
+    for one in breaks:
+        fitting(one, copy, renamed)
+    files = list(dict.fromkeys(file for one in breaks for file in tests_of(one, copy, renamed)))
+    for file in files:
+        passed, said = run_tests(copy, [file])
+        print(f"unbroken: {file}: {said.splitlines()[-1] if said else ''}", flush=True)
+        if not passed:
+            raise MutationError(f"{file} fails without any break:\n{said}")
+    outcomes = []
+    for number, one in enumerate(breaks, 1):
+        outcome = try_break(one, copy, renamed)
+        outcomes.append(outcome)
+        verdict = f"caught by {outcome.by}" if outcome.caught else "SURVIVED"
+        print(f"{number:3}/{len(breaks)} {outcome.seconds:6.1f} s  {one.room}: {one.name}: {verdict}", flush=True)
+    return outcomes
+
+
+def report(outcomes: Sequence[Outcome], commit: str | None) -> dict[str, object]:
+    """What is written down of a run."""
+    named = _git("rev-parse", "--short", commit or "HEAD").strip()
+    changed = commit is None and bool(_git("status", "--porcelain").strip())
+    return {
+        "command": "python -m tests.bench.mutations" + (f" --commit {named}" if commit else ""),
+        "commit": named + (" and changes that were not committed" if changed else ""),
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "caught": sum(outcome.caught for outcome in outcomes),
+        "survived": [outcome.name for outcome in outcomes if not outcome.caught],
+        "seconds": round(sum(outcome.seconds for outcome in outcomes), 1),
+        "breaks": [asdict(outcome) for outcome in outcomes],
+    }
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.mutations", description=__doc__)
+    parser.add_argument("--commit", help="break this version instead of the working tree")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="breaks whose room or name holds one of these")
+    parser.add_argument("--out", type=Path, help="the result file (JSON)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "lowbit-chat-mutations",
+        help="where the copy is made",
+    )
+    given = parser.parse_args(arguments)
+    try:
+        breaks = read_breaks()
+        if given.only:
+            breaks = tuple(one for one in breaks if any(part in f"{one.room}: {one.name}" for part in given.only))
+        copy = make_copy(given.folder.resolve(), given.commit)
+        outcomes = measure(breaks, copy, renames(given.commit))
+    except MutationError as error:
+        print(error, file=sys.stderr)
+        return 2
+    found = report(outcomes, given.commit)
+    print(f"{found['caught']} of {len(outcomes)} breaks caught in {found['seconds']} s", *found["survived"], sep="\n")
+    out = given.out or RESULTS / f"mutations-{found['date']}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 1 if found["survived"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""The mutation sample tells tests that notice a break from tests that don't, and leaves the code as it was."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.bench import mutations
+from tests.bench.mutations import Break, MutationError, Place, fitting, measure, read_breaks
+
+ENTRY = '[[break]]\nname = "{}"\nroom = "a room"\nfile = "a.py"\nold = "1"\nnew = "2"\ntests = ["test_a.py"]\n'
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    (tmp_path / "sums.py").write_text("def add(a, b):\n    return a + b\n\n\ndef double(a):\n    return 2 * a\n")
+    (tmp_path / "test_sums.py").write_text("from sums import add\n\n\ndef test_add():\n    assert add(2, 3) == 5\n")
+    before = time.time() - 60
+    os.utime(tmp_path / "sums.py", (before, before))
+    return tmp_path
+
+
+def a_break(old: str, new: str, *others: Place) -> Break:
+    place = Place(file="sums.py", old=old, new=new)
+    return Break(name=f"{old} -> {new}", room="sums", places=(place, *others), tests=("test_sums.py",))
+
+
+def test_what_tests_notice_is_caught_and_the_rest_survives(copy: Path) -> None:
+    whole = (copy / "sums.py").read_bytes()
+    found = measure([a_break("a + b", "a - b"), a_break("2 * a", "3 * a"), a_break("def add(", "def ad(")], copy, {})
+    assert [outcome.caught for outcome in found] == [True, False, True]
+    assert found[0].by == "test_sums.py::test_add"
+    assert found[1].by == ""
+    assert (copy / "sums.py").read_bytes() == whole
+
+
+def test_tests_that_fail_anyway_show_nothing(copy: Path) -> None:
+    (copy / "sums.py").write_text("def add(a, b):\n    return a * b\n")
+    with pytest.raises(MutationError, match=r"test_sums\.py fails without any break"):
+        measure([a_break("a * b", "a - b")], copy, {})
+
+
+def test_a_break_says_how_it_reads_in_other_versions_and_files_may_have_other_names(copy: Path) -> None:
+    older = Place(file="plus.py", old="a + b", new="a - b")
+    assert fitting(a_break("a plus b", "a minus b", older), copy, {"plus.py": "sums.py"}).file == "sums.py"
+
+
+@pytest.mark.parametrize(("old", "said"), [("a plus b", "sums.py holds it 0 times"), ("a", "sums.py holds it 5 times")])
+def test_a_break_that_fits_nowhere_is_named(copy: Path, old: str, said: str) -> None:
+    with pytest.raises(MutationError, match=f"{old} -> c' fits nowhere: {said}"):
+        fitting(a_break(old, "c"), copy, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ENTRY.format("one") * 2, "two breaks are called 'one'"),
+        (ENTRY.format("one").replace("old", "odd"), "the break 'one' is not complete"),
+    ],
+)
+def test_a_wrong_list_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "list.toml").write_text(text)
+    with pytest.raises(MutationError, match=said):
+        read_breaks(tmp_path / "list.toml")
+
+
+def test_the_list_covers_every_room() -> None:
+    rooms = {one.room for one in read_breaks()}
+    wanted = {
+        "cpu kernels",
+        "triton kernels",
+        "caches",
+        "engine",
+        "server",
+        "client",
+        "tui",
+        "cli",
+        "tuner",
+        "quantizers",
+    }
+    assert wanted | {"store", "hub", "models"} <= rooms
+    assert len(read_breaks(mutations.LIST)) >= 40
