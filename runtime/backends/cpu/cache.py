@@ -42,12 +42,12 @@ class CpuStore:
         window: Tokens that a window has room for, a multiple of SPAN.
     """
 
-    saved_layout = "cpu-2"
-
     def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
         self._kind = kind
         self.layout = PageLayout(kind, spec.head_dim)
         """Where a record keeps what."""
+        self.saved_layout = f"cpu-2-{self.layout.name}"
+        """What is counted up here is how the bytes of a place are to be understood; where they are is in the name."""
         heads = (spec.num_layers, slots, spec.num_kv_heads)
         self.records = aligned_zeros((spec.num_layers, pages, spec.num_kv_heads, self.layout.record), np.uint8)
         """uint8 [layers, pages, H_kv, bytes]."""

@@ -14,6 +14,7 @@ places drives what writes records, what reads them, what compiled code knows of 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -133,6 +134,11 @@ class PageLayout:
 
     def _all(self) -> Iterator[tuple[Part, Arrangement]]:
         return ((part, own) for part in PARTS for own in self._arrangements[part].values())
+
+    @property
+    def name(self) -> str:
+        """Hexadecimal digits that are others as soon as a place is another."""
+        return hashlib.sha256(repr(self._places).encode()).hexdigest()[:12]
 
     def description(
         self, *, dither: int = 0, tables: int = 0, table_step: int = 0, paged: int = 0, window: int = 0

@@ -54,6 +54,13 @@ def test_what_compiled_code_is_told(name: KVKind) -> None:
     assert cache["keys"]["kept"] == 2 * kind.outliers(kind.page if kind.windowed else 64)
 
 
+def test_layouts_have_names() -> None:
+    """Saved pages are read by the layout that they were written with alone."""
+    names = {PageLayout(kind, dim).name for kind in KINDS.values() for dim in (64, 128)}
+    assert len(names) == 2 * len({PageLayout(kind, 64).record for kind in KINDS.values()})
+    assert PageLayout(KINDS["gear4"], 64).name == PageLayout(KINDS["gear4"], 64).name
+
+
 _NEW_FIELD = """
 import numpy as np
 from runtime.kv import kinds
