@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PREPARED := $(VENV)/.prepared
 
-.PHONY: chat demo test check format bench bench-gpu quality kv mutations sanitize-gpu kernels clean
+.PHONY: chat demo test check format bench bench-start bench-gpu quality kv mutations sanitize-gpu kernels clean
 
-chat: $(READY)
+chat: $(PREPARED)
 	$(BIN)/lowbit-chat
 
 demo: $(READY)
@@ -28,6 +29,9 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m tests.bench.cpu
+
+bench-start: $(READY)
+	$(BIN)/python -m tests.bench.start
 
 bench-gpu: $(READY)
 	$(BIN)/python -m tests.bench.gpu
@@ -52,6 +56,11 @@ $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowbit-chat needs Python 3.11 or newer; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+# The kernels of the bundled model, so that its first answer does not wait for them.
+$(PREPARED): $(READY)
+	$(BIN)/python -m app.cli.prepare
 	touch $@
 
 clean:

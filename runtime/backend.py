@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from models.progress import ProgressCallback
 from models.spec import ModelSpec
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.kv.kinds import KVKind
@@ -116,8 +117,16 @@ class Backend(Protocol[D]):
         """
         ...
 
-    def preparation(self, kv: KVKind) -> str | None:
-        """What the first load with this kind of cache does that later ones do not, in one sentence; None: nothing."""
+    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
+        """Do what the first load of such a model takes long for and later ones don't, where it is still to be done.
+
+        Args:
+            model: The stored model.
+            kv: The kind of cache.
+            compensated: Whether error compensation will be used.
+            progress: Receives reports of the phase `compile`; none where there is nothing to do. What can't be done
+                is told by `open`.
+        """
         ...
 
     def open(self, model: Weights, options: DecoderOptions) -> Decoder:

@@ -1,19 +1,16 @@
 """Text to tokens and back: the tokenizer of a model folder, its chat template, and decoding while tokens still arrive.
 
-transformers is imported when a tokenizer is opened: its fast class alone, which takes 0.6 s and leaves torch out, where
-AutoTokenizer takes 1.7 s and imports torch. AutoTokenizer serves only folders without a `tokenizer.json`.
+Where its files are read is `runtime.tokenizer_files`, where its template is applied `runtime.chat_template`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from runtime.errors import BackendError, RequestError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from runtime.errors import RequestError
+from runtime.tokenizer_files import read_tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder puts where bytes are not, or not yet, UTF-8."""
@@ -32,21 +29,21 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._tokenizer = _open(folder)
-        self._fast = self._tokenizer.backend_tokenizer
+        files = read_tokenizer(folder)
+        self._fast, self._special, self._template = files.fast, files.special, files.template
         self._fast.no_truncation()
         self._fast.no_padding()
         self.vocab_size = int(self._fast.get_vocab_size(with_added_tokens=True))
         """Number of tokens, added ones included."""
-        self.bos_token_id: int | None = self._tokenizer.bos_token_id
+        self.bos_token_id: int | None = self._id_of("bos_token")
         """Beginning-of-sequence token, where the tokenizer has one."""
-        self.eos_token_id: int | None = self._tokenizer.eos_token_id
+        self.eos_token_id: int | None = self._id_of("eos_token")
         """End-of-sequence token, where the tokenizer has one."""
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model brings a chat template; if not, `chat` writes plain `User:` and `Assistant:` turns."""
-        return self._tokenizer.chat_template is not None
+        return self._template is not None
 
     @property
     def chat_stops(self) -> tuple[str, ...]:
@@ -94,20 +91,22 @@ class Tokenizer:
             RequestError: no messages, one without role or text, or a sequence that the model's template refuses.
         """
         _check(messages, continue_final)
-        if not self.has_chat_template:
+        if self._template is None:
             return self.encode(plain_chat(messages, continue_final=continue_final))
         from jinja2 import TemplateError
 
+        from runtime.chat_template import render
+
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=not continue_final,
-                continue_final_message=continue_final,
-            )
+            text = render(self._template, messages, tokens=self._special, continue_final=continue_final)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise RequestError(f"the model's chat template does not accept these messages: {error}") from error
-        return self.encode(str(text), special=False)
+        return self.encode(text, special=False)
+
+    def _id_of(self, name: str) -> int | None:
+        """Id of a special token; None where the tokenizer has none of this name."""
+        text = self._special.get(name)
+        return None if text is None else self._fast.token_to_id(text)
 
 
 def plain_chat(messages: Sequence[Mapping[str, Any]], *, continue_final: bool) -> str:
@@ -169,24 +168,3 @@ def _check(messages: Sequence[Mapping[str, Any]], continue_final: bool) -> None:
             raise RequestError(f"messages[{index}] needs a role and a content, both text")
     if continue_final and messages[-1]["role"] != "assistant":
         raise RequestError("only an assistant's message can be continued, and the last message is not one")
-
-
-def _open(folder: Path) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a folder, read from that folder alone."""
-    if not folder.is_dir():
-        raise BackendError(f"no tokenizer: the folder {folder} is missing")
-    try:
-        if (folder / "tokenizer.json").is_file():
-            from transformers import PreTrainedTokenizerFast
-
-            return cast(
-                "PreTrainedTokenizerFast", PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            )
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise BackendError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    if not hasattr(tokenizer, "backend_tokenizer"):
-        raise BackendError(f"the tokenizer in {folder} has no fast form; add its tokenizer.json to the folder")
-    return cast("PreTrainedTokenizerFast", tokenizer)

@@ -94,8 +94,8 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         k_chunk=k_chunk or 0,
         select=choices.select,
     )
-    if first := placed.backend.preparation(kv):
-        output.note(first)
+    with output.progress() as progress:
+        placed.backend.prepare(model, kv, compensated=bool(k_chunk or budget), progress=progress)
     return LoadPlan(
         options=options,
         backend=placed.asked,

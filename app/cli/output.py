@@ -66,17 +66,11 @@ class Output:
         if not sys.stderr.isatty():
             yield _PhaseLines(self)
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.fields[amount]}", markup=False),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-            yield _PhaseBars(bars)
+        bars = _PhaseBars()
+        try:
+            yield bars
+        finally:
+            bars.close()
 
 
 class _PhaseLines:
@@ -93,13 +87,15 @@ class _PhaseLines:
 
 
 class _PhaseBars:
-    """One bar for each phase."""
+    """One bar for each phase. What draws them is imported with the first report: most starts have nothing to show."""
 
-    def __init__(self, bars: Bars) -> None:
-        self._bars = bars
+    def __init__(self) -> None:
+        self._bars: Bars | None = None
         self._tasks: dict[str, Any] = {}
 
     def __call__(self, report: Progress) -> None:
+        if self._bars is None:
+            self._bars = _started_bars()
         if report.phase not in self._tasks:
             for task in self._tasks.values():
                 self._bars.update(task, visible=False)
@@ -111,6 +107,26 @@ class _PhaseBars:
             description=report.message,
             amount=_amount(report),
         )
+
+    def close(self) -> None:
+        """Take the bars off the terminal."""
+        if self._bars is not None:
+            self._bars.stop()
+
+
+def _started_bars() -> Bars:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}", markup=False),
+        TimeRemainingColumn(),
+    )
+    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    bars.start()
+    return bars
 
 
 def _amount(report: Progress) -> str:

@@ -78,19 +78,18 @@ class StoreLoader:
         if request.k_chunk is not None or request.budget is not None:
             wanted = TuneRequest(budget=request.budget, k_chunk=request.k_chunk)
         by_type = k_chunk_by_type(wanted.k_chunk or 0)
+        compensated = any(by_type.values()) or (wanted.k_chunk is None and bool(wanted.budget))
         placed = place(
             model.spec,
             ModelSizes(weight_bytes=summary.gpu_bytes, residual_bytes=summary.residual_bytes),
             kv=request.kv or "fp16",
             context=None if request.context is None else min(request.context, model.spec.max_context),
             asked=request.backend,
-            compensated=any(by_type.values()) or (wanted.k_chunk is None and bool(wanted.budget)),
+            compensated=compensated,
             slots=CONVERSATIONS,
         )
-        if first := placed.backend.preparation(request.kv or "fp16"):
-            report("compile", first)
-        else:
-            report("load", f"loading {request.model}: {describe(placed.plan)}")
+        placed.backend.prepare(model, request.kv or "fp16", compensated=compensated, progress=progress)
+        report("load", f"loading {request.model}: {describe(placed.plan)}")
         options = DecoderOptions(
             kv=request.kv or "fp16",
             context=placed.plan.context,

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from runtime.chat_template import render
 from runtime.errors import BackendError, RequestError
 from runtime.tokenizer import Detokenizer, Tokenizer, plain_chat
+from runtime.tokenizer_files import _plain
 
 CORPUS = [
     "the sea and the captain said to the sea: I am the sea",
@@ -195,15 +197,107 @@ def test_a_broken_or_missing_tokenizer_is_one_clear_error(tmp_path: Path) -> Non
         Tokenizer(tmp_path)
 
 
-def test_opening_a_tokenizer_leaves_torch_alone(tmp_path: Path) -> None:
+def test_opening_a_tokenizer_leaves_torch_and_transformers_alone(tmp_path: Path) -> None:
     save(byte_level(), tmp_path, chat_template=TEMPLATE)
     code = (
         "import sys; from pathlib import Path; from runtime.tokenizer import Tokenizer; "
-        "assert 'transformers' not in sys.modules; "
         f"t = Tokenizer(Path({str(tmp_path)!r})); t.chat([{{'role': 'user', 'content': 'x'}}]); "
-        "assert 'torch' not in sys.modules"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2])
+
+
+@pytest.mark.parametrize(
+    ("files", "plainly"),
+    [
+        ({}, True),
+        ({"unk_token": {"__type": "AddedToken", "content": "<s>"}}, True),
+        (
+            {
+                "additional_special_tokens": ["<|user|>", {"__type": "AddedToken", "content": "<|end|>"}],
+                "image_token": "<s>",
+            },
+            True,
+        ),
+        ({"extra_special_tokens": {"turn_token": "<|user|>"}}, True),
+        ({"chat_template": [{"name": "default", "template": TEMPLATE}]}, False),
+        ({"chat_template": {"default": TEMPLATE, "tool_use": "none"}}, False),
+        ({"pad_token": "<|pad|>"}, False),
+        ({"additional_special_tokens": ["<|more|>"]}, False),
+        ({"added_tokens_decoder": {"400": {"content": "<|more|>", "special": True}}}, False),
+        ({"added_tokens_decoder": {"1": {"content": "</s>", "special": False}}}, False),
+        ({"special_tokens_map.json": {"cls_token": "<|cls|>"}}, False),
+        ({"special_tokens_map.json": {"cls_token": "<s>"}}, True),
+        ({"added_tokens.json": {"<|more|>": 400}}, False),
+        ({"split_special_tokens": True}, False),
+    ],
+)
+def test_transformers_reads_what_tokenizer_json_does_not_say(
+    files: dict[str, object], plainly: bool, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    for name in [name for name in files if name.endswith(".json")]:
+        (tmp_path / name).write_text(json.dumps(files[name]))
+    config = {name: value for name, value in files.items() if not name.endswith(".json")}
+    tokenizer = save(byte_level(), tmp_path, **{"chat_template": TEMPLATE, **config})
+    peer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert (_plain(tmp_path) is not None) == plainly
+    text = "the <|user|> sea <|more|> and <|pad|> <|cls|> </s> time"
+    assert tokenizer.encode(text) == peer(text).input_ids
+    messages = [{"role": "user", "content": text}]
+    assert tokenizer.chat(messages) == peer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (peer.bos_token_id, peer.eos_token_id)
+    assert tokenizer.vocab_size == len(peer)
+
+
+TURNS = [
+    {"role": "system", "content": " be the <sea> "},
+    {"role": "user", "content": 'a "quoted" & <b>bold</b> 日本'},
+    {"role": "assistant", "content": "I am \n"},
+]
+TEMPLATES = {
+    "trimmed": "{% for m in messages %}\n  {% if m.role != 'system' %}\n<{{ m.role }}>{{ m.content | trim }}\n"
+    "    {%- endif %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+    "json": "{% for m in messages %}{{ m.content | tojson }}{{ {'b': 1, 'a': '<é>'} | tojson(indent=1) }}{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}"
+    "{% if loop.last %}{% break %}{% endif %}{% endfor %}",
+    "namespace": "{% set ns = namespace(count=0) %}{% for m in messages %}{% set ns.count = ns.count + 1 %}"
+    "{{ m.content }}{% endfor %}{{ ns.count }}{{ dict(a=1)['a'] }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "tokens": "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ tools is none }}{{ documents is none }}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "date": "{{ strftime_now('%Y')[:2] }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "refusing": "{{ raise_exception('not here') }}",
+    "broken": "{% for m in messages %}",
+    "private": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ messages[0].content }}",
+    "escaping": "{{ messages.__class__.__mro__ }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "forgetful": "{{ messages[0].content }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("continue_final", [False, True], ids=["answer", "continue"])
+def test_templates_are_applied_as_transformers_does(name: str, continue_final: bool, tmp_path: Path) -> None:
+    from jinja2 import TemplateError
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = save(byte_level(), tmp_path, chat_template=TEMPLATES[name])
+    peer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for turns in (TURNS, [*TURNS[:2], {"role": "assistant", "content": "open"}], [TURNS[2]]):
+        try:
+            expected = peer.apply_chat_template(
+                turns, add_generation_prompt=not continue_final, continue_final_message=continue_final, tokenize=False
+            )
+        except (TemplateError, ValueError):
+            with pytest.raises(RequestError, match="chat template"):
+                tokenizer.chat(turns, continue_final=continue_final)
+            continue
+        given_out = render(
+            TEMPLATES[name], turns, tokens={"bos_token": "<s>", "eos_token": "</s>"}, continue_final=continue_final
+        )
+        assert given_out == expected
+        assert tokenizer.chat(turns, continue_final=continue_final) == tokenizer.encode(expected, special=False)
 
 
 def prepare(name: str, shared: Path, tmp_path: Path) -> Path:

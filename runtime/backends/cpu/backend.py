@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
+from models.progress import Progress, ProgressCallback
 from models.spec import ModelSpec
 from runtime.backend import Device, Footprint, ModelSizes, Presence
 from runtime.decoder import Decoder, DecoderOptions
@@ -15,9 +17,6 @@ from runtime.weights import Weights
 if TYPE_CHECKING:
     from runtime.backends.cpu.decoder import CpuDecoder
     from tuner.timer import Timer
-
-_FEW_KERNELS = 2
-"""Kernels that a cache has for itself: more that are missing are everybody's."""
 
 
 class CpuBackend:
@@ -46,18 +45,20 @@ class CpuBackend:
         """See `runtime.backend.Backend.footprint`. Residuals are mapped files, which the system may drop."""
         return Footprint(weight_bytes=sizes.weight_bytes, residual_bytes=sizes.residual_bytes if compensated else 0)
 
-    def preparation(self, kv: KVKind) -> str | None:
-        """See `runtime.backend.Backend.preparation`."""
+    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
+        """See `runtime.backend.Backend.prepare`."""
         try:
-            from runtime.backends.cpu.link import needed
+            from runtime.backends.cpu.link import units_of
+            from runtime.backends.cpu.machine.build import build
         except (ImportError, OSError, BackendError):
-            return None
-        missing = sum(not unit.is_compiled for unit in needed(KINDS[kv]))
-        if not missing:
-            return None
-        if missing > _FEW_KERNELS:
-            return "compiling the kernels for this processor, once; this takes up to half a minute"
-        return f"compiling the kernels that {kv} caches need besides, once; this takes some seconds"
+            return
+
+        def report(done: int, total: int) -> None:
+            message = f"compiling {_counted(total)} for this processor, once"
+            progress(Progress(phase="compile", done=done, total=total, unit="kernels", message=message))
+
+        with contextlib.suppress(BackendError):
+            build(units_of(model, KINDS[kv], compensated=compensated), report)
 
     def open(self, model: Weights, options: DecoderOptions) -> Decoder:
         """See `runtime.backend.Backend.open`."""
@@ -90,6 +91,10 @@ class CpuBackend:
     def link_gb_s(self) -> float | None:
         """See `runtime.backend.Backend.link_gb_s`. Residuals are read where they lie."""
         return None
+
+
+def _counted(kernels: int) -> str:
+    return f"{kernels} kernel{'s' if kernels > 1 else ''}"
 
 
 BACKEND = CpuBackend()

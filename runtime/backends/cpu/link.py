@@ -9,10 +9,12 @@ from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.pages import cache_of, form_of
 from runtime.backends.cpu.executor import execute, set_active
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
+from runtime.backends.cpu.machine.build import build
 from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.cpu.parts import parts_of
-from runtime.backends.cpu.units import attention, inputs, paging, products, selection
+from runtime.backends.cpu.units import attention, inputs, paging, products, repacking, selection
 from runtime.kv.kinds import CacheKind
+from runtime.weights import Weights
 
 _INPUTS = {
     op.Embed: inputs.embed,
@@ -23,6 +25,8 @@ _INPUTS = {
 }
 _UNIFORM = {3: products.multiply_uniform_3, 4: products.multiply_uniform_4}
 _CODEBOOK = {3: products.multiply_codebook_3, 4: products.multiply_codebook_4}
+_STORED, _STORED_CODEBOOK = (_UNIFORM, repacking.UNIFORM), (_CODEBOOK, repacking.CODEBOOK)
+"""What a matrix needs, by its bits: to be multiplied, and to be repacked first."""
 _COMPENSATE = {
     2: products.compensate_2,
     4: products.compensate_4,
@@ -50,6 +54,24 @@ def needed(kind: CacheKind) -> list[Unit]:
     return [execute, set_active, *_INPUTS.values(), heads, attention.attend, *([paged] if paged else []), *windowed]
 
 
+def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit]:
+    """The units that a model needs, so that they can be compiled before it is opened.
+
+    Args:
+        model: The stored model.
+        kind: The kind of cache.
+        compensated: Whether channels will be chosen, by the paper's approximation, and compensated.
+    """
+    found = {*needed(kind)}
+    for name in model.spec.linear_names():
+        linear = model.linear(name)
+        stored = _STORED if linear.codebook is None else _STORED_CODEBOOK
+        found |= {own[linear.bits] for own in stored if linear.bits in own}
+        if compensated and linear.residual is not None:
+            found |= {_COMPENSATE[linear.residual.bits], _SELECT[SELECT_APPROX]}
+    return sorted(found, key=lambda unit: unit.name)
+
+
 def link(program: npt.NDArray[np.int64], threads: int) -> None:
     """Write into a program's instructions the addresses of the units that they need, the bytes of scratch, and parts.
 
@@ -62,9 +84,10 @@ def link(program: npt.NDArray[np.int64], threads: int) -> None:
     Raises:
         BackendError: a unit cannot be compiled here.
     """
-    for words in program:
-        instruction = op.read(words)
-        own, inner = _units(instruction)
+    instructions = [op.read(words) for words in program]
+    units = [_units(instruction) for instruction in instructions]
+    build([unit for both in units for unit in both if unit is not None])
+    for words, instruction, (own, inner) in zip(program, instructions, units, strict=True):
         header = op.header_of(words)
         header["unit"], header["inner"] = own.address, 0 if inner is None else inner.address
         header["scratch"] = scratch_of(instruction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from models.progress import ProgressCallback
 from models.spec import ModelSpec
 from runtime.backend import Device, Footprint, ModelSizes, Presence
 from runtime.decoder import Decoder, DecoderOptions
@@ -38,9 +39,8 @@ class ReferenceBackend:
         weights = 4 * values * (2 if compensated else 1) + 2 * spec.vocab_size * spec.hidden_size
         return Footprint(weight_bytes=weights, residual_bytes=sizes.residual_bytes if compensated else 0)
 
-    def preparation(self, kv: KVKind) -> str | None:
-        """See `runtime.backend.Backend.preparation`."""
-        return None
+    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
+        """See `runtime.backend.Backend.prepare`. Nothing is done beforehand."""
 
     def open(self, model: Weights, options: DecoderOptions) -> Decoder:
         """See `runtime.backend.Backend.open`."""

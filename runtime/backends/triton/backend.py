@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from models.progress import ProgressCallback
 from models.spec import ModelSpec
 from runtime.backend import Device, Footprint, ModelSizes, Presence
 from runtime.backends.triton import card
@@ -41,9 +42,8 @@ class TritonBackend:
             overhead_bytes=_DRIVER_BYTES,
         )
 
-    def preparation(self, kv: KVKind) -> str | None:
-        """See `runtime.backend.Backend.preparation`."""
-        return None
+    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
+        """See `runtime.backend.Backend.prepare`. Nothing is done beforehand."""
 
     def open(self, model: Weights, options: DecoderOptions) -> Decoder:
         """See `runtime.backend.Backend.open`."""

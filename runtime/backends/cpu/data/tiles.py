@@ -25,7 +25,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -33,8 +32,8 @@ from models.packed import PackedLinear
 from runtime.backends.cpu.data.arrangements import padded as padded
 from runtime.backends.cpu.data.instructions import Weights
 from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES
-from runtime.backends.cpu.kernels.lookup import HIGH_BITS
 from runtime.backends.cpu.machine.emit import LANES
+from runtime.backends.cpu.units import repacking
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -116,11 +115,9 @@ def tile_linear(linear: PackedLinear) -> TiledLinear:
     N, K = linear.shape
     tiles, blocks = padded(N, LANES) // LANES, padded(K, BLOCK) // BLOCK
     codes = aligned_zeros((tiles, blocks, BLOCK_BYTES[linear.bits]), np.uint8)
-    words = np.ascontiguousarray(linear.codes).view(np.uint32)
-    if linear.codebook is None:
-        (_repack_4 if linear.bits == 4 else _repack_3)(words, codes.view(np.uint32))
-    else:
-        (_repack_codebook_4 if linear.bits == 4 else _repack_codebook_3)(words, codes.view(np.uint64))
+    words = np.ascontiguousarray(linear.codes)
+    repack = (repacking.UNIFORM if linear.codebook is None else repacking.CODEBOOK)[linear.bits]
+    repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
     return TiledLinear(
         bits=linear.bits,
         tiles=tiles,
@@ -132,102 +129,3 @@ def tile_linear(linear: PackedLinear) -> TiledLinear:
         zeros=None if linear.zeros is None else _tiled_rows(np.asarray(linear.zeros), tiles),
         codebooks=None if linear.codebook is None else _tiled_codebooks(np.asarray(linear.codebook), tiles),
     )
-
-
-@numba.njit(nogil=True, cache=True)
-def _repack_4(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32]) -> None:
-    """Words [N, blocks * 4] -> out [tiles, blocks, 64]: nibbles 0..3 to low, 4..7 to high halves of bytes."""
-    N = words.shape[0]
-    for tile in range(out.shape[0]):
-        for r in range(min(16, N - 16 * tile)):
-            for block in range(out.shape[1]):
-                for i in range(4):
-                    word = words[16 * tile + r, 4 * block + i]
-                    low, high = word & np.uint32(0xFFFF), word >> np.uint32(16)
-                    low = (low | (low << np.uint32(8))) & np.uint32(0x00FF00FF)
-                    low = (low | (low << np.uint32(4))) & np.uint32(0x0F0F0F0F)
-                    high = (high | (high << np.uint32(8))) & np.uint32(0x00FF00FF)
-                    high = (high | (high << np.uint32(4))) & np.uint32(0x0F0F0F0F)
-                    out[tile, block, 16 * i + r] = low | (high << np.uint32(4))
-
-
-@numba.njit(nogil=True, cache=True)
-def _repack_3(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32]) -> None:
-    """Words [N, blocks * 3] -> out [tiles, blocks, 48]: fields transposed, 4 x 4 pairs and 8 x 4 single bits."""
-    N = words.shape[0]
-    for tile in range(out.shape[0]):
-        for r in range(min(16, N - 16 * tile)):
-            for block in range(out.shape[1]):
-                for i in range(2):
-                    word, spread = words[16 * tile + r, 3 * block + i], np.uint32(0)
-                    for j in range(4):
-                        pairs = (word >> np.uint32(8 * j)) & np.uint32(0xFF)
-                        pairs = (pairs | (pairs << np.uint32(12))) & np.uint32(0x000F000F)
-                        pairs = (pairs | (pairs << np.uint32(6))) & np.uint32(0x03030303)
-                        spread |= pairs << np.uint32(2 * j)
-                    out[tile, block, 16 * i + r] = spread
-                word, spread = words[16 * tile + r, 3 * block + 2], np.uint32(0)
-                for j in range(8):
-                    bits = (word >> np.uint32(4 * j)) & np.uint32(0xF)
-                    bits = (bits | (bits << np.uint32(14))) & np.uint32(0x00030003)
-                    bits = (bits | (bits << np.uint32(7))) & np.uint32(0x01010101)
-                    spread |= bits << np.uint32(j)
-                out[tile, block, 32 + r] = spread
-
-
-@numba.njit(nogil=True, cache=True)
-def _nibbles_apart(word: np.uint32) -> np.uint64:
-    """Eight nibbles -> the low halves of eight bytes."""
-    wide = np.uint64(word)
-    wide = (wide | (wide << np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
-    wide = (wide | (wide << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
-    return (wide | (wide << np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-
-
-@numba.njit(nogil=True, cache=True)
-def _pairs_apart(pairs: np.uint32) -> np.uint64:
-    """Eight pairs of bits -> the lowest bits of eight bytes."""
-    wide = np.uint64(pairs)
-    wide = (wide | (wide << np.uint64(24))) & np.uint64(0x000000FF000000FF)
-    wide = (wide | (wide << np.uint64(12))) & np.uint64(0x000F000F000F000F)
-    return (wide | (wide << np.uint64(6))) & np.uint64(0x0303030303030303)
-
-
-@numba.njit(nogil=True, cache=True)
-def _bits_apart(bits: np.uint32) -> np.uint64:
-    """Eight bits -> the lowest bits of eight bytes."""
-    wide = np.uint64(bits)
-    wide = (wide | (wide << np.uint64(28))) & np.uint64(0x0000000F0000000F)
-    wide = (wide | (wide << np.uint64(14))) & np.uint64(0x0003000300030003)
-    return (wide | (wide << np.uint64(7))) & np.uint64(0x0101010101010101)
-
-
-@numba.njit(nogil=True, cache=True)
-def _repack_codebook_4(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint64]) -> None:
-    """Words [N, blocks * 4] -> out [tiles, blocks, 32]: 16 nibbles of a row to low, the next 16 to high halves."""
-    N = words.shape[0]
-    for tile in range(out.shape[0]):
-        for r in range(min(16, N - 16 * tile)):
-            for block in range(out.shape[1]):
-                for i in range(2):
-                    low = _nibbles_apart(words[16 * tile + r, 4 * block + i])
-                    high = _nibbles_apart(words[16 * tile + r, 4 * block + 2 + i])
-                    out[tile, block, 2 * r + i] = low | (high << np.uint64(4))
-
-
-@numba.njit(nogil=True, cache=True)
-def _repack_codebook_3(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint64]) -> None:
-    """Words [N, blocks * 3] -> out [tiles, blocks, 24]: fields of a row's 8 input channels, 4 pairs and 4 bits."""
-    N = words.shape[0]
-    for tile in range(out.shape[0]):
-        for r in range(min(16, N - 16 * tile)):
-            for block in range(out.shape[1]):
-                row, at = 16 * tile + r, 3 * block
-                low, high = np.uint64(0), np.uint64(0)
-                for j in range(4):
-                    pairs = (words[row, at + j // 2] >> np.uint32(16 * (j % 2))) & np.uint32(0xFFFF)
-                    low |= _pairs_apart(pairs) << np.uint64(2 * j)
-                    bits = (words[row, at + 2] >> np.uint32(8 * j)) & np.uint32(0xFF)
-                    high |= _bits_apart(bits) << np.uint64(HIGH_BITS[r // 8][j])
-                out[tile, block, r] = low
-                out[tile, block, 16 + r % 8] |= high

@@ -1,18 +1,17 @@
 """Which instruction-set variant the CPU kernels are compiled for, and where their machine code is cached.
 
-Importing this module is what configures numba for the kernels, so it is the one module here that reads the environment
-and the processor at import; only the CPU backend imports it, and only when it is built.
+It is the one module here that reads the environment and the processor at import; only the CPU backend imports it, and
+only when it is built.
 
 Variants: `avx512` (512-bit VNNI dot product), `avxvnni` (256-bit VNNI), `avx2` (multiply-add pairs of bytes) and
 `generic` (plain LLVM vectors, which every target lowers in its own way). `LOWBIT_CHAT_CPU_VARIANT` forces one.
-Machine code is kept in the cache folder (`LOWBIT_CHAT_KERNEL_CACHE` names another place for it), that of kernels as
-`runtime.backends.cpu.machine.unit` says.
+Machine code is kept in the cache folder (`LOWBIT_CHAT_KERNEL_CACHE` names another place for it), as
+`runtime.backends.cpu.machine.kept` says.
 """
 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
 import platform
@@ -21,9 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-import llvmlite
 import llvmlite.binding as llvm
-import numba
 import platformdirs
 
 from runtime.errors import BackendError
@@ -109,15 +106,3 @@ VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
 
 KERNEL_CACHE: Final = _usable(_cache_folder(VARIANT))
 """Folder of the machine code of this variant."""
-
-
-def _array_functions() -> Path:
-    """Folder of the compiled functions of arrays, keyed by their sources: numba notices a change of one file only."""
-    root = Path(__file__).parent.parent
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for source in (root / "data" / "tiles.py", root / "kernels" / "lookup.py"):
-        digest.update(source.read_bytes())
-    return KERNEL_CACHE / f"layout-{digest.hexdigest()[:16]}"
-
-
-numba.config.CACHE_DIR = str(_array_functions())  # type: ignore[attr-defined]  # made at run time

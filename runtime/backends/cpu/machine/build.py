@@ -1,0 +1,144 @@
+"""Compiling several units at once, in processes of their own: Python's part of compiling holds the interpreter's lock.
+
+A process is told a unit by line on its standard input and answers each with a line. What one can't do, because it
+can't be started or dies, is left to whoever asks for the unit's address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from runtime.backends.cpu.machine import isa
+from runtime.backends.cpu.machine.digest import extent
+from runtime.backends.cpu.machine.unit import Unit
+
+logger = logging.getLogger(__name__)
+
+_MOST_PROCESSES: Final = 8
+_ROOT: Final = Path(__file__).parents[4]
+"""Folder of the program's packages."""
+
+Report = Callable[[int, int], None]
+"""Told how many units are compiled, of how many."""
+
+
+def build(units: Sequence[Unit], report: Report | None = None) -> None:
+    """Compile the units whose machine code is missing.
+
+    Args:
+        units: Units at the top level of their modules.
+        report: Called from this thread, first with 0 compiled.
+
+    Raises:
+        BackendError: one can't be compiled here.
+    """
+    missing = sorted({unit for unit in units if not unit.is_compiled}, key=lambda unit: -extent(unit.function))
+    if not missing:
+        return
+    if report is not None:
+        report(0, len(missing))
+    for done, unit in enumerate(_compiled(missing), 1):
+        if not unit.is_compiled:
+            unit.prepare()
+        if report is not None:
+            report(done, len(missing))
+
+
+def _compiled(missing: Sequence[Unit]) -> Iterator[Unit]:
+    """Have processes compile; every unit once, as soon as it was tried."""
+    count = min(len(missing), _MOST_PROCESSES, _cores())
+    if count < 2:
+        yield from missing
+        return
+    waiting: queue.SimpleQueue[Unit] = queue.SimpleQueue()
+    tried: queue.SimpleQueue[Unit] = queue.SimpleQueue()
+    for unit in missing:
+        waiting.put(unit)
+    workers = [worker for worker in (_start() for _ in range(count)) if worker is not None]
+    feeders = [threading.Thread(target=_feed, args=(worker, waiting, tried)) for worker in workers]
+    try:
+        for feeder in feeders:
+            feeder.start()
+        for _ in missing:
+            yield tried.get() if workers else waiting.get()
+    finally:
+        for worker in workers:
+            worker.kill()
+        for feeder in feeders:
+            feeder.join()
+        for worker in workers:
+            with contextlib.suppress(OSError), worker:
+                pass  # closes its pipes and waits for its end
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    process = psutil.Process()
+    return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
+
+
+def _start() -> subprocess.Popen[str] | None:
+    """A process that compiles; None where none can be started."""
+    code = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {__name__} import serve; serve(sys.argv[1])"
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, str(isa.KERNEL_CACHE)],
+            env={**os.environ, "NUMBA_OPT": "0", "LOWBIT_CHAT_CPU_VARIANT": isa.VARIANT},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    except OSError as error:
+        logger.debug("no process could be started to compile kernels: %s", error)
+        return None
+
+
+def _feed(worker: subprocess.Popen[str], waiting: queue.SimpleQueue[Unit], tried: queue.SimpleQueue[Unit]) -> None:
+    """Give a process one unit after the other."""
+    assert worker.stdin is not None, "it was started with a pipe"
+    assert worker.stdout is not None, "it was started with a pipe"
+    while True:
+        try:
+            unit = waiting.get_nowait()
+        except queue.Empty:
+            return
+        try:
+            worker.stdin.write(f"{unit.function.__module__} {unit.name}\n")
+            worker.stdin.flush()
+            answer = worker.stdout.readline()
+        except (OSError, ValueError) as error:
+            answer = str(error)
+        if answer != "done\n":
+            logger.debug("a process could not compile %s: %s", unit.name, answer)
+        tried.put(unit)
+
+
+def serve(folder: str) -> None:
+    """What a process does: compile the units named on standard input.
+
+    Args:
+        folder: Where machine code is kept.
+    """
+    isa.KERNEL_CACHE = Path(folder)  # another may have been chosen where the usual one fails
+    for line in sys.stdin:
+        module, name = line.split()
+        try:
+            unit = getattr(importlib.import_module(module), name)
+            unit.keep()
+            answer = "done"
+        except Exception as error:  # noqa: BLE001  # whatever it is, whoever asked tries again and explains it
+            answer = " ".join(str(error).split()) or type(error).__name__
+        print(answer, flush=True)  # noqa: T201  # its way to answer

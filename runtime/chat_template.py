@@ -1,0 +1,116 @@
+"""Chat templates: a conversation as the text that a model was trained on.
+
+A template is a program of whoever made the model, so it runs in jinja's sandbox, with the filters and functions that
+templates on the hub expect (those that transformers gives them).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Stands after a last message that is to be continued; the space shows whether the template trims messages."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model is trained on; here its inside is text like any other."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja's own form
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _PlainNamespace(Namespace):
+    """A namespace without names that begin with an underscore, behind which a template could reach for more."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        self, *rest = args
+        for name in dict(*rest, **values):
+            _refuse_private(name)
+        Namespace.__init__(self, *rest, **values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tokens: Mapping[str, str],
+    continue_final: bool = False,
+) -> str:
+    """The conversation as text, ready for the assistant's answer.
+
+    Args:
+        template: A jinja template.
+        messages: `{"role": ..., "content": ...}`, content being text.
+        tokens: Special tokens by the names that a template knows (`bos_token`, ...).
+        continue_final: Whether the last message is to be continued rather than answered.
+
+    Raises:
+        jinja2.TemplateError: the template is broken, or refuses these messages.
+        ValueError: the template does not write the last message down, so it cannot be continued.
+    """
+    chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    final = str(chat[-1]["content"])
+    if continue_final:
+        chat[-1]["content"] = final + _MARK
+    text = _compiled(template).render(
+        messages=chat, tools=None, documents=None, add_generation_prompt=not continue_final, **tokens
+    )
+    if not continue_final:
+        return text
+    place = text.rfind(_MARK.strip())
+    if place < 0 or final.strip() not in text:
+        raise ValueError("it leaves out parts of the last message, which was to be continued")
+    return text[:place] if text[place:].startswith(_MARK) else text[:place].rstrip()
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _json
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),  # noqa: DTZ005  # the person's own clock
+        "dict": lambda *args, **values: dict(*args, **values),
+        "namespace": _PlainNamespace,
+    }
+    return environment.from_string(template)
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: jinja's own filter escapes what HTML would."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no attribute {name!r}")
