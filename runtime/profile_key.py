@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from models.errors import StoreError
+from models.losses import TypeLosses
 from models.recipe import Recipe
 from runtime.backend import Device
 from tuner.profiles import ProfileKey
@@ -29,6 +30,11 @@ class TunedModel(Protocol):
     @property
     def recipe(self) -> Recipe:
         """How it was quantized."""
+        ...
+
+    @property
+    def losses(self) -> TypeLosses | None:
+        """What each layer type loses, by k_chunk; None where it was not measured."""
         ...
 
 

@@ -27,6 +27,7 @@ from runtime.wire.device import Tuning
 from tuner.curve import Curve
 
 if TYPE_CHECKING:
+    from tuner.losses import Losses
     from tuner.profiles import Profile, ProfileKey, ProfileStore
     from tuner.shapes import LayerShape
 
@@ -197,6 +198,8 @@ def tuning_of(profile: Profile, *, cached: bool) -> Tuning:
         date=profile.date,
         cached=cached,
         curve=profile.curve,
+        predicted_loss_won=found.predicted_loss_won,
+        loss_without=found.loss_without,
     )
 
 
@@ -208,6 +211,18 @@ def layers_of(decoder: Decoder) -> list[LayerShape]:
     return [
         LayerShape(kind, *spec.linear_shape(kind), 1 if kind == "head" else spec.num_layers) for kind in LAYER_KINDS
     ]
+
+
+def losses_of(model: TunedModel) -> Losses | None:
+    """What the tuner weighs time against; None for a model whose layer types' losses were not measured.
+
+    Raises:
+        StoreError: they are damaged.
+    """
+    from tuner.losses import Losses
+
+    found = model.losses
+    return None if found is None else Losses(k_chunk=found.k_chunk, nats=found.nats)
 
 
 def _keep(profiles: ProfileStore, profile: Profile) -> None:
@@ -298,18 +313,18 @@ def _measure(
     try:
         measuring = clocks(decoder, cancelled)
         readings = Readings(JournalTimer(Ratios(measuring.layers), journal), work.reading)
-        found = search.tune(
+        searching = search.Search(
             layers,
             readings,
-            budget_percent=key.budget_percent,
             sm_count=device.sm_count,
             limit=device.shared_bytes,
+            losses=losses_of(model),
             cancelled=cancelled,
         )
-
+        found = searching.within(key.budget_percent)
         allowed = MARGIN * key.budget_percent
         slowdown = Decided(measuring.slowdown, allowed, work.verifying)
-        held, measured = verify.hold(found, slowdown, allowed, cancelled=cancelled)
+        held, measured = verify.hold(found, slowdown, allowed, searching.smaller, cancelled=cancelled)
     except errors.Cancelled as error:
         raise Cancelled(str(error)) from error
     except RuntimeFailure:

@@ -24,7 +24,7 @@ from tuner.errors import ProfileError
 from tuner.search import Configuration
 from tuner.timer import Timer
 
-_FORMAT = 1
+_FORMAT = 2
 _STALE_SECONDS = 3600
 
 
@@ -217,6 +217,8 @@ def _profile(key: ProfileKey, data: Mapping[str, Any]) -> Profile:
         n_tb={_text(kind): _count(count) for kind, count in found["n_tb"].items()},
         k_chunk={_text(kind): _count(count) for kind, count in found["k_chunk"].items()},
         predicted_slowdown_percent=_number(found["predicted_slowdown_percent"]),
+        predicted_loss_won=_optional(found["predicted_loss_won"]),
+        loss_without=_optional(found["loss_without"]),
     )
     if configuration.n_tb.keys() != configuration.k_chunk.keys() or max(configuration.k_chunk.values()) > CHUNK:
         raise ValueError("not a configuration")
@@ -238,6 +240,10 @@ def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{value!r} is not a number")
     return float(value)
+
+
+def _optional(value: object) -> float | None:
+    return None if value is None else _number(value)
 
 
 def _count(value: object) -> int:

@@ -8,17 +8,22 @@ Source: QDEC §4.4, Fig. 11.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tuner.candidates import CHUNK, k_chunk_limit, n_tb_candidates
 from tuner.errors import BudgetError, TimerError
+from tuner.gain import most_won
+from tuner.losses import Losses
 from tuner.progress import Cancel, Progress, Report, check, never, silent
 from tuner.shapes import LayerShape, check_layers
 from tuner.timer import Timer
 
 _SAMPLES, _BASE_SAMPLES = 3, 9
 """Readings of one point by a clock; the base counts in every decision, so it is read more often."""
+_LEAST_SHARE = 0.2
+"""Where less than this part of the time is left, compensation is no longer chosen anew but fades out."""
 _AGAIN = "the device vanished or its clock is wrong; tune again"
 
 
@@ -34,6 +39,10 @@ class Configuration:
     """Channels compensated of every 1024, by layer type; 0 leaves a layer as it is."""
     predicted_slowdown_percent: float
     """Of the linear layers together, by the times that the search saw."""
+    predicted_loss_won: float | None = None
+    """Nats a token that compensation wins back, by the losses of the layer types; None where these are not known."""
+    loss_without: float | None = None
+    """Nats a token that the low-bit model loses without compensation, by the same."""
 
 
 def check_budget(budget_percent: float) -> None:
@@ -56,16 +65,16 @@ def tune(
     progress: Progress = silent,
     cancelled: Cancel = never,
 ) -> Configuration:
-    """Find the largest `k_chunk` of every layer type that the budget pays for.
+    """The paper's search: the largest `k_chunk` of every layer type that the budget pays for, see `Search`.
 
     Args:
-        layers: Layer types that a token passes, each once.
-        timer: Times their products.
+        layers: As for `Search`.
+        timer: As for `Search`.
         budget_percent: Allowed slowdown of the linear layers, above 0 and at most 100 percent.
-        sm_count: Multiprocessors of the device; None where blocks mean nothing (a CPU): `n_tb` is 0 then.
-        limit: Shared memory of a block in bytes; None does not bound `k_chunk` below 1024.
-        progress: Told before every candidate.
-        cancelled: Asked before every measurement.
+        sm_count: As for `Search`.
+        limit: As for `Search`.
+        progress: As for `Search`.
+        cancelled: As for `Search`.
 
     Raises:
         BudgetError: the budget is out of range.
@@ -76,23 +85,131 @@ def tune(
     Source: QDEC §4.4.
     """
     check_budget(budget_percent)
-    check_layers(layers)
-    if sm_count is not None and sm_count < 1:
-        raise TimerError(f"a device with {sm_count} multiprocessors cannot be tuned for")
-    times = _Times(timer, cancelled)
-    base = sum(layer.count * times.alone(layer.kind) for layer in layers)
-    allowed = base * (1 + budget_percent / 100)
-    plans = _plans(layers, sm_count, limit)
-    plan, start = _phase_1(layers, plans, times, allowed, progress)
-    progress(Report(done=len(plans), total=len(plans) + 1, message="k_chunk of each layer type"))
-    k_chunk = _phase_2(layers, plan, times, allowed, start)
-    progress(Report(done=len(plans) + 1, total=len(plans) + 1, message="tuned"))
-    return Configuration(
-        n_tb_max=plan.n_tb_max,
-        n_tb=dict(plan.n_tb),
-        k_chunk=k_chunk,
-        predicted_slowdown_percent=(times.total(layers, plan, k_chunk) / base - 1) * 100,
-    )
+    search = Search(layers, timer, sm_count=sm_count, limit=limit, progress=progress, cancelled=cancelled)
+    return search.within(budget_percent)
+
+
+class Search:
+    """Finds what a budget buys. What was timed once serves every budget.
+
+    Args:
+        layers: Layer types that a token passes, each once.
+        timer: Times their products.
+        sm_count: Multiprocessors of the device; None where blocks mean nothing (a CPU): `n_tb` is 0 then.
+        limit: Shared memory of a block in bytes; None does not bound `k_chunk` below 1024.
+        losses: What the layer types lose. With them the search chooses by loss won back; without it buys channels, by
+            times alone, as the paper does.
+        progress: Told before every candidate.
+        cancelled: Asked before every measurement.
+
+    Raises:
+        ShapeError: no layers, a type twice, or one without losses.
+        TimerError: a device without multiprocessors.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        timer: Timer,
+        *,
+        sm_count: int | None,
+        limit: int | None = None,
+        losses: Losses | None = None,
+        progress: Progress = silent,
+        cancelled: Cancel = never,
+    ) -> None:
+        check_layers(layers)
+        if losses is not None:
+            losses.check(layers)
+        if sm_count is not None and sm_count < 1:
+            raise TimerError(f"a device with {sm_count} multiprocessors cannot be tuned for")
+        self._layers = layers
+        self._times = _Times(timer, cancelled)
+        self._plans = _plans(layers, sm_count, limit)
+        self._losses = losses
+        self._progress = progress
+
+    def within(self, budget_percent: float) -> Configuration:
+        """What a budget buys.
+
+        Args:
+            budget_percent: Allowed slowdown of the linear layers, above 0 and at most 100 percent.
+
+        Raises:
+            BudgetError: the budget is out of range.
+            TimerError: a product could not be timed.
+            Cancelled: `cancelled` said so.
+
+        Source: QDEC §4.4; the choice by loss is ours.
+        """
+        check_budget(budget_percent)
+        allowed = self._base * (1 + budget_percent / 100)
+        plan, k_chunk = self._plans[0], None
+        if self._losses is None or plan.n_tb_max is not None:
+            plan, start = _phase_1(self._layers, self._plans, self._times, allowed, self._progress)
+            self._report(len(self._plans), "k_chunk of each layer type")
+            k_chunk = _phase_2(self._layers, plan, self._times, allowed, start)
+        if self._losses is not None:
+            self._report(len(self._plans), "what each layer type wins back")
+            k_chunk = self._by_loss(self._losses, plan, allowed, k_chunk)
+        assert k_chunk is not None
+        self._report(len(self._plans) + 1, "tuned")
+        return self._found(plan, k_chunk)
+
+    def smaller(self, found: Configuration, share: float) -> Configuration:
+        """Less compensation than was found, for a budget that proved too large.
+
+        Args:
+            found: What `within` found.
+            share: About how much of its time may be taken, above 0 and below 1.
+
+        Returns:
+            With losses what wins back most in that share of its time; without them, and where little is left to
+            choose from, every `k_chunk` times `share`.
+
+        Raises:
+            TimerError: a product could not be timed.
+            Cancelled: `cancelled` said so.
+        """
+        plan = next(plan for plan in self._plans if plan.n_tb_max == found.n_tb_max)
+        k_chunk = {kind: math.floor(share * channels) for kind, channels in found.k_chunk.items()}
+        if self._losses is not None and share >= _LEAST_SHARE:
+            allowed = self._base * (1 + share * found.predicted_slowdown_percent / 100)
+            chosen = self._by_loss(self._losses, plan, allowed, k_chunk)
+            if chosen != found.k_chunk:  # else its times promise that it costs nothing, which was not true
+                k_chunk = chosen
+        return self._found(plan, k_chunk)
+
+    @property
+    def _base(self) -> float:
+        """Seconds of a token's linear layers without compensation."""
+        return sum(layer.count * self._times.alone(layer.kind) for layer in self._layers)
+
+    def _by_loss(self, losses: Losses, plan: _Plan, allowed: float, other: Mapping[str, int] | None) -> dict[str, int]:
+        """What wins back most; the other choice if that wins back more and is within what is allowed."""
+
+        def seconds(layer: LayerShape, k_chunk: int) -> float:
+            return self._times.at(layer.kind, plan.n_tb[layer.kind], k_chunk)
+
+        found = most_won(self._layers, plan.limits, seconds, losses, allowed - self._base)
+        better = other is not None and losses.won(self._layers, other) > losses.won(self._layers, found)
+        if other is not None and better and self._times.total(self._layers, plan, other) <= allowed:
+            return dict(other)
+        return found
+
+    def _found(self, plan: _Plan, k_chunk: Mapping[str, int]) -> Configuration:
+        losses, layers = self._losses, self._layers
+        return Configuration(
+            n_tb_max=plan.n_tb_max,
+            n_tb=dict(plan.n_tb),
+            k_chunk=dict(k_chunk),
+            predicted_slowdown_percent=(self._times.total(layers, plan, k_chunk) / self._base - 1) * 100,
+            predicted_loss_won=None if losses is None else losses.won(layers, k_chunk),
+            loss_without=None if losses is None else losses.total(layers, {layer.kind: 0 for layer in layers}),
+        )
+
+    def _report(self, done: int, message: str) -> None:
+        self._progress(Report(done=done, total=len(self._plans) + 1, message=message))
 
 
 @dataclass(frozen=True, slots=True)

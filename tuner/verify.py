@@ -17,25 +17,31 @@ from tuner.search import Configuration, check_budget
 Slowdown = Callable[[Mapping[str, int], Mapping[str, int]], float]
 """Percent by which decoding with this `k_chunk` and `n_tb` by layer type is slower than without; noise goes below 0."""
 
+Smaller = Callable[[Configuration, float], Configuration]
+"""Makes a smaller configuration of what the search found, for a share of what it costs. The smaller the share, the less
+is left, at last nothing."""
+
 _GENTLEST, _STRONGEST = 0.9, 0.5
-"""One step back leaves at most and at least this part of `k_chunk`."""
+"""One step back leaves at most and at least this part of the compensation."""
 
 
 def hold(
     configuration: Configuration,
     slowdown: Slowdown,
     budget_percent: float,
+    smaller: Smaller,
     *,
     readings: int = 3,
     progress: Progress = silent,
     cancelled: Cancel = never,
 ) -> tuple[Configuration, float]:
-    """Scale `k_chunk` down until the measured slowdown is within the budget.
+    """Take compensation back until the measured slowdown is within the budget.
 
     Args:
         configuration: What the search found.
         slowdown: Measures decoding with it.
         budget_percent: The promise, above 0 and at most 100 percent.
+        smaller: Makes a smaller configuration of what the search found (`Search.smaller`).
         readings: Measurements of which the median counts; odd.
         progress: Told before every try.
         cancelled: Asked before every measurement.
@@ -52,17 +58,17 @@ def hold(
     check_budget(budget_percent)
     if readings < 1 or readings % 2 == 0:
         raise ValueError(f"a median needs an odd number of readings, not {readings}")
-    share, tries = 1.0, 0
-    k_chunk = dict(configuration.k_chunk)
-    while any(k_chunk.values()):
-        progress(Report(done=tries, total=None, message=f"decoding with {share:.0%} of the k_chunk found"))
-        measured = _median(slowdown, k_chunk, configuration.n_tb, readings, cancelled)
+    share, tries, tried = 1.0, 0, configuration
+    while any(tried.k_chunk.values()):
+        progress(Report(done=tries, total=None, message=f"decoding with {share:.0%} of the compensation found"))
+        measured = _median(slowdown, tried.k_chunk, tried.n_tb, readings, cancelled)
         if measured <= budget_percent:
-            return replace(configuration, k_chunk=k_chunk), measured
+            return tried, measured
         share *= min(_GENTLEST, max(_STRONGEST, budget_percent / measured))
-        k_chunk = {kind: math.floor(share * found) for kind, found in configuration.k_chunk.items()}
+        tried = smaller(configuration, share)
         tries += 1
-    return replace(configuration, k_chunk=dict.fromkeys(k_chunk, 0), predicted_slowdown_percent=0.0), 0.0
+    nothing = None if tried.predicted_loss_won is None else 0.0
+    return replace(tried, predicted_slowdown_percent=0.0, predicted_loss_won=nothing), 0.0
 
 
 def _median(

@@ -234,6 +234,8 @@ def _measured(
             n_tb=tuning.n_tb,
             k_chunk=tuning.k_chunk,
             predicted_slowdown_percent=tuning.predicted_slowdown_percent,
+            predicted_loss_won=tuning.predicted_loss_won,
+            loss_without=tuning.loss_without,
         ),
         measured_slowdown_percent=tuning.measured_slowdown_percent,
         seconds=tuning.seconds,
@@ -279,10 +281,14 @@ def _verdict(result: _Result) -> str:
     budget = f"of the {result.budget_percent:g} % allowed"
     if result.measured_slowdown_percent is None:
         return f"predicted slowdown {predicted:.1f} % {budget}; simulated in {result.seconds:.2f} s"
+    won = ""
+    if result.found.predicted_loss_won is not None and result.found.loss_without:
+        share = result.found.predicted_loss_won / result.found.loss_without
+        won = f"; wins back about {share:.0%} of what low bits lose"
     whence = "from the saved profile, which took" if result.cached else "found in"
     return (
-        f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} (the layers alone: {predicted:.1f} %); "
-        f"{whence} {result.seconds:.1f} s"
+        f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} (the layers alone: {predicted:.1f} %)"
+        f"{won}; {whence} {result.seconds:.1f} s"
     )
 
 

@@ -16,7 +16,7 @@ Source: QDEC §5.1 (3.5 bits: half of the blocks at 3 bits and half at 4, by KL-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -199,21 +199,25 @@ class Divergence:
 
     def add(self, weight: torch.Tensor) -> None:
         """Take in further rows of the head, float32 [n, C]."""
-        reference = (self._x[0] @ weight.T).to(torch.float64)
+        self.take(x @ weight.T for x in self._x)
+
+    def take(self, logits: Iterable[torch.Tensor]) -> None:
+        """Take in further logits, float32 [S, n]: of the model to compare with, then of each copy."""
+        remaining = iter(logits)
+        reference = next(remaining)
         before = self._maximum[0].clone()
         shares = self._accumulate(0, reference)
         self._cross *= (before - self._maximum[0]).exp()
-        for copy in range(1, len(self._x)):
-            logits = (self._x[copy] @ weight.T).to(torch.float64)
-            self._cross[copy] += (shares * (reference - logits)).sum(1)
-            self._accumulate(copy, logits)
+        for copy, own in enumerate(remaining, 1):
+            self._cross[copy] += (shares * (reference - own)).sum(1, dtype=torch.float64)
+            self._accumulate(copy, own)
 
     def _accumulate(self, copy: int, logits: torch.Tensor) -> torch.Tensor:
         """Add to a row's sum. Returns exp(logits - maximum)."""
-        maximum = torch.maximum(self._maximum[copy], logits.amax(1))
+        maximum = torch.maximum(self._maximum[copy], logits.amax(1).to(torch.float64))
         self._sum[copy] *= (self._maximum[copy] - maximum).exp()
-        shares = (logits - maximum[:, None]).exp()
-        self._sum[copy] += shares.sum(1)
+        shares = (logits - maximum.to(torch.float32)[:, None]).exp_()
+        self._sum[copy] += shares.sum(1, dtype=torch.float64)
         self._maximum[copy] = maximum
         return shares
 

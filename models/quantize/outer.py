@@ -13,9 +13,10 @@ import torch
 from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
+from models.packed import PackedLinear
 from models.quantize.matrix import MatrixQuantizer, stored_tensors
 from models.quantize.scales import sample, search
-from models.quantize.streams import Batches, Streams
+from models.quantize.streams import Batches, Streams, normed
 from models.quantizers import SCALED, SECOND_MOMENTS
 from models.recipe import Recipe
 from models.store.tensors import Array, PiecewiseTensor
@@ -29,6 +30,10 @@ class Outer:
 
     tensors: dict[str, Array | PiecewiseTensor]
     """What outer.safetensors holds."""
+    head: PackedLinear
+    """The head among them."""
+    norm: torch.Tensor
+    """The norm before it, as it is stored: float32 [C]."""
     perplexity_before: float | None
     """Of the full-precision model; None without an evaluation text."""
     perplexity_after: float | None
@@ -107,12 +112,15 @@ def quantize_outer(
     before, after = full.perplexity(), low.perplexity()
     if before is not None and not math.isfinite(before):
         raise QuantizationError("the full-precision model computes NaN or infinity; the checkpoint is damaged")
+    head = matrix.finish(bias, statistics)
     return Outer(
         tensors={
             "embed": _half(checkpoint.embedding()),
             "norm": stored_norm.numpy(),
-            **stored_tensors(matrix.finish(bias, statistics)),
+            **stored_tensors(head),
         },
+        head=head,
+        norm=stored_norm,
         perplexity_before=before,
         perplexity_after=math.inf if after is not None and math.isnan(after) else after,
     )
@@ -124,18 +132,13 @@ def _statistics(streams: Streams, norm: torch.Tensor, recipe: Recipe, eps: float
         norm.shape[0], second_moments=recipe.method in SECOND_MOMENTS, expected_k_chunk=recipe.left_out
     )
     for x in streams.calibration:
-        statistics.add(_normed(x, norm, eps).numpy(), "head")
+        statistics.add(normed(x, norm, eps).numpy(), "head")
     return statistics
-
-
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm. [..., C] -> the same."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def _scored(batches: Batches, tokens: Batches, norm: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Head inputs [T, C] and targets [T]: every token of a window but its first is predicted from those before it."""
-    inputs = [_normed(x[:, :-1], norm, eps).flatten(0, 1) for x in batches]
+    inputs = [normed(x[:, :-1], norm, eps).flatten(0, 1) for x in batches]
     targets = [window[:, 1:].flatten() for window in tokens]
     if not inputs:
         return torch.empty(0, norm.shape[0]), torch.empty(0, dtype=torch.int64)

@@ -15,7 +15,7 @@ from models.checkpoint import Checkpoint
 from models.errors import CancelledError, CheckpointError, QuantizationError, StoreError
 from models.packed import PackedLinear
 from models.progress import Cancelled, Progress, ProgressCallback
-from models.quantize import fisher
+from models.quantize import copies, fisher
 from models.quantize.allocation import allocate
 from models.quantize.matrix import quantize_matrix, stored_tensors
 from models.quantize.outer import quantize_outer
@@ -38,7 +38,7 @@ from models.recipe import LARGEST_BITS, Recipe
 from models.spec import LAYER_TYPES
 from models.store import Store, StoredModelInfo, layout
 from models.store.durable import remove_folder
-from models.store.manifest import Manifest, verify
+from models.store.manifest import Manifest, json_bytes, verify
 from models.store.names import check_name, default_name
 
 _SENSITIVITIES = "sensitivities"
@@ -200,7 +200,8 @@ class Pipeline:
     def _resume(self, work: Work, calibration: Batches, evaluation: Batches) -> tuple[int, Streams]:
         found = work.resume()
         if found is None:
-            return 0, Streams.start(self.checkpoint, calibration, evaluation)
+            copied = copies.start(self.checkpoint, calibration) if self.recipe.residual_bits else []
+            return 0, Streams.start(self.checkpoint, calibration, evaluation, copied)
         layer, tensors = found
         return layer, Streams.load(tensors)
 
@@ -223,11 +224,13 @@ class Pipeline:
         linears: dict[str, PackedLinear] = {}
         for name in list(statistics):
             done += 1
-            weight, bias = working.take(name)
+            weight, bias = working.linear(name)
             sensitivity = self._sensitivity(work, name)
             linears[name] = quantize_matrix(name, weight, bias, self.recipe, statistics.pop(name), step, sensitivity)
             del weight
         done += 1
+        copies.advance(working, layer, linears, streams.copies, step)
+        working.release()
         streams.run_low(working, layer, linears, step)
         tensors = {name: working.vector(name).numpy() for name in checkpoint.spec.block_norms(layer)}
         for linear in linears.values():
@@ -248,7 +251,14 @@ class Pipeline:
             self._report("quantize", layers + share, layers + 1, "blocks", "Output head and perplexity")
 
         sensitivity = self._sensitivity(work, "head")
-        outer = quantize_outer(self.checkpoint, self.recipe, streams, evaluation, watch, sensitivity)
+        outer = quantize_outer(
+            self.checkpoint, self.recipe, streams, evaluation, lambda share: watch(share / 2), sensitivity
+        )
+        if streams.copies:
+            found = copies.losses(
+                self.checkpoint, outer.head, outer.norm, streams.copies, lambda share: watch((1 + share) / 2)
+            )
+            work.save(layout.LOSSES, [json_bytes(found.to_json())])
         work.save_tensors(layout.OUTER, outer.tensors)
         quality = Quality.judge(outer.perplexity_before, outer.perplexity_after, self.recipe)
         made = {**self.identity, "recipe": self.recipe.to_json()}

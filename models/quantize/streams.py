@@ -1,13 +1,14 @@
 """The hidden states that pass through the model, block by block, while it is quantized.
 
-Three streams: the calibration text and the evaluation text in full precision, and the evaluation text through the
-low-bit blocks. After every block they are saved, so that a killed run goes on from the next one.
+Four streams: the calibration text and the evaluation text in full precision, the evaluation text through the low-bit
+blocks, and a part of the calibration text through copies of the model of which one layer type is low-bit. After every
+block they are saved, so that a killed run goes on from the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from models.store.tensors import Array, MappedTensors
 
 Batches = list[torch.Tensor]
 
+_STREAMS = ("calibration", "full", "low", "copies")
+
 
 @dataclass(slots=True, kw_only=True)
 class Streams:
@@ -36,15 +39,18 @@ class Streams:
     """The evaluation text in full precision."""
     low: Batches
     """The evaluation text through the low-bit blocks."""
+    copies: Batches = field(default_factory=list)
+    """A part of the calibration text through copies of the model (see `models.quantize.copies`)."""
 
     @classmethod
-    def start(cls, checkpoint: Checkpoint, calibration: Batches, evaluation: Batches) -> Streams:
+    def start(cls, checkpoint: Checkpoint, calibration: Batches, evaluation: Batches, copies: Batches) -> Streams:
         """Embed tokens.
 
         Args:
             checkpoint: Has the embedding table.
             calibration: int64 [B, S] token windows.
             evaluation: The same.
+            copies: Embedded already.
         """
         table = checkpoint.embedding()
         full = [table[tokens].to(torch.float32) for tokens in evaluation]
@@ -52,15 +58,12 @@ class Streams:
             calibration=[table[tokens].to(torch.float32) for tokens in calibration],
             full=full,
             low=[x.to(torch.float16).to(torch.float32) for x in full],
+            copies=copies,
         )
 
     def tensors(self) -> dict[str, Array]:
         """The streams as they are saved."""
-        return {
-            f"{stream}.{index}": x.numpy()
-            for stream in ("calibration", "full", "low")
-            for index, x in enumerate(getattr(self, stream))
-        }
+        return {f"{stream}.{index}": x.numpy() for stream in _STREAMS for index, x in enumerate(getattr(self, stream))}
 
     @classmethod
     def load(cls, file: MappedTensors) -> Streams:
@@ -69,7 +72,7 @@ class Streams:
         Raises:
             StoreError: the file is damaged.
         """
-        streams: dict[str, Batches] = {"calibration": [], "full": [], "low": []}
+        streams: dict[str, Batches] = {stream: [] for stream in _STREAMS}
         for name in sorted(file.entries, key=lambda name: int(name.rpartition(".")[2])):
             streams[name.rpartition(".")[0]].append(torch.from_numpy(np.array(file[name])))
         return cls(**streams)
@@ -186,6 +189,11 @@ class LowBitWeights:
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C] as it will be stored."""
         return self._others.embedding().to(torch.float16)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm. [..., C] -> the same."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def _pass(oracle: Oracle, layer: int, batches: Batches, watch: Callable[[], None]) -> Batches:

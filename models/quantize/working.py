@@ -70,9 +70,9 @@ class WorkingBlock:
         if bias is not None:
             bias[: len(factors)] *= factors
 
-    def take(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same, which is then no longer here."""
-        return self._linears.pop(name)
+    def release(self) -> None:
+        """Let go of the linear layers; the norms stay."""
+        self._linears.clear()
 
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C]."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import ModelError, StoreError
+from models.losses import TypeLosses
 from models.packed import PackedLinear, PackedResidual
 from models.recipe import Recipe
 from models.spec import ModelSpec
@@ -138,6 +139,23 @@ class StoredModel:
     def embedding(self) -> npt.NDArray[np.float16]:
         """The embedding table, float16 [V, C]."""
         return self._files[layout.OUTER]["embed"]
+
+    @property
+    def losses(self) -> TypeLosses | None:
+        """What each layer type loses, by k_chunk; None where it was not measured.
+
+        Raises:
+            StoreError: losses.json is damaged.
+        """
+        path = self.path / layout.LOSSES
+        try:
+            return TypeLosses.from_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise StoreError(f"{path} is damaged ({error}); quantize the model again") from error
 
     def verify(self) -> None:
         """Read every byte and compare sha256.

@@ -38,6 +38,10 @@ class Tuning:
     """Time against k_chunk, as far as it was measured."""
     source: str = "measured"
     """How it was found."""
+    predicted_loss_won: float | None = None
+    """Nats a token that compensation wins back, by the losses of the layer types; None where these are not known."""
+    loss_without: float | None = None
+    """Nats a token that the low-bit model loses without compensation, by the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

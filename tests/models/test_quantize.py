@@ -196,7 +196,7 @@ def test_the_low_bit_stream_begins_with_the_stored_embedding(
 ) -> None:
     checkpoint = Checkpoint.open(checkpoint_maker(tmp_path / "source", dtype=torch.float32))
     tokens = torch.arange(3, 20)[None]
-    start = streams.Streams.start(checkpoint, [], [tokens])
+    start = streams.Streams.start(checkpoint, [], [tokens], [])
     table = checkpoint.embedding()
     assert torch.equal(start.full[0], table[tokens])
     assert torch.equal(start.low[0], table[tokens].half().float())

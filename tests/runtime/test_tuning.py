@@ -13,6 +13,7 @@ import pytest
 
 from assets import demo_path
 from models.errors import StoreError
+from models.losses import TypeLosses
 from models.progress import Progress
 from models.store import StoredModel
 from runtime import profile_key as keys
@@ -77,6 +78,17 @@ class Lab:
         return tuning.within_budget(self.decoder, self.model, budget_percent=budget, profiles=self.profiles)
 
 
+@dataclass
+class Told:
+    """A model that says it loses what a test wants."""
+
+    model: Any
+    losses: TypeLosses | None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
 def device_is(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
     for name in ("cpu", "triton"):
         monkeypatch.setattr(backend(name), "device", lambda _options: device)
@@ -108,6 +120,36 @@ def test_what_is_found_is_applied_and_kept(lab: Lab) -> None:
     assert lab.decoder.options.k_chunk == found.k_chunk
 
 
+def test_it_buys_what_the_model_says_it_loses(lab: Lab) -> None:
+    """`down` is made to lose most, and is bought before cheaper layers; without losses, times alone decide."""
+    losses = lab.model.losses
+    assert losses is not None
+    found = lab.tune(2)
+    assert found.loss_without == pytest.approx(sum(nats[0] for nats in losses.nats.values()))
+    assert found.predicted_loss_won is not None
+    assert 0 < found.predicted_loss_won < found.loss_without
+    telling = TypeLosses(
+        k_chunk=(0, 512), nats={kind: (1.0 if kind == "down" else 1e-6, 0.0) for kind in STEEP}, tokens=8
+    )
+    lab.model = Told(lab.model, telling)
+    bought = lab.tune(2, force=True)
+    assert bought.k_chunk["down"] > 0 == sum(bought.k_chunk[kind] for kind in ("qkv", "o"))
+    lab.model = Told(lab.model, None)
+    by_time = lab.tune(2, force=True)
+    assert (by_time.predicted_loss_won, by_time.loss_without) == (None, None)
+    assert min(by_time.k_chunk.values()) > 0
+
+
+def test_damaged_losses_leave_the_model_without_compensation(lab: Lab, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(demo_path(), tmp_path / "copy"))
+    lab.model = StoredModel.open_folder(folder, "demo")
+    (folder / "losses.json").write_text("3")
+    found, problem = lab.within(5)
+    assert found is None
+    assert problem is not None
+    assert "losses.json is damaged" in problem.what
+
+
 def test_a_larger_budget_pays_for_more(lab: Lab) -> None:
     sums = [sum(lab.tune(budget).k_chunk.values()) for budget in (2.5, 5, 10, 20)]
     assert sums == sorted(set(sums))
@@ -117,7 +159,8 @@ def test_the_promise_is_of_whole_steps(lab: Lab) -> None:
     lab.factor = 3.0
     found = lab.tune(10)
     assert found.measured_slowdown_percent <= 10
-    assert max(lab.factor * found.predicted_slowdown_percent, 10) > 10, "the layers alone promised too much"
+    assert found.predicted_slowdown_percent == pytest.approx(found.measured_slowdown_percent / 3), "it follows"
+    assert lab.decodings[0] != found.k_chunk, "the layers alone promised too much"
     assert any(found.k_chunk.values())
 
 

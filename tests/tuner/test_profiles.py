@@ -92,7 +92,7 @@ Damage = Callable[[dict[str, Any]], object]
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda data: data.update(format=2),
+        lambda data: data.update(format=1),
         lambda data: data.pop("profile"),
         lambda data: data["profile"].pop("seconds"),
         lambda data: data["profile"].update(more=1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def test_for_a_person(run: Callable[..., Any], clock: Clock, tmp_path: Path) -> 
     assert "gate_up" in result.stdout
     assert "of the 8 % allowed" in result.stdout
     assert "found in" in result.stdout
+    assert re.search(r"wins back about \d+% of what low bits lose", result.stdout)
     assert "k_chunk" in result.stdout
     assert "tuning demo for" in result.stderr
     assert file.read_text().startswith("<?xml")

@@ -1,0 +1,180 @@
+"""What each layer type loses at low bits: copies of the model pass through it together while it is quantized.
+
+Beside the untouched model there is one copy for every type of a block's linear layers and every `K_CHUNK`. In a copy
+the layers of its type are low-bit, with so many salient channels compensated, and everything else is in full precision.
+How far its next-token distribution is from the untouched model's (KL divergence) is what the type loses. Added up, such
+losses predict the loss of the whole low-bit model within some percent, also where types are compensated differently, so
+the tuner can weigh them against time (`docs/decisions.md` has the measurement).
+
+The head comes last, so its losses need no copies: the untouched model's states meet its low-bit weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from models.checkpoint import Checkpoint
+from models.losses import TypeLosses
+from models.oracle import Oracle
+from models.packed import PackedLinear
+from models.packing import RUN
+from models.quantize.allocation import Divergence
+from models.quantize.streams import Batches, normed
+from models.quantize.working import WorkingBlock
+from models.quantizers.dequantize import dequantize, dequantize_residual
+from models.salience import without_salient
+from models.spec import LAYER_TYPES
+
+K_CHUNKS = (0, 4, 32, 256)
+"""Where losses are measured. Between 4 and 256 they fall about evenly with the logarithm of k_chunk; the first few
+channels are most of what there is to win."""
+TOKENS = 512
+"""Most tokens of the calibration text that the copies see."""
+LENGTH = 64
+"""Tokens of a sequence: many short ones see more kinds of text than a few long ones."""
+STATES_BYTES = 128 << 20
+"""Most room for the hidden states of all copies; wide models use fewer tokens."""
+_PIECE = 1 << 23
+"""Weights of the head handled at a time."""
+_DECIMALS = 7
+
+
+def start(checkpoint: Checkpoint, windows: Batches) -> Batches:
+    """Embed the text once for every copy.
+
+    Args:
+        checkpoint: The full-precision model.
+        windows: int64 [B, S] token windows of the calibration text.
+
+    Returns:
+        float32 [1 + copies, S, C] for sequences from all over the text: the untouched model, then for each layer type
+        of a block one copy for every `K_CHUNKS`. Nothing where there is no text.
+    """
+    sequences = [sequence for window in windows for sequence in window]
+    if not sequences:
+        return []
+    table = checkpoint.embedding()
+    copies = 1 + len(LAYER_TYPES) * len(K_CHUNKS)
+    fitting = max(2, min(TOKENS, STATES_BYTES // (4 * copies * table.shape[1])))
+    length = min(LENGTH, fitting, max(map(len, sequences)))
+    whole = [sequence[:length] for sequence in sequences if len(sequence) >= length]
+    wanted = min(len(whole), fitting // length)
+    chosen = [whole[index * len(whole) // wanted] for index in range(wanted)]
+    return [table[tokens].to(torch.float32).repeat(copies, 1, 1) for tokens in chosen]
+
+
+def advance(
+    working: WorkingBlock, layer: int, linears: Mapping[str, PackedLinear], copies: Batches, watch: Callable[[], None]
+) -> None:
+    """Pass all copies through a block, in place.
+
+    Args:
+        working: Has the block in full precision, as it was quantized.
+        layer: Which block.
+        linears: Its low-bit linear layers.
+        copies: What `start` made.
+        watch: Called now and then; may raise to stop.
+    """
+    if not copies:
+        return
+    untouched = torch.stack([states[0] for states in copies])  # [B, S, C]
+    oracle = Oracle(working, resident=False)
+    for states, passed in zip(copies, oracle.block(layer, untouched), strict=True):
+        states[0] = passed
+    for index, kind in enumerate(LAYER_TYPES):
+        watch()
+        own = slice(1 + index * len(K_CHUNKS), 1 + (index + 1) * len(K_CHUNKS))
+        name = f"layers.{layer}.{kind}"
+        oracle.replace = (name, lambda x, linear=linears[name]: _compensated(linear, x))
+        together = torch.stack([states[own] for states in copies], 1)  # [K_CHUNKS, B, S, C]
+        passed = oracle.block(layer, together.flatten(0, 1)).view_as(together)
+        for states, part in zip(copies, passed.unbind(1), strict=True):
+            states[own] = part
+
+
+def losses(
+    checkpoint: Checkpoint, head: PackedLinear, norm: torch.Tensor, copies: Batches, watch: Callable[[float], None]
+) -> TypeLosses:
+    """What each layer type loses, once the copies have passed the last block.
+
+    Args:
+        checkpoint: The full-precision model.
+        head: The low-bit head.
+        norm: The weight of the norm before it, as it is stored, float32 [C].
+        copies: What `start` made and `advance` passed on; not empty.
+        watch: Called with the share that is done; may raise to stop.
+    """
+    spec = checkpoint.spec
+    states = torch.cat(copies, 1)  # [1 + copies, T, C]
+    inputs = normed(states, checkpoint.vector("norm"), spec.norm_eps)
+    own = normed(states[0], norm, spec.norm_eps).expand(1 + len(K_CHUNKS), *states.shape[1:])
+    blocks, outer = Divergence(inputs), Divergence(own)
+    weight, _ = checkpoint.linear("head")
+    step = max(1, _PIECE // spec.hidden_size // RUN) * RUN
+    for begin in range(0, spec.vocab_size, step):
+        rows = slice(begin, min(begin + step, spec.vocab_size))
+        piece = weight[rows].to(torch.float32)
+        blocks.add(piece)
+        outer.take(_head_logits(inputs[0] @ piece.T, own[0], _rows(head, rows)))
+        watch(rows.stop / spec.vocab_size)
+    found = np.concatenate((blocks.total(), outer.total())) / states.shape[1]
+    found = np.nan_to_num(np.maximum(found, 0), nan=math.log(spec.vocab_size), posinf=math.log(spec.vocab_size))
+    by_type = found.round(_DECIMALS).reshape(-1, len(K_CHUNKS)).tolist()
+    return TypeLosses(
+        k_chunk=K_CHUNKS,
+        nats={kind: tuple(nats) for kind, nats in zip((*LAYER_TYPES, "head"), by_type, strict=True)},
+        tokens=states.shape[1],
+    )
+
+
+def _head_logits(full: torch.Tensor, x: torch.Tensor, head: PackedLinear) -> Iterator[torch.Tensor]:
+    """Logits [T, n] of the untouched head, then of the low-bit one for each of `K_CHUNKS`."""
+    yield full
+    yield from _compensated(head, x.expand(len(K_CHUNKS), *x.shape))
+
+
+def _compensated(linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    """A low-bit layer's output where each copy has as many channels compensated as its place in `K_CHUNKS` says.
+
+    Args:
+        linear: The layer.
+        x: float32 [K_CHUNKS · B, S or T.., K].
+
+    Returns:
+        float32, the same with N for K.
+    """
+    bias = None if linear.bias is None else torch.from_numpy(linear.bias)
+    y = torch.nn.functional.linear(x, torch.from_numpy(dequantize(linear)), bias)
+    assert linear.residual is not None
+    residual = torch.from_numpy(dequantize_residual(linear.residual, linear.shape))  # [K, N]
+    for k_chunk, part, out in zip(K_CHUNKS, x.chunk(len(K_CHUNKS)), y.chunk(len(K_CHUNKS)), strict=True):
+        if k_chunk:
+            rows = part.flatten(0, -2)
+            salient = rows - torch.from_numpy(without_salient(rows.numpy(), k_chunk))
+            out += (salient @ residual).view_as(out)
+    return y
+
+
+def _rows(linear: PackedLinear, rows: slice) -> PackedLinear:
+    """Some outputs of a linear layer without bias; a slice that begins at a multiple of 32."""
+    residual = linear.residual
+    assert residual is not None
+    if residual.scales is None:
+        part = replace(residual, codes=residual.codes[:, rows])
+    else:
+        words = slice(rows.start // RUN * residual.bits, -(-rows.stop // RUN) * residual.bits)
+        part = replace(residual, codes=residual.codes[:, words], scales=residual.scales[rows])
+    return replace(
+        linear,
+        shape=(rows.stop - rows.start, linear.shape[1]),
+        codes=linear.codes[rows],
+        scales=linear.scales[rows],
+        zeros=None if linear.zeros is None else linear.zeros[rows],
+        codebook=None if linear.codebook is None else linear.codebook[rows],
+        residual=part,
+    )
