@@ -16,12 +16,12 @@ from models.spec import ModelSpec
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.pages import PageLayout
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.data.tiles import aligned_zeros, padded
 from runtime.backends.cpu.kernels.attention.span import SPAN
 from runtime.backends.cpu.link import link, scratch_of
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.emit import LANES
 from runtime.backends.cpu.pool import Pool
+from runtime.backends.cpu.tiles import aligned_zeros, padded
 from runtime.decoder import DecoderOptions
 from runtime.kv.control import Int32Array, PagedCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, window_token_bytes

@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.data.tiles import aligned_zeros, padded
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.plan import PlanOperations, Program
 from runtime.backends.cpu.pool import Pool, default_threads
+from runtime.backends.cpu.tiles import aligned_zeros, padded
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
 from runtime.errors import InvalidActivationError, RequestError

@@ -20,11 +20,11 @@ from models.rope import tables
 from models.spec import ModelSpec
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.tiles import TiledLinear, aligned_zeros, padded, tile_linear
 from runtime.backends.cpu.kernels.gemv import BLOCK
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine.emit import LANES
+from runtime.backends.cpu.tiles import TiledLinear, aligned_zeros, padded, tile_linear
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError

@@ -169,7 +169,7 @@ class Select(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A matrix in tiles (`runtime.backends.cpu.data.tiles`): addresses and sizes."""
+    """A matrix in tiles (`runtime.backends.cpu.tiles`): addresses and sizes."""
 
     codes: int
     """Of the first tile."""

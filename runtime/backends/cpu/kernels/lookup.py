@@ -3,7 +3,7 @@
 A shuffle picks among the 16 bytes of its own 128-bit lane. At 4 bits a lane belongs to one output channel, whose 16
 entries fill the table's lane; at 3 bits it belongs to two, of 8 entries and 8 bytes of codes each. So a vector of
 entries holds 4 or 8 output channels with 16 or 8 consecutive input channels of each, and meets that many activations
-repeated along the vector; the order of the codes in memory is in `runtime.backends.cpu.data.tiles`.
+repeated along the vector; the order of the codes in memory is in `runtime.backends.cpu.tiles`.
 
 For the products of several rows, `decode_tile_3` and `decode_tile_4` write a tile's entries down once, in the order of
 the uniform kernels: 16 output channels side by side, four input channels of each.

@@ -1,4 +1,4 @@
-"""Repacking stored codes into tiles (`runtime.backends.cpu.data.tiles` draws them), a matrix at a time."""
+"""Repacking stored codes into tiles (`runtime.backends.cpu.tiles` draws them), a matrix at a time."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers import squeezellm
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.tiles import aligned_zeros, padded, tile_linear
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
+from runtime.backends.cpu.tiles import aligned_zeros, padded, tile_linear
 from runtime.operations import activation
 from runtime.operations import channels as budget
 from runtime.operations import compensate as compensation

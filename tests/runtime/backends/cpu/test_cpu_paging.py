@@ -17,9 +17,9 @@ import assets
 from models.store import StoredModel
 from runtime.backends.cpu.cache import CpuStore
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.data.tiles import aligned_zeros
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.pool import Pool
+from runtime.backends.cpu.tiles import aligned_zeros
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
