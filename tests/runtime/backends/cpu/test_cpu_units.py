@@ -184,7 +184,7 @@ def test_instructions_are_read_back_as_they_were_written() -> None:
     to = op.Input(7, True, op.Matrix(1 << 60, 64), op.Quantized(1, 2, 3), 4)
     op.write(words, op.Norm(op.Matrix(5, 6), to, 8, eps=0.5))
     assert op.read(words) == op.Norm(op.Matrix(5, 6), to, 8, eps=0.5)
-    assert op.header_of(words).tolist() == (op.OPERATIONS.index(op.Norm), 0, 0, 0)
+    assert op.header_of(words).tolist() == (op.OPERATIONS.index(op.Norm), 0, 0, 0, 0, 0)
     assert words[-1] == 0
 
 
