@@ -404,6 +404,9 @@ def _runs(slots: Int32Array, positions: Int32Array) -> Iterator[tuple[int, int, 
     Raises:
         RequestError: a slot's rows do not stand together in consecutive positions.
     """
+    if slots.size == 1:  # a decoded token
+        yield slots.item(), positions.item(), positions.item() + 1
+        return
     ends = [*(np.flatnonzero(np.diff(slots)) + 1).tolist(), slots.size]
     start, seen = 0, set()
     for end in ends:

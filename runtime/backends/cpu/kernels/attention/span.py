@@ -10,9 +10,12 @@ the splits (flash-decoding).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
 
 from runtime.backends.cpu.kernels.attention.run import (
     LOWEST,
@@ -22,9 +25,22 @@ from runtime.backends.cpu.kernels.attention.run import (
     part_bytes,
     seen_by,
 )
+from runtime.backends.cpu.machine.emit import (
+    FLOAT,
+    FLOATS,
+    HALVES,
+    I64,
+    Builder,
+    constant,
+    define,
+    emit_fma,
+    load,
+    offset,
+    pointer,
+    splat,
+)
 from runtime.backends.cpu.machine.vector import (
     add,
-    broadcast,
     div,
     exp,
     fill,
@@ -32,7 +48,6 @@ from runtime.backends.cpu.machine.vector import (
     get_float,
     keep_lanes,
     load_floats,
-    load_halves,
     max_lanes,
     maximum,
     mul,
@@ -46,6 +61,8 @@ from runtime.backends.cpu.machine.vector import (
 SPAN = 64
 """Tokens handled between two updates of the softmax."""
 _TILE = 16
+_CHAINS = 4
+"""Sums of a head's weighted values that do not wait for each other."""
 
 
 class Span(NamedTuple):
@@ -64,87 +81,108 @@ def span_scratch(heads: int) -> int:
     return 4 * SPAN * heads
 
 
+def _times(b: Builder, value: Any, count: int) -> Any:
+    return b.mul(value, ir.Constant(I64, count))
+
+
+def _halves(b: Builder, address: Any) -> Any:
+    """Sixteen half-precision numbers as floats."""
+    return b.fpext(load(b, HALVES, address, 2), FLOATS)
+
+
+def _score_block(queries: int) -> Any:
+    """Intrinsic: scores of so many query vectors with SPAN cached keys, each of which is widened once for all."""
+    together = 4 if queries <= 2 else 2  # tiles, so that eight sums at most are on their way
+
+    def emit(b: Builder, q: Any, q_stride: Any, keys: Any, dim: Any, out: Any) -> None:
+        rows = [b.add(q, _times(b, q_stride, n)) for n in range(queries)]
+        for first in range(0, SPAN // _TILE, together):
+            tiles = [b.add(keys, _times(b, dim, 2 * _TILE * (first + j))) for j in range(together)]
+            sums = {(n, j): cgutils.alloca_once(b, FLOATS) for n in range(queries) for j in range(together)}
+            for total in sums.values():
+                b.store(constant(FLOATS, 0.0), total)
+            with cgutils.for_range(b, dim) as loop:
+                values = [splat(b, load(b, FLOAT, b.add(row, _times(b, loop.index, 4)), 4), FLOATS) for row in rows]
+                for j, tile in enumerate(tiles):
+                    key = _halves(b, b.add(tile, _times(b, loop.index, 2 * _TILE)))
+                    for n, value in enumerate(values):
+                        b.store(emit_fma(b, key, value, b.load(sums[n, j], typ=FLOATS)), sums[n, j])
+            for (n, j), total in sums.items():
+                to = offset(b, out, 4 * (n * SPAN + (first + j) * _TILE))
+                b.store(b.load(total, typ=FLOATS), pointer(b, to), align=4)
+
+    emit.__name__, emit.__doc__ = f"scores_{queries}", f"Scores of {queries} query vectors with SPAN keys."
+    return define(types.void, *[types.int64] * 5)(emit)
+
+
+def _weigh_block(queries: int) -> Any:
+    """Intrinsic: add the weighted values of some tokens to the sums of so many heads, with four sums for each."""
+
+    def emit(b: Builder, weights: Any, values: Any, count: Any, padded: Any, sums: Any, stride: Any) -> None:
+        row = _times(b, padded, 2)
+        totals = {(n, i): cgutils.alloca_once(b, FLOATS) for n in range(queries) for i in range(_CHAINS)}
+
+        def add_token(at: Any, token: Any, chain: int) -> None:
+            value = _halves(b, b.add(at, b.mul(row, token)))
+            for n in range(queries):
+                place = b.add(offset(b, weights, 4 * SPAN * n), _times(b, token, 4))
+                weight, total = splat(b, load(b, FLOAT, place, 4), FLOATS), totals[n, chain]
+                b.store(emit_fma(b, value, weight, b.load(total, typ=FLOATS)), total)
+
+        with cgutils.for_range(b, b.udiv(padded, ir.Constant(I64, _TILE))) as columns:
+            at = b.add(values, _times(b, columns.index, 2 * _TILE))
+            outs = [
+                b.add(b.add(sums, _times(b, stride, n)), _times(b, columns.index, 4 * _TILE)) for n in range(queries)
+            ]
+            for (n, chain), total in totals.items():
+                b.store(load(b, FLOATS, outs[n], 4) if chain == 0 else constant(FLOATS, 0.0), total)
+            fours = b.udiv(count, ir.Constant(I64, _CHAINS))
+            with cgutils.for_range(b, fours) as loop:
+                for chain in range(_CHAINS):
+                    add_token(at, b.add(_times(b, loop.index, _CHAINS), ir.Constant(I64, chain)), chain)
+            done = _times(b, fours, _CHAINS)
+            with cgutils.for_range(b, b.sub(count, done)) as loop:
+                add_token(at, b.add(done, loop.index), 0)
+            for n, out in enumerate(outs):
+                parts = [b.load(totals[n, chain], typ=FLOATS) for chain in range(_CHAINS)]
+                b.store(b.fadd(b.fadd(*parts[:2]), b.fadd(*parts[2:])), pointer(b, out), align=4)
+
+    emit.__name__, emit.__doc__ = f"weigh_{queries}", f"Add weighted values to the sums of {queries} heads."
+    return define(types.void, *[types.int64] * 6)(emit)
+
+
+_scores_4, _scores_3, _scores_2, _scores_1 = map(_score_block, (4, 3, 2, 1))
+_weigh_4, _weigh_3, _weigh_2, _weigh_1 = map(_weigh_block, (4, 3, 2, 1))
+
+
 @numba.njit(nogil=True)
 def _scores(q: int, q_stride: int, queries: int, keys: int, dim: int, out: int) -> None:
     """Scores of `queries` query vectors with SPAN cached keys."""
     n = 0
     while n + 4 <= queries:
-        q0 = q + n * q_stride
-        q1, q2, q3 = q0 + q_stride, q0 + 2 * q_stride, q0 + 3 * q_stride
-        for tile in range(SPAN // _TILE):
-            at = keys + tile * dim * (2 * _TILE)
-            s0, s1, s2, s3 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
-            for d in range(dim):
-                key = load_halves(at + d * (2 * _TILE))
-                s0 = fma(key, broadcast(q0 + 4 * d), s0)
-                s1 = fma(key, broadcast(q1 + 4 * d), s1)
-                s2 = fma(key, broadcast(q2 + 4 * d), s2)
-                s3 = fma(key, broadcast(q3 + 4 * d), s3)
-            to = out + 4 * (n * SPAN + tile * _TILE)
-            store_floats(to, s0)
-            store_floats(to + 4 * SPAN, s1)
-            store_floats(to + 8 * SPAN, s2)
-            store_floats(to + 12 * SPAN, s3)
+        _scores_4(q + n * q_stride, q_stride, keys, dim, out + 4 * SPAN * n)
         n += 4
-    while n < queries:
-        qn = q + n * q_stride
-        k0, k1 = keys, keys + dim * (2 * _TILE)
-        k2, k3 = keys + 2 * dim * (2 * _TILE), keys + 3 * dim * (2 * _TILE)
-        s0, s1, s2, s3 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
-        for d in range(dim):
-            value = broadcast(qn + 4 * d)
-            s0 = fma(load_halves(k0 + d * (2 * _TILE)), value, s0)
-            s1 = fma(load_halves(k1 + d * (2 * _TILE)), value, s1)
-            s2 = fma(load_halves(k2 + d * (2 * _TILE)), value, s2)
-            s3 = fma(load_halves(k3 + d * (2 * _TILE)), value, s3)
-        to = out + 4 * n * SPAN
-        store_floats(to, s0)
-        store_floats(to + 64, s1)
-        store_floats(to + 128, s2)
-        store_floats(to + 192, s3)
-        n += 1
+    if n + 3 == queries:
+        _scores_3(q + n * q_stride, q_stride, keys, dim, out + 4 * SPAN * n)
+    elif n + 2 == queries:
+        _scores_2(q + n * q_stride, q_stride, keys, dim, out + 4 * SPAN * n)
+    elif n < queries:
+        _scores_1(q + n * q_stride, q_stride, keys, dim, out + 4 * SPAN * n)
 
 
 @numba.njit(nogil=True)
-def _weigh(weights: int, queries: int, values: int, count: int, padded: int, sums: int, sums_stride: int) -> None:
+def _weigh(weights: int, queries: int, values: int, count: int, padded: int, sums: int, stride: int) -> None:
     """Add the weighted values of `count` tokens to the sums of `queries` heads."""
-    row = 2 * padded
     n = 0
     while n + 4 <= queries:
-        w0 = weights + 4 * n * SPAN
-        for d in range(0, padded, 16):
-            to = sums + n * sums_stride + 4 * d
-            a0, a1 = load_floats(to), load_floats(to + sums_stride)
-            a2, a3 = load_floats(to + 2 * sums_stride), load_floats(to + 3 * sums_stride)
-            for t in range(count):
-                value = load_halves(values + t * row + 2 * d)
-                a0 = fma(value, broadcast(w0 + 4 * t), a0)
-                a1 = fma(value, broadcast(w0 + 4 * (SPAN + t)), a1)
-                a2 = fma(value, broadcast(w0 + 4 * (2 * SPAN + t)), a2)
-                a3 = fma(value, broadcast(w0 + 4 * (3 * SPAN + t)), a3)
-            store_floats(to, a0)
-            store_floats(to + sums_stride, a1)
-            store_floats(to + 2 * sums_stride, a2)
-            store_floats(to + 3 * sums_stride, a3)
+        _weigh_4(weights + 4 * SPAN * n, values, count, padded, sums + n * stride, stride)
         n += 4
-    while n < queries:
-        wn = weights + 4 * n * SPAN
-        for d in range(0, padded, 16):
-            to = sums + n * sums_stride + 4 * d
-            at = values + 2 * d
-            a0, a1, a2, a3 = load_floats(to), zero_floats(), zero_floats(), zero_floats()
-            t = 0
-            while t + 4 <= count:
-                a0 = fma(load_halves(at + t * row), broadcast(wn + 4 * t), a0)
-                a1 = fma(load_halves(at + (t + 1) * row), broadcast(wn + 4 * t + 4), a1)
-                a2 = fma(load_halves(at + (t + 2) * row), broadcast(wn + 4 * t + 8), a2)
-                a3 = fma(load_halves(at + (t + 3) * row), broadcast(wn + 4 * t + 12), a3)
-                t += 4
-            while t < count:
-                a0 = fma(load_halves(at + t * row), broadcast(wn + 4 * t), a0)
-                t += 1
-            store_floats(to, add(add(a0, a1), add(a2, a3)))
-        n += 1
+    if n + 3 == queries:
+        _weigh_3(weights + 4 * SPAN * n, values, count, padded, sums + n * stride, stride)
+    elif n + 2 == queries:
+        _weigh_2(weights + 4 * SPAN * n, values, count, padded, sums + n * stride, stride)
+    elif n < queries:
+        _weigh_1(weights + 4 * SPAN * n, values, count, padded, sums + n * stride, stride)
 
 
 @numba.njit(nogil=True)
