@@ -11,7 +11,7 @@ import numba
 from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Linear, Quantized, Weights, header_at, linear_at
-from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of
+from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, share_of_weights
 from runtime.backends.cpu.kernels.compensate import (
     Columns,
     Salient,
@@ -156,7 +156,8 @@ def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, 
     """Run a LINEAR instruction: a part is a range of whole tiles of 16 output channels."""
     linear = linear_at(i)
     rows = rows_of(control, linear.wanted)
-    first, last = share_of(linear.weights.tiles, part, parts)
+    tiles = linear.weights.tiles
+    first, last = share_of_weights(tiles, part, parts) if rows == 1 else share_of(tiles, part, parts)
     if rows == 1:
         one_row(linear, first, last)
     else:
