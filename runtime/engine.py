@@ -18,66 +18,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from models.progress import never_cancelled
 from runtime.decoder import Decoder, Float32Array, Step
 from runtime.errors import BackendError, Cancelled, ContextOverflowError, RequestError
+from runtime.generation import FinishReason, Piece, Run
 from runtime.kv.conversations import Conversations
 from runtime.kv.saved_folder import SavedCaches
 from runtime.sampling import Alternative, Sampler, SamplingOptions, TokenLogprob, log_probabilities
 from runtime.stopping import StopMatcher
 from runtime.tokenizer import Detokenizer, Tokenizer
 
-FinishReason = Literal["stop", "length", "cancelled"]
 TURN_POLL_S = 0.05
 """How often a waiting generation looks whether it has been cancelled."""
 LENT_TOKENS = 128
 """Steps that whoever measures the decoder may run in a row."""
 CONTEXT_TOKENS = 8
 """Prompt tokens that the detokenizer sees before the answer, so that a continuation keeps its leading space."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """What a generation took."""
-
-    prompt_tokens: int
-    """Tokens of the prompt."""
-    cached_tokens: int
-    """Of these, tokens that were still in the cache."""
-    completion_tokens: int
-    """Tokens generated, the end-of-sequence token included."""
-    ttft_s: float
-    """Seconds from the request to the first token, waiting for a turn included; 0 where there was none."""
-    prefill_s: float
-    """Seconds spent on the prompt."""
-    decode_tokens_per_s: float
-    """Tokens per second after the first; 0 where fewer than two tokens were generated."""
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens per second, cached ones left out."""
-        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s > 0 else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One step of an answer: usually a token and the text that has become certain with it."""
-
-    text: str
-    """Printable text, maybe empty: half characters and what may be a stop string are held back."""
-    token: int | None = None
-    """The token of this step; None in the last piece."""
-    logprob: TokenLogprob | None = None
-    """The token's log-probability, where asked for."""
-    finish_reason: FinishReason | None = None
-    """In the last piece only: `stop` (end of sequence or stop string), `length`, or `cancelled`."""
-    usage: Usage | None = None
-    """In the last piece only."""
 
 
 class Engine:
@@ -169,7 +129,7 @@ class Engine:
             )
         if self._closed:
             raise BackendError("the model has been unloaded: load it again")
-        run = _Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
+        run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
         return self._generate(run, cancelled)
 
     def keep_in(self, saved: SavedCaches) -> None:
@@ -212,7 +172,7 @@ class Engine:
             self._conversations.forget()
             self.decoder.close()
 
-    def _generate(self, run: _Run, cancelled: Callable[[], bool]) -> Iterator[Piece]:
+    def _generate(self, run: Run, cancelled: Callable[[], bool]) -> Iterator[Piece]:
         """Wait for the turn, then run one generation; the turn is given back however it ends."""
         while not self._turn.acquire(timeout=TURN_POLL_S):
             if cancelled():
@@ -224,7 +184,7 @@ class Engine:
         finally:
             self._turn.release()
 
-    def _answer(self, run: _Run, cancelled: Callable[[], bool]) -> Iterator[Piece]:
+    def _answer(self, run: Run, cancelled: Callable[[], bool]) -> Iterator[Piece]:
         """Prefill, then decode token by token."""
         options, stops = run.options, StopMatcher(run.options.stop)
         blank = run.trim  # whether white space is still to be left out
@@ -257,7 +217,7 @@ class Engine:
         finish = "stop" if stops.stopped and finish == "length" else finish
         yield run.last(finish, rest.lstrip() if blank else rest)
 
-    def _prefill(self, run: _Run, cancelled: Callable[[], bool]) -> Float32Array:
+    def _prefill(self, run: Run, cancelled: Callable[[], bool]) -> Float32Array:
         """Bring the prompt into the cache, reusing what is there. Returns the logits [V] after its last token."""
         self._check(cancelled)
         start = time.perf_counter()
@@ -298,42 +258,3 @@ class Engine:
         value, ranked = log_probabilities(logits, token, count)
         top = tuple(Alternative(token=i, text=self.tokenizer.piece(i), logprob=p) for i, p in ranked)
         return TokenLogprob(token=token, text=self.tokenizer.piece(token), logprob=value, top=top)
-
-
-class _Run:
-    """The counts and times of one generation."""
-
-    def __init__(
-        self, *, prompt: list[int], options: SamplingOptions, trim: bool, chat: str | None, begin: float
-    ) -> None:
-        self.prompt = prompt
-        self.chat = chat
-        self.options = options
-        self.trim = trim
-        self.completion = 0
-        self.slot = 0
-        self.cached = 0
-        self.prefill_s = 0.0
-        self._begin = begin
-        self._first = begin
-        self._latest = begin
-
-    def count(self) -> None:
-        """Note that a token has been drawn."""
-        self._latest = time.perf_counter()
-        if self.completion == 0:
-            self._first = self._latest
-        self.completion += 1
-
-    def last(self, finish: FinishReason, text: str) -> Piece:
-        """The last piece of the generation."""
-        seconds = self._latest - self._first
-        usage = Usage(
-            prompt_tokens=len(self.prompt),
-            cached_tokens=self.cached,
-            completion_tokens=self.completion,
-            ttft_s=self._first - self._begin,
-            prefill_s=self.prefill_s,
-            decode_tokens_per_s=(self.completion - 1) / seconds if seconds > 0 else 0.0,
-        )
-        return Piece(text=text, finish_reason=finish, usage=usage)

@@ -12,7 +12,8 @@ from app.cli.interrupt import Interrupt
 from app.cli.output import Output, size
 
 if TYPE_CHECKING:
-    from runtime.engine import Engine, Usage
+    from runtime.engine import Engine
+    from runtime.generation import Usage
     from runtime.sampling import SamplingOptions
 
 HELP = """\

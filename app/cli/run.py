@@ -17,7 +17,8 @@ from app.cli.services import services_of
 
 if TYPE_CHECKING:
     from models.store import StoredModel
-    from runtime.engine import Engine, Usage
+    from runtime.engine import Engine
+    from runtime.generation import Usage
     from runtime.sampling import SamplingOptions
 
 _PATIENCE_S = 3.0

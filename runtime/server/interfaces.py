@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from models.progress import Cancelled, ProgressCallback
-from runtime.engine import Piece
+from runtime.generation import Piece
 from runtime.problem import Problem
 from runtime.sampling import SamplingOptions
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from runtime.engine import Piece
+from runtime.generation import Piece
 from runtime.lock import program_version
 from runtime.server.answer import json_answer
 from runtime.server.errors import unknown_model

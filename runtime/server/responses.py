@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from runtime.engine import Piece, Usage
+from runtime.generation import Piece, Usage
 from runtime.sampling import TokenLogprob
 from runtime.server.service import Accepted
 from runtime.wire.answers import Timings

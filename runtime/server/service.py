@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from models.progress import Progress
-from runtime.engine import Piece
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
+from runtime.generation import Piece
 from runtime.sampling import SamplingOptions
 from runtime.server.bridge import Stream, Worker
 from runtime.server.errors import ApiError, api_error, conflict, unavailable

@@ -16,8 +16,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from models.spec import ModelSpec
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.decoder import DecoderOptions, Step
-from runtime.engine import LENT_TOKENS, Engine, Piece
+from runtime.engine import LENT_TOKENS, Engine
 from runtime.errors import BackendError, ContextOverflowError, InvalidActivationError, RequestError
+from runtime.generation import Piece
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.kv.saved import About, read_header
 from runtime.kv.saved_folder import SavedCaches, forget

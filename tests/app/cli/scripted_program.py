@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from app.cli.main import app
 from app.cli.services import Services
 from models.progress import Progress
-from runtime.engine import Piece, Usage
+from runtime.generation import Piece, Usage
 
 
 class CountingEngine:

@@ -8,8 +8,8 @@ import pytest
 
 from app.cli.repl import Repl
 from runtime.decoder import DecoderOptions
-from runtime.engine import Piece, Usage
 from runtime.errors import ContextOverflowError
+from runtime.generation import Piece, Usage
 from runtime.sampling import SamplingOptions
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from models.errors import StoreError
 from models.progress import Progress
-from runtime.engine import Piece, Usage
 from runtime.errors import (
     BackendError,
     Cancelled,
@@ -21,6 +20,7 @@ from runtime.errors import (
     RequestError,
     SavedCacheError,
 )
+from runtime.generation import Piece, Usage
 from runtime.problem import Problem
 from runtime.sampling import Alternative, SamplingOptions, TokenLogprob
 from runtime.server.interfaces import LoadedModel

@@ -8,8 +8,8 @@ from contextlib import aclosing
 import pytest
 from fake_engine import CONTEXT, SLOW_BUDGET, FakeHouse, make_service
 
-from runtime.engine import Piece
 from runtime.errors import RequestError
+from runtime.generation import Piece
 from runtime.sampling import SamplingOptions
 from runtime.server.errors import ApiError
 from runtime.server.service import Accepted, GenerationRequest, Service

@@ -77,7 +77,7 @@ class Columns(NamedTuple):
 def fetch_ahead(residual: Residual, salient: Salient, columns: Columns) -> None:
     """Ask for what compensation will read, before the product, whose time hides that of memory.
 
-    The rows lie apart in main memory, each in a page of its own: read one after the other they cost more than they weigh.
+    The rows lie apart in main memory, each in a page of its own: read one by one they cost more than they weigh.
     """
     first, size = (
         residual.codes + columns.start * residual.bits // 8,
