@@ -53,10 +53,6 @@ class Compensation:
         return bool(self.budget_percent) or any(self.by_type.values())
 
 
-DEFAULT = Compensation()
-"""Where nobody said anything."""
-
-
 def of_settings(
     k_chunk: Mapping[str, int] | int | None, budget_percent: float | None, asked: Compensation | None = None
 ) -> Compensation:

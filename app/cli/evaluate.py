@@ -144,7 +144,7 @@ def _k_chunk(plan: LoadPlan, choices: LoadChoices, services: Services, output: O
     model, budget = plan.model, plan.compensation.budget_percent
     if not budget:
         return plan.compensation.by_type
-    if (problem := obstacle(plan.placement.backend, model, plan.options.context)) is not None:
+    if (problem := obstacle(plan.backend, model, plan.options.context)) is not None:
         if choices.compensation is not None:
             output.note(f"{problem.what}; {problem.fix}")
         return plan.compensation.by_type

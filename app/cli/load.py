@@ -58,7 +58,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         kv=settings.kv,
         # A context on the command line is kept or refused; one in the settings gives way to a model that has less.
         context=choices.context or (settings.context and min(settings.context, maximum)),
-        backend=settings.backend,
+        asked=settings.backend,
         select=choices.select,
         memory=services.memory(),
     )

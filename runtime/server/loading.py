@@ -10,7 +10,7 @@ from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback
 from models.store import Store, StoredModel
 from runtime.backends import backend
-from runtime.compensation import DEFAULT, Compensation, k_chunk_by_type
+from runtime.compensation import Compensation, k_chunk_by_type
 from runtime.decoder import Decoder
 from runtime.errors import Cancelled
 from runtime.kv.saved_folder import SavedCaches, forget, holding
@@ -43,14 +43,14 @@ class StoreLoader:
         self,
         catalogue: StoreCatalogue,
         profiles: Path,
-        compensation: Compensation = DEFAULT,
+        compensation: Compensation | None = None,
         *,
         chats: Path | None = None,
     ) -> None:
         self._catalogue = catalogue
         self._profiles = profiles
         self._chats = chats
-        self._compensation = compensation
+        self._compensation = compensation or Compensation()
 
     def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
         """Load a model, and tune it to its budget. A context longer than the model's own is cut to it.
@@ -76,11 +76,11 @@ class StoreLoader:
             compensation,
             kv=request.kv or "fp16",
             context=None if request.context is None else min(request.context, model.spec.max_context),
-            backend=request.backend,
+            asked=request.backend,
             slots=CONVERSATIONS,
         )
         plan.prepare(progress)
-        report("load", f"loading {request.model}: {describe(plan.placement.plan)}")
+        report("load", f"loading {request.model}: {describe(plan.memory)}")
         engine = plan.open_engine()
         if cancelled():
             engine.close()
@@ -97,7 +97,7 @@ class StoreLoader:
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
             problems=_lacking(engine.decoder),
-            caches=cache_facts(model.spec, plan.placement.plan),
+            caches=cache_facts(model.spec, plan.memory),
         )
         try:
             if compensation.budget_percent is not None:
@@ -193,7 +193,7 @@ def open_service(
     home: Path,
     bundle: Bundle,
     *,
-    compensation: Compensation = DEFAULT,
+    compensation: Compensation | None = None,
     idle_unload_s: float | None = None,
     chats: Path | None = None,
 ) -> Service:

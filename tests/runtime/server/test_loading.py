@@ -17,7 +17,7 @@ from models.progress import Progress, ignore_progress, never_cancelled
 from models.store import Store
 from runtime import tuning
 from runtime.clocks import Clocks
-from runtime.compensation import DEFAULT, DEFAULT_BUDGET_PERCENT, Compensation
+from runtime.compensation import DEFAULT_BUDGET_PERCENT, Compensation
 from runtime.decoder import Step
 from runtime.errors import BackendError, Cancelled, RequestError
 from runtime.kv.kinds import KINDS
@@ -224,7 +224,7 @@ def test_without_a_word_the_loaders_compensation_applies(
     catalogue: StoreCatalogue, clock: Clock, tmp_path: Path
 ) -> None:
     for compensation, expected in (
-        (DEFAULT, DEFAULT_BUDGET_PERCENT),
+        (None, DEFAULT_BUDGET_PERCENT),
         (Compensation(budget_percent=20), 20),
         (Compensation(k_chunk=7), None),
     ):
