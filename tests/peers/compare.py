@@ -1,10 +1,14 @@
-"""Side by side with llama.cpp on this machine: the same shape, random weights, one run, programs taking turns.
+"""Side by side with llama.cpp on this machine: the same model, one run, programs taking turns.
 
-    python -m tests.peers.make_gguf FOLDER
+    python -m tests.peers.make_gguf FOLDER [--source MODEL.gguf]
     python -m tests.peers.compare FOLDER --peer-python PATH --out tests/peers/results/NAME.json
+    python -m tests.peers.compare FOLDER --stored 3=STORE/name --stored 4=STORE/name --spinners 0,1,2,4
 
-Each round runs every program once, so that what else the machine does hits all alike; medians over the rounds. The
-percentage is the bytes read for a token times tokens per second, over this machine's measured read bandwidth.
+Without `--stored` the model is a Llama shape of 1.1 billion parameters with random weights. Each round runs every
+program once, so that what else the machine does hits all alike; medians over the rounds. The percentage is the bytes
+of weights read for a token times tokens per second, over this machine's read bandwidth, measured in every round.
+Spinners are processes that do nothing but take processor time; a machine of C cores and C threads leaves each thread
+C / (C + spinners) of a core.
 """
 
 from __future__ import annotations
@@ -17,24 +21,17 @@ import platform
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tuner.bandwidth import read_bandwidth
 from tuner.detect import detect_cpu
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What one program did."""
-
-    program: str
-    version: str
-    bytes_per_token: int
-    decode_tokens_per_s: float
-    percent_of_read_bandwidth: float
-    prefill_tokens_per_s: float
+K_CHUNKS = (16, 64)
+PEERS = ("Q4_K_M", "Q3_K_M")
 
 
 class Worker:
@@ -72,68 +69,115 @@ class Worker:
         return json.loads(line)
 
 
+def programs(folder: Path, stored: Mapping[str, str], peer_python: str) -> dict[str, Worker]:
+    """Every program that is compared, started.
+
+    Args:
+        folder: Where `make_gguf` wrote its files.
+        stored: Folders of stored models by bits; none: random weights.
+        peer_python: Interpreter that has llama-cpp-python.
+    """
+    found = {}
+    for bits in ("4", "3"):
+        model = stored.get(bits, bits)
+        found[f"lowbit-chat {bits}-bit"] = Worker(sys.executable, "ours", model)
+        for k_chunk in K_CHUNKS:
+            found[f"lowbit-chat {bits}-bit, k_chunk {k_chunk}"] = Worker(sys.executable, "ours", model, str(k_chunk))
+    for kind in PEERS:
+        found[f"llama.cpp {kind}"] = Worker(peer_python, "llama", str(folder / f"{kind}.gguf"))
+    return found
+
+
+@contextmanager
+def spinning(count: int) -> Iterator[None]:
+    """So many processes that take all the processor time that they get."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        time.sleep(0.2 if running else 0.0)
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def measure(workers: Mapping[str, Worker], spinners: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """All programs beside some spinners, in turns.
+
+    Returns:
+        A row for each: what was measured, its medians.
+    """
+    decode: dict[str, list[float]] = {name: [] for name in workers}
+    prefill: dict[str, list[float]] = {name: [] for name in workers}
+    shares: dict[str, list[float]] = {name: [] for name in workers}
+    with spinning(spinners):
+        for number in range(arguments.rounds + 1):
+            for name, worker in workers.items():
+                seconds = worker.run("decode", arguments.tokens)
+                prompt = [] if spinners else worker.run("prefill", arguments.prompt)
+                if number:  # the first round warms up
+                    # Beside others all of the time counts: a median would pass over tokens that were held up.
+                    decode[name].append(statistics.fmean(seconds) if spinners else statistics.median(seconds))
+                    prefill[name] += prompt
+            if not spinners:
+                limit = read_bandwidth(None, fresh=True).gb_s * 1e9
+                for name, worker in workers.items():
+                    if number:
+                        shares[name].append(worker.bytes_per_token / decode[name][-1] / limit)
+    return [
+        {
+            "program": name,
+            "version": worker.version,
+            "spinners": spinners,
+            "bytes_per_token": worker.bytes_per_token,
+            "decode_tokens_per_s": round(1 / statistics.median(decode[name]), 1),
+            "percent_of_read_bandwidth": round(100 * statistics.median(shares[name]), 1) if shares[name] else None,
+            "prefill_tokens_per_s": round(arguments.prompt / statistics.median(prefill[name]), 1)
+            if prefill[name]
+            else None,
+        }
+        for name, worker in workers.items()
+    ]
+
+
 def main() -> None:
     """Run the comparison and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where make_gguf wrote its files")
+    parser.add_argument("--stored", action="append", default=[], metavar="BITS=FOLDER")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=64, help="decoded tokens in a round")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the prompt")
+    parser.add_argument("--spinners", default="0", help="numbers of competing processes, with commas between")
+    parser.add_argument("--model", default="a Llama shape of 1.1 billion parameters, random weights")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    workers = {
-        "lowbit-chat 4-bit": Worker(sys.executable, "ours", "4"),
-        "lowbit-chat 3-bit": Worker(sys.executable, "ours", "3"),
-        "lowbit-chat 3-bit, k_chunk 16": Worker(sys.executable, "ours", "3", "16"),
-        "llama.cpp Q4_K_M": Worker(arguments.peer_python, "llama", str(arguments.folder / "Q4_K_M.gguf")),
-        "llama.cpp Q3_K_M": Worker(arguments.peer_python, "llama", str(arguments.folder / "Q3_K_M.gguf")),
-    }
-    decode: dict[str, list[float]] = {name: [] for name in workers}
-    prefill: dict[str, list[float]] = {name: [] for name in workers}
-    bandwidths = []
-    for number in range(arguments.rounds + 1):
-        for name, worker in workers.items():
-            seconds, prompt = worker.run("decode", arguments.tokens), worker.run("prefill", arguments.prompt)
-            if number:  # the first round warms up
-                decode[name].append(statistics.median(seconds))
-                prefill[name] += prompt
-        bandwidths.append(read_bandwidth(None, fresh=True).gb_s)
+    stored = dict(entry.split("=", 1) for entry in arguments.stored)
+    workers = programs(arguments.folder, stored, arguments.peer_python)
+    rows = []
+    for spinners in map(int, arguments.spinners.split(",")):
+        rows += measure(workers, spinners, arguments)
     for worker in workers.values():
         worker.close()
-    limit = statistics.median(bandwidths)
-    rows = []
-    for name, worker in workers.items():
-        rate = 1 / statistics.median(decode[name])
-        rows.append(
-            Row(
-                program=name,
-                version=worker.version,
-                bytes_per_token=worker.bytes_per_token,
-                decode_tokens_per_s=round(rate, 1),
-                percent_of_read_bandwidth=round(100 * worker.bytes_per_token * rate / (limit * 1e9), 1),
-                prefill_tokens_per_s=round(arguments.prompt / statistics.median(prefill[name]), 1),
-            )
-        )
+    options = f"--rounds {arguments.rounds} --tokens {arguments.tokens} --spinners {arguments.spinners}"
     report = {
-        "command": f"python -m tests.peers.compare FOLDER --rounds {arguments.rounds} --tokens {arguments.tokens}",
+        "command": f"python -m tests.peers.compare FOLDER {options}",
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "model": arguments.model,
         "cpu": detect_cpu().name,
         "cores": detect_cpu().physical_cores,
-        "read_bandwidth_gb_s": round(limit, 1),
         "rounds": arguments.rounds,
         "decoded_tokens_a_round": arguments.tokens,
         "prompt_tokens": arguments.prompt,
         "versions": {"python": platform.python_version(), "numba": importlib.metadata.version("numba")},
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
     }
-    print(f"{'':32}{'MB a token':>12}{'decode t/s':>12}{'% of limit':>12}{'prefill t/s':>13}")
+    print(f"{'':36}{'spinners':>9}{'MB a token':>12}{'decode t/s':>12}{'% of limit':>12}{'prefill t/s':>13}")
     for row in rows:
-        print(
-            f"{row.program:32}{row.bytes_per_token / 1e6:12.0f}{row.decode_tokens_per_s:12.1f}"
-            f"{row.percent_of_read_bandwidth:12.1f}{row.prefill_tokens_per_s:13.1f}"
-        )
-    print(f"read bandwidth {limit:.1f} GB/s on {report['cpu']}, {report['cores']} cores")
+        numbers = [row["decode_tokens_per_s"], row["percent_of_read_bandwidth"], row["prefill_tokens_per_s"]]
+        told = "".join(f"{'' if number is None else number:>12}" for number in numbers)
+        print(f"{row['program']:36}{row['spinners']:9}{row['bytes_per_token'] / 1e6:12.0f}{told}")
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

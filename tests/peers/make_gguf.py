@@ -1,6 +1,7 @@
 """Makes the peer's models: random weights of the same shape as GGUF, quantized by llama.cpp itself.
 
 python -m tests.peers.make_gguf FOLDER            writes f16.gguf (2.2 GB), Q4_K_M.gguf and Q3_K_M.gguf
+python -m tests.peers.make_gguf FOLDER --source MODEL.gguf     the last two, of a real model
 """
 
 from __future__ import annotations
@@ -65,9 +66,11 @@ def main() -> None:
     """Write whatever of the three files is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    parser.add_argument("--source", type=Path, help="a model to quantize instead of random weights")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
-    source = folder / "f16.gguf"
+    source: Path = arguments.source or folder / "f16.gguf"
     if not source.exists():
         write_half_precision(source)
     for name, kind in KINDS.items():
@@ -77,6 +80,7 @@ def main() -> None:
         parameters = llama_cpp.llama_model_quantize_default_params()
         parameters.ftype = kind
         parameters.nthread = 2
+        parameters.allow_requantize = True
         status = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
         if status:
             raise SystemExit(f"llama.cpp could not quantize to {name}: status {status}")

@@ -1,6 +1,7 @@
 """One program under comparison, in a process of its own: reads what to run from stdin, answers with times.
 
     python -m tests.peers.worker ours 4          python -m tests.peers.worker llama Q4_K_M.gguf
+    python -m tests.peers.worker ours FOLDER 16  a stored model, with 16 of 1024 channels compensated
 
 Each input line is `prefill N` (N tokens into an empty context) or `decode N` (N tokens, one by one, after 256); the
 answer is one JSON line: a list of seconds, one for the prompt or one for each token. Between lines a program is idle.
@@ -13,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -20,13 +22,15 @@ CONTEXT = 1024
 PROMPT = 256
 
 
-def ours(bits: int, k_chunk: int) -> tuple[Callable[[int], list[float]], Callable[[int], list[float]], int]:
-    """This project's CPU backend."""
+def ours(which: str, k_chunk: int) -> tuple[Callable[[int], list[float]], Callable[[int], list[float]], int]:
+    """This project's CPU backend: random weights of so many bits, or a stored model by its folder."""
+    from models.store import StoredModel
     from runtime.backends.cpu.decoder import CpuDecoder
     from runtime.decoder import DecoderOptions, Step
     from tests.peers.shape import RandomModel, llama_1b
 
-    model = RandomModel(llama_1b(), bits, residuals=k_chunk > 0)
+    random = RandomModel(llama_1b(), int(which), residuals=k_chunk > 0) if which.isdecimal() else None
+    model = random or StoredModel.open_folder(Path(which), which)
     decoder = CpuDecoder(model, DecoderOptions(context=CONTEXT, k_chunk=k_chunk, max_rows=128))
 
     def run(start: int, count: int, *, compensate: bool) -> None:
@@ -45,6 +49,7 @@ def ours(bits: int, k_chunk: int) -> tuple[Callable[[int], list[float]], Callabl
 
     def decode(count: int) -> list[float]:
         times = []
+        prefill(PROMPT)
         with decoder.session():
             for i in range(count):
                 begin = time.perf_counter()
@@ -68,7 +73,9 @@ def llama(path: str) -> tuple[Callable[[int], list[float]], Callable[[int], list
     context = llama_cpp.llama_init_from_model(model, parameters)
     memory = llama_cpp.llama_get_memory(context)
     tensors = gguf.GGUFReader(path).tensors
-    read = sum(int(t.n_bytes) for t in tensors if t.name != "token_embd.weight")
+    # A table that is the output head too is read for every token.
+    tied = all(t.name != "output.weight" for t in tensors)
+    read = sum(int(t.n_bytes) for t in tensors if tied or t.name != "token_embd.weight")
 
     def run(count: int) -> None:
         tokens = (llama_cpp.llama_token * count)(*range(1, count + 1))
@@ -98,7 +105,7 @@ def main() -> None:
     """Serve one program until stdin ends."""
     kind, argument, *rest = sys.argv[1:]
     mine = kind == "ours"
-    prefill, decode, read = ours(int(argument), int(rest[0]) if rest else 0) if mine else llama(argument)
+    prefill, decode, read = ours(argument, int(rest[0]) if rest else 0) if mine else llama(argument)
     version = importlib.metadata.version("lowbit-chat" if mine else "llama-cpp-python")
     print(json.dumps({"bytes_per_token": read, "version": version}), flush=True)
     for line in sys.stdin:

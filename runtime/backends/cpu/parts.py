@@ -1,19 +1,17 @@
 """Into how many parts an instruction is cut: enough that threads end together, and few, for taking one costs time.
 
-A thread takes a part in some 50 to 100 ns. With parts of several microseconds that is a percent, and a thread that ends
-first waits for half a part on average.
+A thread takes a part in some 50 to 100 ns, and reading weights from memory is fastest in long runs.
 """
 
 from __future__ import annotations
 
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.step import PARTS_OF_WEIGHTS
 
-_GRAIN_BYTES = 96 << 10
-"""Bytes of weights of a part of a product: 5 to 10 microseconds of what memory gives one core."""
 _ALONE_BYTES = 16 << 10
 """Bytes of weights that one thread reads in less time than another needs to join."""
-_MOST = 8
-"""Parts for each thread at most: more would not make them end closer together."""
+_LARGE_BYTES = 256 << 10
+"""From so many bytes of weights on, threads have a large part each and small ones at the end (`share_of_weights`)."""
 _ALONE_CHANNELS = 4096
 """Channels that one thread norms, gates, chooses from or rotates in less time than another needs to join."""
 _MANY = 4
@@ -54,5 +52,5 @@ def _product(weights: op.Weights, threads: int) -> tuple[int, int]:
     size = weights.tiles * weights.blocks * 16 * 32 * weights.bits // 8
     if size < _ALONE_BYTES:
         return 1, threads
-    each = min(_MOST, max(1, round(size / (_GRAIN_BYTES * threads))))
-    return min(weights.tiles, threads * each), min(weights.tiles, threads * _MANY)
+    parts = PARTS_OF_WEIGHTS * threads if size >= _LARGE_BYTES and threads > 1 else threads
+    return min(weights.tiles, parts), min(weights.tiles, threads * _MANY)

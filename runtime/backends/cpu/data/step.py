@@ -74,6 +74,27 @@ def rows_of(control: int, wanted: int) -> int:
     return step.wanted_rows if wanted != 0 else step.rows
 
 
+PARTS_OF_WEIGHTS: Final = 3
+"""Parts for each thread where the first ones are large; see `share_of_weights`."""
+
+
+@numba.njit(nogil=True)
+def share_of_weights(tiles: int, part: int, parts: int) -> tuple[int, int]:
+    """A part's range of tiles, for one row of activations.
+
+    The first third of the parts, one for each thread, has three quarters of the tiles, so that memory is read in long
+    runs; the others are small, and whoever is done first takes more of them.
+    """
+    large = parts // PARTS_OF_WEIGHTS
+    if large < 2:
+        return share_of(tiles, part, parts)
+    border = tiles * 3 // 4
+    if part < large:
+        return share_of(border, part, large)
+    first, last = share_of(tiles - border, part - large, parts - large)
+    return border + first, border + last
+
+
 @numba.njit(nogil=True)
 def share_of(count: int, part: int, parts: int) -> tuple[int, int]:
     """A part's range of `count` equal items."""

@@ -73,6 +73,22 @@ class Columns(NamedTuple):
     stop: int
 
 
+@numba.njit(nogil=True)
+def fetch_ahead(residual: Residual, salient: Salient, columns: Columns) -> None:
+    """Ask for what compensation will read, before the product, whose time hides that of memory.
+
+    The rows lie apart in main memory, each in a page of its own: read one after the other they cost more than they weigh.
+    """
+    first, size = (
+        residual.codes + columns.start * residual.bits // 8,
+        (columns.stop - columns.start) * residual.bits // 8,
+    )
+    for i in range(salient.count):
+        row = first + residual.stride * numba.int64(get_int(salient.chosen + 4 * i))
+        for line in range(0, size, 64):
+            prefetch(row + line)
+
+
 @define(floats16, types.int64)
 def _codes_2(b: Builder, address: Any) -> Any:
     """Sixteen 2-bit codes of one word as floats."""

@@ -11,12 +11,13 @@ import numba
 from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Linear, Quantized, Weights, header_at, linear_at
-from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of
+from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, share_of_weights
 from runtime.backends.cpu.kernels.compensate import (
     Columns,
     Salient,
     compensate,
     compensate_halves,
+    fetch_ahead,
     gather_2,
     gather_4,
     gather_8,
@@ -152,12 +153,22 @@ _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook
 
 
 @numba.njit(nogil=True)
+def _salient(linear: Linear, row: int) -> Salient:
+    """The channels of a row that are compensated."""
+    x, chosen = linear.values.at + row * linear.values.stride, linear.chosen.at + row * linear.chosen.stride
+    return Salient(x, chosen, linear.total)
+
+
+@numba.njit(nogil=True)
 def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run a LINEAR instruction: a part is a range of whole tiles of 16 output channels."""
     linear = linear_at(i)
     rows = rows_of(control, linear.wanted)
-    first, last = share_of(linear.weights.tiles, part, parts)
+    tiles = linear.weights.tiles
+    first, last = share_of_weights(tiles, part, parts) if rows == 1 else share_of(tiles, part, parts)
     if rows == 1:
+        if linear.total > 0 and parameters_at(control).compensate != 0:
+            fetch_ahead(linear.residual, _salient(linear, 0), Columns(16 * first, 16 * last))
         one_row(linear, first, last)
     else:
         several_rows(linear, first, last, rows, scratch)
@@ -188,13 +199,6 @@ def multiply_codebook_3(i: int, control: int, part: int, parts: int, scratch: in
 def multiply_codebook_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codebooks of 16 entries."""
     _multiply(_one_codebook_4, _several_codebook_4, i, control, part, parts, scratch)
-
-
-@numba.njit(nogil=True)
-def _salient(linear: Linear, row: int) -> Salient:
-    """The channels of a row that are compensated."""
-    x, chosen = linear.values.at + row * linear.values.stride, linear.chosen.at + row * linear.chosen.stride
-    return Salient(x, chosen, linear.total)
 
 
 @compiled_unit
