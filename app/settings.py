@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from app import paths
+from runtime.compensation import CHUNK, DEFAULT_BUDGET_PERCENT, LARGEST_BUDGET_PERCENT
 from runtime.kv.kinds import KINDS, KVKind
 
 Value = str | int | float | None
@@ -111,9 +112,9 @@ class Settings:
     budget: float | None = _setting(
         None,
         float,
-        "slowdown that compensation may cost, in percent; 0 is off; auto: 5",
+        f"slowdown that compensation may cost, in percent; 0 is off; auto: {DEFAULT_BUDGET_PERCENT:g}",
         low=0,
-        high=100,
+        high=LARGEST_BUDGET_PERCENT,
         optional=True,
     )
     k_chunk: int | None = _setting(
@@ -121,7 +122,7 @@ class Settings:
         int,
         "compensated channels per 1024; 0 is none; auto: what the budget allows",
         low=0,
-        high=1024,
+        high=CHUNK,
         optional=True,
     )
     backend: str = _setting(

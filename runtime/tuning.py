@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from models.errors import ModelError
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
+from models.spec import LAYER_KINDS
 from runtime.backend import AnyBackend, Device
 from runtime.backends import backend
 from runtime.clocks import NOISE_PERCENT, Decided, Ratios, Readings, clocks
+from runtime.compensation import check_budget, k_chunk_by_type
 from runtime.decoder import Decoder
-from runtime.errors import BackendError, Cancelled, RequestError, RuntimeFailure
-from runtime.operations.channels import LAYER_KINDS, k_chunk_by_type
+from runtime.errors import BackendError, Cancelled, RuntimeFailure
 from runtime.problem import Problem
 from runtime.profile_key import TunedModel, profile_key
 from runtime.wire.device import Tuning
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from tuner.profiles import Profile, ProfileKey, ProfileStore
     from tuner.shapes import LayerShape
 
-DEFAULT_BUDGET_PERCENT = 5.0
-"""Slowdown that compensation may cost where nobody said how much."""
 PROFILES = "profiles"
 """Folder of profiles and timings in the program's home."""
 MARGIN = 0.9
@@ -133,8 +132,7 @@ def tune(
 
     Source: QDEC §4.4.
     """
-    if not 0 <= budget_percent <= 100:
-        raise RequestError(f"a slowdown budget is from 0 to 100 percent, not {budget_percent:g}")
+    check_budget(budget_percent)
     problem = obstacle(backend(decoder.backend), model, decoder.options.context)
     if budget_percent == 0:
         decoder.set_k_chunk(0)

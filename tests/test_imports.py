@@ -72,7 +72,14 @@ def test_light_modules_do_not_load_heavy_libraries(module: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["app.tui.app", "app.client", "runtime.wire.answers", "runtime.wire.device", "runtime.wire.requests"],
+    [
+        "app.tui.app",
+        "app.client",
+        "runtime.compensation",
+        "runtime.wire.answers",
+        "runtime.wire.device",
+        "runtime.wire.requests",
+    ],
 )
 def test_what_the_ui_imports_loads_nothing_slow(module: str) -> None:
     slow = ("torch", "transformers", "numba", "numpy", "pydantic", "httpx", "starlette")

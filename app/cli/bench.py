@@ -12,6 +12,7 @@ from app.cli.load import LoadChoices, compensate, load_plan
 from app.cli.model import open_model
 from app.cli.output import Output, size
 from app.cli.services import DEMO, Services, services_of
+from runtime.compensation import Compensation
 
 if TYPE_CHECKING:
     from models.progress import Cancelled
@@ -67,12 +68,12 @@ def bench(
     context = -(-longest // _ROUND) * _ROUND
     if longest <= stored.spec.max_context:
         context = min(context, stored.spec.max_context)
-    fixed = 0 if budget is None else None
-    choices = LoadChoices(kv=kv, context=context, k_chunk=fixed, budget=budget, backend=backend)
+    asked = options.compensation(budget) or Compensation(k_chunk=0)
+    choices = LoadChoices(kv=kv, context=context, compensation=asked, backend=backend)
     plan = load_plan(stored, choices, services, output)
-    decoder, _ = services.open_decoder(stored, plan.options, plan.backend)
+    decoder = plan.open_decoder()
     try:
-        compensate(decoder, stored, plan, services, output)
+        compensate(decoder, plan, choices, services, output)
         with Interrupt() as interrupt, output.progress() as progress:
             speed = measure(
                 decoder,
@@ -142,7 +143,7 @@ def _at(speed: SpeedAt) -> dict[str, Any]:
 
 def _compensation(decoder: Decoder, services: Services, cancelled: Cancelled) -> dict[str, Any]:
     """What compensation the decoder has, and the slowdown that is measured of it here and now, side by side."""
-    from runtime.operations.channels import k_chunk_by_type
+    from runtime.compensation import k_chunk_by_type
 
     k_chunk = k_chunk_by_type(decoder.options.k_chunk)
     slowdown = services.slowdown(decoder, cancelled) if any(k_chunk.values()) else 0.0

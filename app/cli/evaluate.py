@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,9 +18,8 @@ from app.cli.quantize import read_text
 from app.cli.services import Services, services_of
 
 if TYPE_CHECKING:
-    from app.cli.load import LoadPlan
-    from models.store import StoredModel
     from runtime.evaluate import EvalResult
+    from runtime.loading import LoadPlan
 
 _WINDOW = 1024
 """Longest window unless one is asked for."""
@@ -58,8 +56,8 @@ def evaluate(
     """Measure perplexity over a text, in sliding windows."""
     if window is not None and stride is not None and stride > window:
         raise typer.BadParameter("the stride can't exceed the window", param_hint="--stride")
-    options.one_of(budget, k_chunk)
-    if full_precision and any(choice is not None for choice in (k_chunk, budget, select, kv, backend)):
+    compensation = options.compensation(budget, k_chunk)
+    if full_precision and any(choice is not None for choice in (compensation, select, kv, backend)):
         raise typer.BadParameter("--full-precision has no --k-chunk, --budget, --select, --kv or --backend")
     output, services = Output(as_json=as_json), services_of(ctx)
     content = read_text(text)
@@ -67,7 +65,7 @@ def evaluate(
     if full_precision:
         result, about = _full_precision(model, content, span, services, output)
     else:
-        choices = LoadChoices(kv=kv, k_chunk=k_chunk, budget=budget, backend=backend, select=select or "approx")
+        choices = LoadChoices(kv=kv, compensation=compensation, backend=backend, select=select or "approx")
         result, about = _stored(model, content, span, choices, services, output)
     if as_json:
         output.result(
@@ -117,48 +115,50 @@ def _stored(
 ) -> tuple[EvalResult, dict[str, Any]]:
     """Perplexity of a stored model, and what the JSON object says about how it ran."""
     from runtime.evaluate import perplexity
-    from runtime.operations.channels import k_chunk_by_type
     from runtime.tokenizer import Tokenizer
 
     model = open_model(name, services, output)
     maximum = model.spec.max_context
     window = span.window(maximum)
-    plan = load_plan(model, replace(choices, context=window), services, output)
-    load = replace(plan.options, k_chunk=_k_chunk(model, plan, services, output))
-    load = replace(load, measure_recall=load.k_chunk != 0 and load.select == "approx")
+    choices = replace(choices, context=window)
+    plan = load_plan(model, choices, services, output)
+    k_chunk = _k_chunk(plan, choices, services, output)
+    measure_recall = any(k_chunk.values()) and choices.select == "approx"
     tokens = span.cut(Tokenizer(model.tokenizer_path).encode(text))
-    decoder, _ = services.open_decoder(model, load, plan.backend)
+    load = replace(plan.options, k_chunk=k_chunk, measure_recall=measure_recall)
+    decoder = replace(plan, options=load).open_decoder()
     try:
         with Interrupt() as interrupt, output.progress() as progress:
             result = perplexity(decoder, tokens, window, span.stride(maximum), progress, interrupt.cancelled)
     finally:
         decoder.close()
-    about = {"kv": load.kv, "bits": model.recipe.bits, "k_chunk": k_chunk_by_type(load.k_chunk), "select": load.select}
+    about = {"kv": load.kv, "bits": model.recipe.bits, "k_chunk": k_chunk, "select": load.select}
     return result, about
 
 
-def _k_chunk(model: StoredModel, plan: LoadPlan, services: Services, output: Output) -> Mapping[str, int] | int:
+def _k_chunk(plan: LoadPlan, choices: LoadChoices, services: Services, output: Output) -> dict[str, int]:
     """The compensation to evaluate; a budget is tuned with a decoder of its own, that need not measure recall."""
+    from runtime.compensation import k_chunk_by_type
     from runtime.tuning import obstacle
 
-    if not plan.budget:
-        return plan.options.k_chunk
-    if (problem := obstacle(plan.runner, model, plan.options.context)) is not None:
-        if plan.asked:
+    model, budget = plan.model, plan.compensation.budget_percent
+    if not budget:
+        return plan.compensation.by_type
+    if (problem := obstacle(plan.backend, model, plan.options.context)) is not None:
+        if choices.compensation is not None:
             output.note(f"{problem.what}; {problem.fix}")
-        return 0
-    decoder, _ = services.open_decoder(model, replace(plan.options, select="approx"), plan.backend)
+        return plan.compensation.by_type
+    decoder = replace(plan, options=replace(plan.options, select="approx")).open_decoder()
     try:
-        if not services.is_tuned(decoder, model, plan.budget):
+        if not services.is_tuned(decoder, model, budget):
             output.note(
-                f"{model.name} is first tuned for a budget of {plan.budget:g} % on this device, once, which takes a "
+                f"{model.name} is first tuned for a budget of {budget:g} % on this device, once, which takes a "
                 "while; --k-chunk N evaluates with N channels instead, --k-chunk 0 without compensation"
             )
-        compensate(decoder, model, plan, services, output)
-        chosen = decoder.options.k_chunk
+        compensate(decoder, plan, choices, services, output)
+        return k_chunk_by_type(decoder.options.k_chunk)
     finally:
         decoder.close()
-    return chosen if isinstance(chosen, int) or any(chosen.values()) else 0
 
 
 def _full_precision(

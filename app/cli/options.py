@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation
+from runtime.errors import RequestError
 from runtime.kv.kinds import KVKind
 
 Backend = Literal["auto", "triton", "cpu", "reference"]
@@ -19,14 +21,18 @@ def _finite(value: float | None) -> float | None:
     return value
 
 
-def one_of(budget: float | None, k_chunk: int | None) -> None:
-    """Refuse a budget beside a k_chunk.
+def compensation(budget: float | None, k_chunk: int | None = None) -> Compensation | None:
+    """What the options `Budget` and `KChunk` ask for; None where they leave it to the settings.
 
     Raises:
         typer.BadParameter: both are given.
     """
-    if budget is not None and k_chunk is not None:
-        raise typer.BadParameter("a budget and a k_chunk exclude each other", param_hint="--budget")
+    if budget is None and k_chunk is None:
+        return None
+    try:
+        return Compensation(k_chunk=k_chunk, budget_percent=budget)
+    except RequestError as error:
+        raise typer.BadParameter(str(error), param_hint="--budget") from error
 
 
 def complete_stored(incomplete: str) -> list[str]:
@@ -66,7 +72,7 @@ KChunk = Annotated[
     typer.Option(
         "--k-chunk",
         min=0,
-        max=1024,
+        max=CHUNK,
         help="Salient channels compensated per 1024 input channels of every layer; 0: none.",
         show_default=False,
     ),
@@ -77,7 +83,7 @@ Budget = Annotated[
         "--budget",
         metavar="PCT",
         min=0,
-        max=100,
+        max=LARGEST_BUDGET_PERCENT,
         callback=_finite,
         help="Slowdown of decoding that compensation may cost, in percent; 0: none.",
         show_default=False,

@@ -7,7 +7,7 @@ import sys
 from app.cli.errors import explained, in_one_line
 from app.cli.load import LoadChoices, load_plan
 from app.cli.output import NAME, Output
-from app.cli.services import Services, prepare_folders
+from app.cli.services import Services
 
 
 def prepare(services: Services, output: Output) -> None:
@@ -17,7 +17,6 @@ def prepare(services: Services, output: Output) -> None:
         SettingsError: a setting is not acceptable.
         RuntimeFailure: nothing can run the model here.
     """
-    prepare_folders()
     load_plan(services.demo(), LoadChoices(), services, output)
 
 

@@ -73,7 +73,7 @@ def run(
     """Answer a prompt, or talk on a terminal."""
     if raw and system is not None:
         raise typer.BadParameter("--raw continues plain text, which has no system prompt: leave out --system")
-    options.one_of(budget, k_chunk)
+    compensation = options.compensation(budget, k_chunk)
     output, services = Output(as_json=as_json), services_of(ctx)
     text = _prompt(prompt, output)
     if not text and (as_json or not _on_terminal()):
@@ -102,11 +102,11 @@ def run(
         stop=tuple(stop or ()),
     )
     stored = open_model(model, services, output)
-    choices = LoadChoices(kv=kv, context=context, k_chunk=k_chunk, budget=budget, backend=backend)
+    choices = LoadChoices(kv=kv, context=context, compensation=compensation, backend=backend)
     plan = load_plan(stored, choices, services, output)
-    engine = services.open_engine(stored, plan.options, plan.backend)
+    engine = services.open_engine(plan)
     try:
-        compensate(engine.decoder, stored, plan, services, output)
+        compensate(engine.decoder, plan, choices, services, output)
         if text:
             _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, raw=raw)
         else:
@@ -155,7 +155,7 @@ def _answer(
 
 def _summary(engine: Engine, model: StoredModel, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
     """The JSON object of an answer."""
-    from runtime.operations.channels import k_chunk_by_type
+    from runtime.compensation import k_chunk_by_type
 
     decoder = engine.decoder
     return {

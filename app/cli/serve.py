@@ -42,29 +42,27 @@ def serve(
     budget: options.Budget = None,
 ) -> None:
     """Serve the stored models to OpenAI clients, on this machine only unless told otherwise."""
-    options.one_of(budget, k_chunk)
+    asked = options.compensation(budget, k_chunk)
     output, services = Output(), services_of(ctx)
 
-    from app.cli.load import compensation
     from app.settings import load
+    from runtime.compensation import of_settings
     from runtime.server import serve as server
-    from runtime.wire.requests import LoadRequest, TuneRequest
+    from runtime.wire.requests import LoadRequest
 
-    settings = load({"model": model, "k_chunk": k_chunk, "budget": budget})
-    fixed, percent = compensation(settings, asked=budget)
+    settings = load({"model": model})
+    compensation = of_settings(settings.k_chunk, settings.budget, asked)
     request = None
     if settings.model is not None:
         request = LoadRequest(
             model=open_model(settings.model, services, output).name,
             kv=settings.kv,
-            k_chunk=fixed,
-            budget=percent,
             context=settings.context,
             backend=settings.backend,
         )
     with output.progress() as progress:
         code = server.run(
-            services.service(TuneRequest(k_chunk=fixed, budget=percent)),
+            services.service(compensation),
             host=host,
             port=port,
             token=token,

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from models.recipe import Recipe
     from models.store import Store, StoredModel, StoredModelInfo
     from runtime.backend import Presence
-    from runtime.decoder import Decoder, DecoderOptions
+    from runtime.compensation import Compensation
+    from runtime.decoder import Decoder
     from runtime.engine import Engine
-    from runtime.problem import Problem
+    from runtime.loading import LoadPlan
     from runtime.server.service import Service
-    from runtime.wire.device import Tuning
-    from runtime.wire.requests import TuneRequest
     from tuner.bandwidth import ReadBandwidth
     from tuner.detect import Machine, MemoryInfo
     from tuner.profiles import ProfileStore
@@ -116,7 +115,7 @@ class Services:
                 cancelled=cancelled,
             )
 
-    def service(self, compensation: TuneRequest) -> Service:
+    def service(self, compensation: Compensation) -> Service:
         """What a server serves: the stored models and the bundled one, compensated like this."""
         prepare_folders()
         from app.paths import home
@@ -126,19 +125,9 @@ class Services:
 
         return open_service(home(), Bundle(models={DEMO: demo_path()}), compensation=compensation)
 
-    def open_engine(self, model: StoredModel, options: DecoderOptions, backend: str) -> Engine:
+    def open_engine(self, plan: LoadPlan) -> Engine:
         """Load a model with its tokenizer."""
-        prepare_folders()
-        from runtime.open import open_engine
-
-        return open_engine(model, options, backend)
-
-    def open_decoder(self, model: StoredModel, options: DecoderOptions, backend: str) -> tuple[Decoder, str]:
-        """Load a model without its tokenizer. Returns it and why this backend."""
-        prepare_folders()
-        from runtime.open import open_decoder
-
-        return open_decoder(model, options, backend)
+        return plan.open_engine()
 
     def profiles(self) -> ProfileStore:
         """Where tuning keeps what it found."""
@@ -161,50 +150,6 @@ class Services:
         from app.paths import chats_dir
 
         return chats_dir()
-
-    def within_budget(
-        self,
-        decoder: Decoder,
-        model: StoredModel,
-        *,
-        budget_percent: float,
-        progress: ProgressCallback,
-        cancelled: Cancelled,
-    ) -> tuple[Tuning | None, Problem | None]:
-        """Give a loaded model the compensation that a budget pays for, tuned first where no profile is saved."""
-        from runtime.tuning import within_budget
-
-        return within_budget(
-            decoder,
-            model,
-            budget_percent=budget_percent,
-            profiles=self.profiles(),
-            progress=progress,
-            cancelled=cancelled,
-        )
-
-    def tune(
-        self,
-        decoder: Decoder,
-        model: StoredModel,
-        *,
-        budget_percent: float,
-        force: bool,
-        progress: ProgressCallback,
-        cancelled: Cancelled,
-    ) -> Tuning:
-        """Tune a loaded model, or find its saved profile."""
-        from runtime.tuning import tune
-
-        return tune(
-            decoder,
-            model,
-            budget_percent=budget_percent,
-            profiles=self.profiles(),
-            force=force,
-            progress=progress,
-            cancelled=cancelled,
-        )
 
     def slowdown(self, decoder: Decoder, cancelled: Cancelled) -> float:
         """Measured slowdown, in percent, of decoding with the compensation that a loaded model has now."""

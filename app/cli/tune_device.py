@@ -147,7 +147,7 @@ def _check_usage(
 def _budget(asked: float | None) -> float:
     """The budget to tune for: what was asked for, else that of the settings, unless it is none."""
     from app.settings import load
-    from runtime.tuning import DEFAULT_BUDGET_PERCENT
+    from runtime.compensation import DEFAULT_BUDGET_PERCENT
 
     return asked or load().budget or DEFAULT_BUDGET_PERCENT
 
@@ -205,19 +205,20 @@ def _measured(
         KeyboardInterrupt: the person stopped it; what was measured is kept for the next time.
     """
     from app.settings import load
-    from runtime.tuning import layers_of
+    from runtime.tuning import layers_of, tune
     from tuner.search import Configuration
 
     stored = open_model(name or load().model or DEMO, services, output)
     context = min(_CONTEXT, stored.spec.max_context)
-    plan = load_plan(stored, LoadChoices(context=context, budget=budget, backend=backend), services, output)
-    decoder, _ = services.open_decoder(stored, plan.options, plan.backend)
+    choices = LoadChoices(context=context, compensation=options.compensation(budget), backend=backend)
+    decoder = load_plan(stored, choices, services, output).open_decoder()
     try:
         with Interrupt() as interrupt, output.progress() as progress:
-            tuning = services.tune(
+            tuning = tune(
                 decoder,
                 stored,
                 budget_percent=budget,
+                profiles=services.profiles(),
                 force=force,
                 progress=progress,
                 cancelled=interrupt.cancelled,

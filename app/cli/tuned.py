@@ -30,14 +30,15 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         model = services.demo() if name == DEMO else services.store().open(name)
     except (SettingsError, ModelError):
         return None
-    from app.cli.load import compensation
     from runtime.backends import backend
+    from runtime.compensation import of_settings
     from runtime.decoder import DecoderOptions
     from runtime.errors import BackendError
     from runtime.profile_key import profile_key
     from runtime.tuning import obstacle, tuning_of
 
-    fixed, budget = compensation(settings)
+    compensation = of_settings(settings.k_chunk, settings.budget)
+    budget = compensation.budget_percent
     report: dict[str, Any] = {
         "model": name,
         "budget_percent": budget,
@@ -47,8 +48,8 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
     }
     runner = backend(backend_name)
     problem = obstacle(runner, model, model.spec.max_context)
-    if fixed is not None:
-        return {**report, "reason": f"k_chunk is fixed at {fixed} by the settings"}
+    if budget is None:
+        return {**report, "reason": f"k_chunk is fixed at {compensation.k_chunk} by the settings"}
     if not budget:
         return {**report, "reason": "the slowdown budget is 0, so nothing is compensated"}
     if problem is not None:

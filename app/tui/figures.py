@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from rich.cells import cell_len
 
 from app.conversation import Statistics
+from runtime.compensation import Compensation
 
 SEPARATOR = " · "
 TWO_LINES = 56
 """Cells from which on there is room for a second line under an answer."""
-DEFAULT_BUDGET = 5.0
-"""Percent; what the runtime takes where a person chose nothing."""
 
 
 def byte_count(count: float) -> str:
@@ -77,9 +76,11 @@ def budget_text(budget_percent: float | None) -> str:
     return f"budget {budget_percent:g} %" if budget_percent else "budget off"
 
 
-def tuning_title(budget_percent: float | None) -> str:
-    """What tuning for a budget is called."""
-    budget = DEFAULT_BUDGET if budget_percent is None else budget_percent
+def tuning_title(compensation: Compensation) -> str:
+    """What applying a compensation to the model that runs is called."""
+    budget = compensation.budget_percent
+    if budget is None:
+        return f"Applying k_chunk {compensation.k_chunk}"
     return f"Tuning for a budget of {budget:g} %" if budget else "Switching compensation off"
 
 

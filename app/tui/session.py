@@ -20,6 +20,7 @@ from app.tui.recent import Recent
 from app.tui.runtime import ClientLike, SupervisorLike
 from app.tui.tally import Tally, reported, tallied
 from app.tui.work import Work
+from runtime.compensation import of_settings
 
 if TYPE_CHECKING:
     from app.protocol import ChatDelta
@@ -287,11 +288,12 @@ class Session:
         from runtime.wire.requests import LoadRequest
 
         settings = self.settings
+        wanted = of_settings(settings.k_chunk, settings.budget)
         request = LoadRequest(
             model=name,
             kv=settings.kv,
-            k_chunk=settings.k_chunk,
-            budget=settings.budget if settings.k_chunk is None else None,
+            k_chunk=wanted.k_chunk,
+            budget=wanted.budget_percent,
             context=settings.context,
             backend=settings.backend,
         )
@@ -330,15 +332,12 @@ class Session:
         await self._settled.wait()
         if self._client is None or not self.ready:
             return False
-        settings = self.settings
         waits = "waits for the answer to end" if self.generating else ""
-        if settings.k_chunk is not None:
-            title, request = f"Applying k_chunk {settings.k_chunk}", TuneRequest(k_chunk=settings.k_chunk)
-        else:
-            title, request = tuning_title(settings.budget), TuneRequest(budget=settings.budget, force=force)
+        wanted = of_settings(self.settings.k_chunk, self.settings.budget)
+        request = TuneRequest(k_chunk=wanted.k_chunk, budget=wanted.budget_percent, force=force)
         this = self._tuned_by = object()
         try:
-            done = await self._work.run(title, self._client.tune(request), self._why, message=waits)
+            done = await self._work.run(tuning_title(wanted), self._client.tune(request), self._why, message=waits)
         finally:
             if self._tuned_by is this:  # else another tuning took its place
                 self._tuned_by = None

@@ -7,55 +7,20 @@ Source: QDEC §4.3, Fig. 8 and 9.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from models.spec import LAYER_KINDS as LAYER_KINDS
-from runtime.errors import RequestError
+from runtime.compensation import CHUNK as CHUNK
+from runtime.compensation import k_chunk_of as k_chunk_of
+from runtime.compensation import layer_kind as layer_kind
 
-CHUNK = 1024
-"""Input channels of one local search; the last chunk of a matrix may be narrower."""
 BUCKETS = 32
 """Buckets of the approximate top-k, one for each thread of a warp."""
 HALF = BUCKETS // 2
 """Buckets under b15, and as many from b15 up."""
-
-
-def layer_kind(name: str) -> str:
-    """Layer type of a linear layer's name: `layers.3.qkv` is `qkv`, `head` is `head`."""
-    return name.rsplit(".", 1)[-1]
-
-
-def k_chunk_of(k_chunk: Mapping[str, int] | int, name: str) -> int:
-    """Salient channels per 1024 input channels of the linear layer `name`.
-
-    Args:
-        k_chunk: One number for every layer, or one by layer type; an absent type is not compensated.
-        name: Name of a linear layer, as in `ModelSpec.linear_names`.
-
-    Raises:
-        RequestError: an unknown layer type, or a number outside [0, 1024].
-    """
-    if not isinstance(k_chunk, int):
-        unknown = sorted(set(k_chunk) - set(LAYER_KINDS))
-        if unknown:
-            raise RequestError(f"k_chunk names the layer type {unknown[0]!r}; the types are {', '.join(LAYER_KINDS)}")
-        k_chunk = k_chunk.get(layer_kind(name), 0)
-    if not 0 <= k_chunk <= CHUNK:
-        raise RequestError(f"k_chunk is {k_chunk}; it counts channels of {CHUNK}, so give a number from 0 to {CHUNK}")
-    return k_chunk
-
-
-def k_chunk_by_type(k_chunk: Mapping[str, int] | int) -> dict[str, int]:
-    """k_chunk of every layer type.
-
-    Raises:
-        RequestError: as `k_chunk_of`.
-    """
-    return {kind: k_chunk_of(k_chunk, kind) for kind in LAYER_KINDS}
 
 
 def chunk_budget(width: int, k_chunk: int) -> int:

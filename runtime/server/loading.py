@@ -10,17 +10,17 @@ from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback
 from models.store import Store, StoredModel
 from runtime.backends import backend
+from runtime.compensation import Compensation, k_chunk_by_type
 from runtime.decoder import Decoder
 from runtime.errors import Cancelled
 from runtime.kv.saved_folder import SavedCaches, forget, holding
-from runtime.operations.channels import k_chunk_by_type
 from runtime.problem import Problem
 from runtime.server.catalogue import Bundle, StoreCatalogue
 from runtime.server.inspecting import MachineInspector
 from runtime.server.interfaces import LoadedModel
 from runtime.server.making import StoreWorkshop
 from runtime.server.service import Service
-from runtime.tuning import DEFAULT_BUDGET_PERCENT, PROFILES, within_budget
+from runtime.tuning import PROFILES, within_budget
 from runtime.wire.answers import Holding
 from runtime.wire.requests import LoadRequest, TuneRequest
 from tuner.profiles import ProfileStore
@@ -43,14 +43,14 @@ class StoreLoader:
         self,
         catalogue: StoreCatalogue,
         profiles: Path,
-        compensation: TuneRequest | None = None,
+        compensation: Compensation | None = None,
         *,
         chats: Path | None = None,
     ) -> None:
         self._catalogue = catalogue
         self._profiles = profiles
         self._chats = chats
-        self._compensation = compensation or TuneRequest(budget=DEFAULT_BUDGET_PERCENT)
+        self._compensation = compensation or Compensation()
 
     def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
         """Load a model, and tune it to its budget. A context longer than the model's own is cut to it.
@@ -60,11 +60,8 @@ class StoreLoader:
             ModelError: the model is missing or damaged.
             RuntimeFailure: memory does not suffice, or the backend cannot run it.
         """
-        from runtime.backend import ModelSizes
-        from runtime.decoder import DecoderOptions
+        from runtime.loading import plan_load
         from runtime.memory import CONVERSATIONS, cache_facts, describe
-        from runtime.open import open_engine
-        from runtime.placement import place
 
         def report(phase: str, message: str) -> None:
             if cancelled():
@@ -73,31 +70,18 @@ class StoreLoader:
 
         report("open", f"opening {request.model}")
         model = self._catalogue.open(request.model)
-        summary = model.info.summary
-        wanted = self._compensation
-        if request.k_chunk is not None or request.budget is not None:
-            wanted = TuneRequest(budget=request.budget, k_chunk=request.k_chunk)
-        by_type = k_chunk_by_type(wanted.k_chunk or 0)
-        compensated = any(by_type.values()) or (wanted.k_chunk is None and bool(wanted.budget))
-        placed = place(
-            model.spec,
-            ModelSizes(weight_bytes=summary.gpu_bytes, residual_bytes=summary.residual_bytes),
+        compensation = request.compensation or self._compensation
+        plan = plan_load(
+            model,
+            compensation,
             kv=request.kv or "fp16",
             context=None if request.context is None else min(request.context, model.spec.max_context),
             asked=request.backend,
-            compensated=compensated,
             slots=CONVERSATIONS,
         )
-        placed.backend.prepare(model, request.kv or "fp16", compensated=compensated, progress=progress)
-        report("load", f"loading {request.model}: {describe(placed.plan)}")
-        options = DecoderOptions(
-            kv=request.kv or "fp16",
-            context=placed.plan.context,
-            slots=placed.plan.slots,
-            pages=placed.plan.pages,
-            k_chunk=by_type,
-        )
-        engine = open_engine(model, options, placed.asked)
+        plan.prepare(progress)
+        report("load", f"loading {request.model}: {describe(plan.memory)}")
+        engine = plan.open_engine()
         if cancelled():
             engine.close()
             raise Cancelled("the load was stopped")
@@ -107,17 +91,17 @@ class StoreLoader:
             backend=engine.decoder.backend,
             reason=engine.reason,
             bits=model.recipe.bits,
-            kv=options.kv,
-            k_chunk=by_type,
-            context=options.context,
+            kv=plan.options.kv,
+            k_chunk=compensation.by_type,
+            context=plan.options.context,
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
             problems=_lacking(engine.decoder),
-            caches=cache_facts(model.spec, placed.plan),
+            caches=cache_facts(model.spec, plan.memory),
         )
         try:
-            if wanted.k_chunk is None:
-                loaded = self._tuned(loaded, model, wanted, progress, cancelled)
+            if compensation.budget_percent is not None:
+                loaded = self._tuned(loaded, model, compensation.budget_percent, progress, cancelled)
             self._remember(engine, model)
         except BaseException:
             engine.close()
@@ -156,28 +140,31 @@ class StoreLoader:
             RequestError: the model has no residuals, and a k_chunk asks for compensation.
             ModelError: the model's files are gone.
         """
-        if request.k_chunk is not None:
-            by_type = k_chunk_by_type(request.k_chunk)
+        wanted = request.compensation
+        if wanted.budget_percent is None:
             decoder = _engine(loaded).decoder
-            decoder.set_k_chunk(by_type)
-            return replace(loaded, k_chunk=by_type, tuning=None, problems=_lacking(decoder))
-        return self._tuned(loaded, self._catalogue.open(loaded.name), request, progress, cancelled)
+            decoder.set_k_chunk(wanted.by_type)
+            return replace(loaded, k_chunk=wanted.by_type, tuning=None, problems=_lacking(decoder))
+        model = self._catalogue.open(loaded.name)
+        return self._tuned(loaded, model, wanted.budget_percent, progress, cancelled, force=request.force)
 
     def _tuned(
         self,
         loaded: LoadedModel,
         model: StoredModel,
-        request: TuneRequest,
+        budget_percent: float,
         progress: ProgressCallback,
         cancelled: CancelledCheck,
+        *,
+        force: bool = False,
     ) -> LoadedModel:
         with _engine(loaded).lent() as decoder:
             found, problem = within_budget(
                 decoder,
                 model,
-                budget_percent=DEFAULT_BUDGET_PERCENT if request.budget is None else request.budget,
+                budget_percent=budget_percent,
                 profiles=ProfileStore(self._profiles),
-                force=request.force,
+                force=force,
                 progress=progress,
                 cancelled=cancelled,
             )
@@ -206,7 +193,7 @@ def open_service(
     home: Path,
     bundle: Bundle,
     *,
-    compensation: TuneRequest | None = None,
+    compensation: Compensation | None = None,
     idle_unload_s: float | None = None,
     chats: Path | None = None,
 ) -> Service:

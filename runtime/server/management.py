@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from models.progress import Progress
+from runtime.errors import RequestError
 from runtime.server.answer import json_answer
 from runtime.server.errors import unknown_model
 from runtime.server.requests import INVALID, MISSING, read_object, refused
@@ -77,8 +78,10 @@ class ManagementInterface:
     async def tune(self, request: Request) -> Response:
         """POST /runtime/tune."""
         wanted = await _read(request, TuneRequest)
-        if wanted.budget is not None and wanted.k_chunk is not None:
-            raise refused("k_chunk", "a k_chunk and a budget exclude each other: leave out one of them")
+        try:
+            _ = wanted.compensation
+        except RequestError as error:
+            raise refused("k_chunk", str(error)) from error
         return await self._stream(self._done(self.service.tune(wanted)))
 
     async def device(self, _request: Request) -> Response:

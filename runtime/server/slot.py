@@ -134,7 +134,8 @@ class ModelSlot:
             loaded, target = self._loaded, self._target
         if target is None:
             raise conflict("no model is loaded, so there is nothing to tune: load one first", "no_model")
-        wanted = replace(target, k_chunk=request.k_chunk, budget=request.budget)
+        compensation = request.compensation
+        wanted = replace(target, k_chunk=compensation.k_chunk, budget=compensation.budget_percent)
         if loaded is None:
             loaded = self.load(wanted, progress, cancelled)
             if not request.force:

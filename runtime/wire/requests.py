@@ -8,12 +8,13 @@ from typing import Annotated
 
 from models.recipe import DEFAULT_METHOD, LARGEST_BITS, SMALLEST_BITS, Method
 from models.spec import LAYER_KINDS
+from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation, of_settings
 from runtime.kv.kinds import KVKind
 from runtime.wire.codec import OneOf, Within
 
 Name = Annotated[str, Within(1, 300)]
-Chunk = Annotated[int, Within(0, 1024)]
-Budget = Annotated[float, Within(0, 100)]
+Chunk = Annotated[int, Within(0, CHUNK)]
+Budget = Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)]
 LayerKind = Annotated[str, OneOf(LAYER_KINDS)]
 
 
@@ -34,6 +35,11 @@ class LoadRequest:
     backend: Annotated[str, Within(1, 40)] = "auto"
     """Which backend."""
 
+    @property
+    def compensation(self) -> Compensation | None:
+        """What decides how much is compensated; None leaves it to the runtime."""
+        return None if self.k_chunk is None and self.budget is None else of_settings(self.k_chunk, self.budget)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRequest:
@@ -45,6 +51,11 @@ class TuneRequest:
     """Compensated channels per 1024, instead of a budget."""
     force: bool = False
     """Whether to measure again even if a profile was saved."""
+
+    @property
+    def compensation(self) -> Compensation:
+        """What decides how much is compensated from now on; a `RequestError` where both are given."""
+        return Compensation(k_chunk=self.k_chunk, budget_percent=self.budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

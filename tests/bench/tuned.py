@@ -29,10 +29,11 @@ from assets import calibration_text, demo_path
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
+from runtime.compensation import k_chunk_by_type
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.evaluate import perplexity
 from runtime.open import open_decoder
-from runtime.operations.channels import LAYER_KINDS, k_chunk_by_type
+from runtime.operations.channels import LAYER_KINDS
 from runtime.profile_key import content_id
 from runtime.timing import DecodeTimer
 from runtime.tokenizer import Tokenizer

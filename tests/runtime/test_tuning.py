@@ -21,9 +21,9 @@ from runtime import tuning
 from runtime.backend import Device
 from runtime.backends import backend
 from runtime.clocks import NOISE_PERCENT, Clocks, Decided, Ratios, Readings
+from runtime.compensation import k_chunk_by_type
 from runtime.decoder import DecoderOptions
 from runtime.errors import BackendError, Cancelled, RequestError
-from runtime.operations.channels import k_chunk_by_type
 from runtime.wire.codec import to_json
 from tuner.errors import TimerError
 from tuner.profiles import ProfileStore

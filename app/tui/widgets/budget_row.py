@@ -11,9 +11,10 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Input, RadioButton, RadioSet, Static
 
 from app.settings import UNSET, Settings
-from app.tui.figures import DEFAULT_BUDGET, SEPARATOR, compensated, k_chunk_text, percent
+from app.tui.figures import SEPARATOR, compensated, k_chunk_text, percent
 from app.tui.printable import printable
 from app.tui.widgets.setting_row import SettingRow
+from runtime.compensation import DEFAULT_BUDGET_PERCENT, of_settings
 
 if TYPE_CHECKING:
     from runtime.wire.answers import Status
@@ -30,7 +31,7 @@ class BudgetRow(SettingRow):
 
     def compose(self) -> ComposeResult:
         """The choice, the field of a custom number, the problem, the effect."""
-        value = self._value if isinstance(self._value, float) else DEFAULT_BUDGET
+        value = self._value if isinstance(self._value, float) else DEFAULT_BUDGET_PERCENT
         at = CHOICES.index(value) if value in CHOICES else CUSTOM
         labels = [*(f"{choice:g} %" if choice else "off" for choice in CHOICES), "custom"]
         with Vertical(classes="budget-body"):
@@ -70,7 +71,7 @@ class BudgetRow(SettingRow):
         at = self.query_one(RadioSet).pressed_index
         if at == CUSTOM:
             return self.query_one(Input).value.strip().removesuffix("%").rstrip()
-        return UNSET if self._value is None and CHOICES[at] == DEFAULT_BUDGET else str(CHOICES[at])
+        return UNSET if self._value is None and CHOICES[at] == DEFAULT_BUDGET_PERCENT else str(CHOICES[at])
 
     def show_effect(self, lines: Sequence[str]) -> None:
         """Say what the budget buys."""
@@ -97,18 +98,18 @@ def effect(
     if status is None:
         return ["What it buys is shown here once a model is loaded."]
     lines = []
-    wanted = DEFAULT_BUDGET if settings.budget is None else settings.budget
-    if settings.k_chunk is not None:
-        lines.append(f"k_chunk {settings.k_chunk} is set below and overrides the budget.")
+    wanted = of_settings(settings.k_chunk, settings.budget)
+    if wanted.budget_percent is None:
+        lines.append(f"k_chunk {wanted.k_chunk} is set below and overrides the budget.")
     elif tuning:
         lines.append("Another budget is being applied; until then:")
-    elif status.budget_percent is not None and status.budget_percent != wanted:
+    elif status.budget_percent is not None and status.budget_percent != wanted.budget_percent:
         lines.append(f"Not applied yet: still {status.budget_percent:g} %. F4, then R, tries again.")
     lines.append(_chunks(status) if compensated(status.k_chunk) else "no compensation: the plain low-bit model")
     if cost := _cost(status, report):
         lines.append(cost)
     lines.append(f"{speed:.1f} tok/s in the last answer" if speed is not None else "tok/s: after the next answer")
-    if report is not None and settings.k_chunk is None and status.budget_percent is None:
+    if report is not None and wanted.budget_percent is not None and status.budget_percent is None:
         lines += [f"{problem.what} → {problem.fix}" for problem in report.problems]  # why the budget has no effect
     return lines
 

@@ -49,11 +49,8 @@ class CountingEngine:
 
 
 class ScriptedServices(Services):
-    def open_engine(self, _model: Any, options: Any, _backend: str) -> Any:
-        return CountingEngine(options)
-
-    def within_budget(self, *_: Any, **__: Any) -> Any:
-        return None, None
+    def open_engine(self, plan: Any) -> Any:
+        return CountingEngine(plan.options)
 
     def cached(self, _name: str) -> None:
         return None

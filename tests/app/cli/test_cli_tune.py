@@ -13,6 +13,7 @@ import pytest
 from app.cli import main as program
 from runtime import clocks as clocking
 from runtime import tuning
+from runtime.compensation import Compensation
 from runtime.errors import BackendError
 from tuner.errors import TimerError
 
@@ -190,18 +191,16 @@ def test_run_is_tuned_once_and_says_so(answer: Answer, run: Callable[..., Any], 
     assert answer(*arguments, "--budget", 0)["k_chunk"] == dict.fromkeys(KINDS, 0)
 
 
-def test_without_a_word_the_budget_is_5(
-    answer: Answer, clock: Clock, monkeypatch: pytest.MonkeyPatch, services: Any
-) -> None:
+def test_without_a_word_the_budget_is_5(answer: Answer, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOWBIT_CHAT_BUDGET")
     asked: list[float] = []
-    within_budget = services.within_budget
+    within_budget = tuning.within_budget
 
     def spy(*arguments: Any, budget_percent: float, **options: Any) -> Any:
         asked.append(budget_percent)
         return within_budget(*arguments, budget_percent=budget_percent, **options)
 
-    services.within_budget = spy
+    monkeypatch.setattr(tuning, "within_budget", spy)
     answer("run", "demo", "hi", "--max-tokens", 1)
     monkeypatch.setenv("LOWBIT_CHAT_K_CHUNK", "7")
     assert set(answer("run", "demo", "hi", "--max-tokens", 1)["k_chunk"].values()) == {7}
@@ -240,11 +239,11 @@ def test_eval_with_a_budget(answer: Answer, run: Callable[..., Any], clock: Cloc
 
 @pytest.mark.parametrize("hindrance", [("--backend", "reference"), ("--window", 8)], ids=lambda value: value[0])
 def test_eval_where_a_budget_has_no_effect(
-    run: Callable[..., Any], tmp_path: Path, services: Any, hindrance: tuple[object, ...]
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hindrance: tuple[object, ...]
 ) -> None:
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog.\n")
-    services.within_budget = None  # must not even be tried
+    monkeypatch.setattr(tuning, "within_budget", None)  # must not even be tried
     result = run("eval", "demo", "--text", file, "--budget", 8, *hindrance, "--json")
     assert set(json.loads(result.stdout)["k_chunk"].values()) == {0}
     assert "fixed k_chunk" in result.stderr
@@ -271,13 +270,12 @@ def test_the_programs_own_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_serve_passes_the_budget_on(run: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from runtime.server import serve
-    from runtime.wire.requests import TuneRequest
 
     served: list[Any] = []
     services.service = served.append
     monkeypatch.setattr(serve, "run", lambda _service, *, model, **_: served.append(model) or 0)
     run("serve", "--model", "demo", "--budget", 2.5)
     run("serve", "--k-chunk", 4)
-    assert served[0] == TuneRequest(budget=2.5)
-    assert (served[1].model, served[1].budget, served[1].k_chunk) == ("demo", 2.5, None)
-    assert served[2] == TuneRequest(k_chunk=4)
+    assert served[0] == Compensation(budget_percent=2.5)
+    assert (served[1].model, served[1].compensation) == ("demo", None), "that of the service applies"
+    assert served[2] == Compensation(k_chunk=4)

@@ -11,6 +11,7 @@ from app.tui.printable import printable
 from app.tui.widgets.composer import context_line
 from app.tui.widgets.progress_panel import bar
 from models.progress import Progress
+from runtime.compensation import Compensation
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,8 @@ def test_percentages(value: float, text: str) -> None:
 def test_tuning_is_told_in_words() -> None:
     meter = Meter("Loading demo", lambda: 0.0)
     assert meter.take(report("tune", 3, 60, "timings", "timing qkv")).line == "Loading demo · tuning · timing qkv"
-    meter = Meter(figures.tuning_title(None), lambda: 0.0, "waits for the answer to end")
+    meter = Meter(figures.tuning_title(Compensation()), lambda: 0.0, "waits for the answer to end")
     assert meter.job.line == "Tuning for a budget of 5 % · waits for the answer to end"
     assert meter.take(report("tune", 3, 60, "timings", "timing qkv")).line == "Tuning for a budget of 5 % · timing qkv"
-    assert figures.tuning_title(0.0) == "Switching compensation off"
+    assert figures.tuning_title(Compensation(budget_percent=0)) == "Switching compensation off"
+    assert figures.tuning_title(Compensation(k_chunk=9)) == "Applying k_chunk 9"

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.errors import RequestError
 from runtime.operations import channels as budget
 from tests.close import assert_close
 
@@ -42,19 +41,6 @@ def test_every_chunk_gets_something_and_never_more_than_it_has(width: int, k_chu
     assert all(1 <= share <= 1024 for share in shares)
     assert sum(shares) <= width
     assert budget.total_budget(width, 1024) == width
-
-
-def test_k_chunk_by_layer_type() -> None:
-    assert budget.k_chunk_of(5, "layers.2.down") == 5
-    assert budget.k_chunk_of({"down": 7}, "layers.2.down") == 7
-    assert budget.k_chunk_of({"down": 7}, "layers.2.o") == 0
-    assert budget.k_chunk_of({"head": 3}, "head") == 3
-
-
-@pytest.mark.parametrize(("value", "word"), [({"dwon": 7}, "dwon"), (-1, "-1"), ({"o": 1025}, "1025")])
-def test_a_wrong_k_chunk_is_named(value: object, word: str) -> None:
-    with pytest.raises(RequestError, match=word):
-        budget.k_chunk_of(value, "layers.0.o")  # type: ignore[arg-type]
 
 
 def test_boundaries_are_those_of_fig_9() -> None:

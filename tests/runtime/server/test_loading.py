@@ -17,6 +17,7 @@ from models.progress import Progress, ignore_progress, never_cancelled
 from models.store import Store
 from runtime import tuning
 from runtime.clocks import Clocks
+from runtime.compensation import DEFAULT_BUDGET_PERCENT, Compensation
 from runtime.decoder import Step
 from runtime.errors import BackendError, Cancelled, RequestError
 from runtime.kv.kinds import KINDS
@@ -29,7 +30,6 @@ from runtime.server.inspecting import MachineInspector
 from runtime.server.loading import StoreLoader, open_service
 from runtime.server.making import StoreWorkshop
 from runtime.server.security import Security
-from runtime.tuning import DEFAULT_BUDGET_PERCENT
 from runtime.wire.answers import Holding
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
@@ -109,7 +109,7 @@ def test_a_context_longer_than_the_models_is_cut(catalogue: StoreCatalogue, load
 
 def test_chats_share_a_pool_and_are_kept_where_there_is_a_folder(catalogue: StoreCatalogue, tmp_path: Path) -> None:
     for chats in (None, tmp_path / "chats"):
-        loader = StoreLoader(catalogue, tmp_path / "profiles", TuneRequest(k_chunk=0), chats=chats)
+        loader = StoreLoader(catalogue, tmp_path / "profiles", Compensation(k_chunk=0), chats=chats)
         loaded = loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, never_cancelled)
         options = loaded.engine.decoder.options  # type: ignore[attr-defined]
         assert (options.slots, options.pages) == (4, KINDS["fp16"].max_pages(options.context))
@@ -225,8 +225,8 @@ def test_without_a_word_the_loaders_compensation_applies(
 ) -> None:
     for compensation, expected in (
         (None, DEFAULT_BUDGET_PERCENT),
-        (TuneRequest(budget=20), 20),
-        (TuneRequest(k_chunk=7), None),
+        (Compensation(budget_percent=20), 20),
+        (Compensation(k_chunk=7), None),
     ):
         loader = StoreLoader(catalogue, tmp_path / "profiles", compensation)
         loaded = loader.load(LoadRequest(model="demo", context=64), ignore_progress, never_cancelled)

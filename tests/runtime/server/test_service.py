@@ -8,6 +8,7 @@ from contextlib import aclosing
 import pytest
 from fake_engine import CONTEXT, SLOW_BUDGET, FakeHouse, make_service
 
+from runtime.compensation import DEFAULT_BUDGET_PERCENT
 from runtime.errors import RequestError
 from runtime.generation import Piece
 from runtime.sampling import SamplingOptions
@@ -193,6 +194,13 @@ async def test_a_model_loaded_again_keeps_the_budget_it_was_tuned_for(service: S
     await tune(service, budget=20.0)
     await answer(service, "echo x", "org/other")
     assert house.loads[-1] == LoadRequest(model="org/other", budget=20.0)
+
+
+async def test_a_tuning_without_a_word_is_for_the_default_budget(service: Service, house: FakeHouse) -> None:
+    await load(service, k_chunk=8)
+    await tune(service)
+    await answer(service, "echo x", "org/other")
+    assert house.loads[-1] == LoadRequest(model="org/other", budget=DEFAULT_BUDGET_PERCENT)
 
 
 async def test_answers_carry_the_compensation_they_had(service: Service) -> None:

@@ -79,10 +79,8 @@ def fetch_ahead(residual: Residual, salient: Salient, columns: Columns) -> None:
 
     The rows lie apart in main memory, each in a page of its own: read one by one they cost more than they weigh.
     """
-    first, size = (
-        residual.codes + columns.start * residual.bits // 8,
-        (columns.stop - columns.start) * residual.bits // 8,
-    )
+    first = residual.codes + columns.start * residual.bits // 8
+    size = (columns.stop - columns.start) * residual.bits // 8
     for i in range(salient.count):
         row = first + residual.stride * numba.int64(get_int(salient.chosen + 4 * i))
         for line in range(0, size, 64):

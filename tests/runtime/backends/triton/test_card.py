@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from runtime import open as opening
-from runtime.backend import ModelSizes
 from runtime.backends import backend
 from runtime.backends.triton import card as gpu
 from runtime.backends.triton import link
+from runtime.compensation import Compensation
 from runtime.decoder import DecoderOptions
 from runtime.errors import BackendError, OutOfMemoryError
-from runtime.placement import place
+from runtime.loading import LoadPlan, plan_load
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo, PcieLink
 
@@ -95,16 +96,19 @@ def test_what_does_not_fit_the_card_is_planned_for_main_memory(
 ) -> None:
     cards(CARD)
     room = MemoryInfo(total_bytes=64 << 30, available_bytes=48 << 30, limit_bytes=None)
-    want = {"kv": "fp16", "context": None, "compensated": True, "memory": room}
-    small, large = (
-        place(tiny_spec(), ModelSizes(weight_bytes=size << 30, residual_bytes=8 << 30), **want) for size in (1, 5)
-    )
-    assert (small.asked, small.backend.name, small.plan.available_bytes) == ("auto", "triton", 5 << 30)
-    assert (large.asked, large.backend.name, large.plan.available_bytes) == ("cpu", "cpu", 48 << 30)
+
+    def planned(size: int, asked: str = "auto") -> LoadPlan:
+        summary = SimpleNamespace(gpu_bytes=size << 30, residual_bytes=8 << 30)
+        model: Any = SimpleNamespace(spec=tiny_spec(), info=SimpleNamespace(summary=summary))
+        return plan_load(model, Compensation(), asked=asked, memory=room)
+
+    small, large = planned(1), planned(5)
+    assert (small.asked, small.backend.name, small.memory.available_bytes) == ("auto", "triton", 5 << 30)
+    assert (large.asked, large.backend.name, large.memory.available_bytes) == ("cpu", "cpu", 48 << 30)
     with pytest.raises(OutOfMemoryError):
-        place(tiny_spec(), ModelSizes(weight_bytes=5 << 30), asked="triton", **want)
+        planned(5, "triton")
     with pytest.raises(OutOfMemoryError):
-        place(tiny_spec(), ModelSizes(weight_bytes=50 << 30), **want)
+        planned(50)
 
 
 def test_a_card_that_is_gone(cards: Callable[..., None]) -> None:

@@ -1,0 +1,100 @@
+"""What decides how much of a model is compensated: a fixed `k_chunk`, or a budget of slowdown that buys one.
+
+Cheap to import: the command line and the terminal UI say with it what they want.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from models.spec import LAYER_KINDS
+from runtime.errors import RequestError
+
+CHUNK = 1024
+"""Input channels of one local search, which `k_chunk` is counted of; the last chunk of a matrix may be narrower."""
+LARGEST_BUDGET_PERCENT = 100
+"""Twice the time of a token."""
+DEFAULT_BUDGET_PERCENT = 5.0
+"""Slowdown that compensation may cost where nobody said how much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compensation:
+    """A fixed k_chunk, or a slowdown budget; given neither, the default budget.
+
+    Raises:
+        RequestError: both are given, or what is given is out of range.
+    """
+
+    k_chunk: Mapping[str, int] | int | None = None
+    """Salient channels per 1024 input channels: one number, or one by layer type; 0 is none."""
+    budget_percent: float | None = None
+    """Slowdown of decoding that compensation may cost, in [0, 100]; 0 is no compensation."""
+
+    def __post_init__(self) -> None:
+        if self.k_chunk is None:
+            budget = DEFAULT_BUDGET_PERCENT if self.budget_percent is None else self.budget_percent
+            check_budget(budget)
+            object.__setattr__(self, "budget_percent", budget)
+        elif self.budget_percent is not None:
+            raise RequestError("a k_chunk and a budget exclude each other: leave out one of them")
+        else:
+            k_chunk_by_type(self.k_chunk)
+
+    @property
+    def by_type(self) -> dict[str, int]:
+        """The fixed k_chunk of every layer type; 0 where a budget decides, for it has bought nothing yet."""
+        return k_chunk_by_type(self.k_chunk or 0)
+
+    @property
+    def possible(self) -> bool:
+        """Whether anything may come to be compensated."""
+        return bool(self.budget_percent) or any(self.by_type.values())
+
+
+def of_settings(
+    k_chunk: Mapping[str, int] | int | None, budget_percent: float | None, asked: Compensation | None = None
+) -> Compensation:
+    """What decides: what the command line asked for, else a k_chunk of the settings, else a budget of theirs."""
+    return asked or Compensation(k_chunk=k_chunk, budget_percent=budget_percent if k_chunk is None else None)
+
+
+def check_budget(budget_percent: float) -> None:
+    """Raise a `RequestError` where a budget is not in [0, 100]."""
+    if not 0 <= budget_percent <= LARGEST_BUDGET_PERCENT:
+        raise RequestError(f"a slowdown budget is from 0 to {LARGEST_BUDGET_PERCENT} percent, not {budget_percent:g}")
+
+
+def layer_kind(name: str) -> str:
+    """Layer type of a linear layer's name: `layers.3.qkv` is `qkv`, `head` is `head`."""
+    return name.rsplit(".", 1)[-1]
+
+
+def k_chunk_of(k_chunk: Mapping[str, int] | int, name: str) -> int:
+    """Salient channels per 1024 input channels of the linear layer `name`.
+
+    Args:
+        k_chunk: One number for every layer, or one by layer type; an absent type is not compensated.
+        name: Name of a linear layer, as in `ModelSpec.linear_names`.
+
+    Raises:
+        RequestError: an unknown layer type, or a number outside [0, 1024].
+    """
+    if not isinstance(k_chunk, int):
+        unknown = sorted(set(k_chunk) - set(LAYER_KINDS))
+        if unknown:
+            raise RequestError(f"k_chunk names the layer type {unknown[0]!r}; the types are {', '.join(LAYER_KINDS)}")
+        k_chunk = k_chunk.get(layer_kind(name), 0)
+    if not 0 <= k_chunk <= CHUNK:
+        raise RequestError(f"k_chunk is {k_chunk}; it counts channels of {CHUNK}, so give a number from 0 to {CHUNK}")
+    return k_chunk
+
+
+def k_chunk_by_type(k_chunk: Mapping[str, int] | int) -> dict[str, int]:
+    """k_chunk of every layer type.
+
+    Raises:
+        RequestError: as `k_chunk_of`.
+    """
+    return {kind: k_chunk_of(k_chunk, kind) for kind in LAYER_KINDS}
