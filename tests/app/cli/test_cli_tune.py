@@ -208,6 +208,20 @@ def test_without_a_word_the_budget_is_5(answer: Answer, clock: Clock, monkeypatc
     assert asked == [5, 20]
 
 
+def test_what_nobody_asked_for_is_not_spoken_of(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "8")
+    monkeypatch.setenv("LOWBIT_CHAT_CONTEXT", "100000")  # more than the model has
+    arguments = ("run", "demo", "hi", "--max-tokens", 1, "--backend", "reference")
+    assert run(*arguments).stderr == ""
+    assert "not tuned" in run(*arguments, "--budget", 8).stderr
+
+
+def test_bench_compensates_only_where_it_is_asked_to(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "8")
+    monkeypatch.setattr(tuning, "within_budget", None)  # must not even be tried
+    assert "k_chunk" not in answer("bench", "demo", "--prompt-tokens", 20, "--decode-tokens", 10)
+
+
 def test_ctrl_c_while_tuning_is_130(run: Callable[..., Any], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     import signal
 
