@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,8 @@ _STAMP_S: Final = 3600.0
 """Seconds after which a use is noted again."""
 _SUPERSEDED_S: Final = 86400.0
 """Seconds after its last use that code is removed of which there is another version, used later."""
+_PATIENCE_S: Final = 300.0
+"""How long a process waits for another that makes the same; then it makes it itself."""
 _FORGOTTEN_S: Final = 60 * 86400.0
 """Seconds after its last use that any code is removed."""
 
@@ -31,6 +34,25 @@ _FORGOTTEN_S: Final = 60 * 86400.0
 def file_of(folder: Path, symbol: str) -> Path:
     """The file in a folder for a unit's machine code."""
     return folder / f"{symbol}.code"
+
+
+@contextlib.contextmanager
+def one_at_a_time(file: Path) -> Iterator[None]:
+    """Let one process make a file while others wait; where nothing can be locked, all do."""
+    import filelock
+
+    locks = file.parent / "locks"
+    lock = filelock.FileLock(locks / f"{file.stem.rpartition('-')[0]}.lock", timeout=_PATIENCE_S)
+    try:
+        locks.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock.acquire()
+    except (OSError, NotImplementedError, filelock.Timeout):
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def read(file: Path) -> bytes | None:

@@ -91,12 +91,20 @@ class Unit:
     def keep(self) -> bytes:
         """Compile it and keep its machine code for other processes; where nothing can be kept it goes without.
 
+        What another process makes meanwhile is waited for and taken.
+
         Returns:
             The machine code.
 
         Raises:
             BackendError: it cannot be compiled here.
         """
+        with kept.one_at_a_time(self.file):
+            code = kept.read(self.file)
+            return self._made() if code is None else code
+
+    def _made(self) -> bytes:
+        """Compile and keep. Raises as `keep`."""
         try:
             code = machine_code(self._function, self.symbol)
         except Exception as error:  # numba's, LLVM's: no common base

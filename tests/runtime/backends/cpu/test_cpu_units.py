@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 import types as python
 from collections import namedtuple
@@ -292,7 +293,7 @@ def test_damaged_machine_code_is_made_anew(
     assert works(first)
     assert works(Unit(note_address))
     assert len(compiled) == 1
-    (file,) = folder.iterdir()
+    (file,) = folder.glob("*.code")
     file.write_bytes(damage(file.read_bytes()))
     assert works(Unit(note_address))
     assert len(compiled) == 2
@@ -314,7 +315,7 @@ def test_a_file_under_another_name_is_not_believed(folder: Path, monkeypatch: py
 def test_a_killed_process_leaves_nothing_that_disturbs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while it wrote: there is a part of a file beside where the file was to be."""
     assert works(Unit(note_address))
-    (file,) = folder.iterdir()
+    (file,) = folder.glob("*.code")
     part = file.rename(file.with_suffix(".0123.part"))
     compiled = count_compilations(monkeypatch)
     assert not Unit(note_address).is_compiled
@@ -403,7 +404,7 @@ def test_what_cannot_be_compiled_is_a_backend_error(folder: Path) -> None:
 
     with pytest.raises(BackendError, match="the kernel 'unknown' cannot be built here"):
         Unit(unknown)(1)
-    assert not folder.exists()
+    assert not list(folder.glob("*.code"))
 
 
 def note_through_the_interpreter(to: int, value: int) -> None:
@@ -439,7 +440,7 @@ def test_units_are_compiled_in_processes_and_counted(
     told: list[tuple[int, int]] = []
     build([*uncompiled, *uncompiled], lambda done, total: told.append((done, total)))
     assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    assert {file.stem for file in folder.iterdir()} == {unit.symbol for unit in uncompiled}
+    assert {file.stem for file in folder.glob("*.code")} == {unit.symbol for unit in uncompiled}
     assert all(unit.address for unit in uncompiled)
     assert here == []
     build(uncompiled, lambda *_: pytest.fail("there was nothing to do"))
@@ -480,3 +481,18 @@ def test_a_model_needs_the_products_of_its_weights_only(stored: StoredModel) -> 
     weights = {unit for own in bits for unit in (products_of[own], repacking.UNIFORM[own])}
     assert plain == {*needed(KINDS["fp16"]), *weights}
     assert compensated - plain == {products.compensate_4, selection.select_by_buckets}
+
+
+def test_two_processes_make_a_unit_once(folder: Path) -> None:
+    """The second waits for the first and takes what it made."""
+    unit = Unit(note_address)
+    with kept.one_at_a_time(unit.file):
+        waiting = threading.Thread(target=unit.prepare)
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        other = Unit(note_address)._made()
+        written = unit.file.stat().st_mtime_ns
+    waiting.join(60)
+    assert kept.read(unit.file) == other
+    assert unit.file.stat().st_mtime_ns == written
