@@ -27,7 +27,7 @@ from tests.bench.gpu.matrices import RandomModel
 from tests.bench.gpu.report import Part, Row
 from tests.bench.gpu.sizes import Sizes
 from tuner.devices import DEVICES
-from tuner.search import Configuration, tune
+from tuner.search import Search
 from tuner.shapes import LayerShape
 from tuner.simulate import SimulatedTimer
 from tuner.timer import Timer
@@ -101,8 +101,10 @@ def _budget(decoder: TritonDecoder, timer: Timer, budget: float, sizes: Sizes, s
     n_tb: Mapping[str, int] = {}
     if budget:
         began = time.monotonic()
-        found = tune(layers(decoder.spec), timer, budget_percent=budget, sm_count=sm_count, limit=_SHARED_BYTES)
-        held, slowdown = _held(decoder, found, budget, sizes.readings)
+        search = Search(layers(decoder.spec), timer, sm_count=sm_count, limit=_SHARED_BYTES)
+        found = search.within(budget)
+        measured = DecodeTimer(decoder, seconds=SLOWDOWN_SECONDS).slowdown
+        held, slowdown = hold(found, measured, budget, search.smaller, readings=sizes.readings)
         k_chunk, n_tb = held.k_chunk, held.n_tb
         row = {
             "n_tb_max": found.n_tb_max,
@@ -139,11 +141,6 @@ def _timer(decoder: TritonDecoder, bits: int, device: torch.device) -> Timer:
     if device.type == "cuda":
         return CudaTimer(decoder)
     return SimulatedTimer(DEVICES["rtx-4050m"], layers(decoder.spec), bits)
-
-
-def _held(decoder: TritonDecoder, found: Configuration, budget: float, readings: int) -> tuple[Configuration, float]:
-    """Back off until the measured slowdown keeps the budget."""
-    return hold(found, DecodeTimer(decoder, seconds=SLOWDOWN_SECONDS).slowdown, budget, readings=readings)
 
 
 def _seconds_per_token(decoder: TritonDecoder, tokens: int) -> float:
