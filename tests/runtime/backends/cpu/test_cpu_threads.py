@@ -1,0 +1,62 @@
+"""Threads that share a program: any number of them, joining and leaving, gives the same numbers, and nobody is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.backends.cpu.machine import sync
+from runtime.decoder import DecoderOptions, Step
+
+
+def decode(decoder: CpuDecoder, position: int) -> np.ndarray[Any, Any]:
+    row = np.zeros(1, np.int32)
+    step = Step(tokens=row + 7 * position % 50, slots=row, positions=row + position, logit_rows=row)
+    return decoder.forward(step).copy()
+
+
+@pytest.fixture
+def decoder(tiny_model: Callable[..., Any]) -> CpuDecoder:
+    return CpuDecoder(tiny_model(), DecoderOptions(context=64, threads=5, k_chunk=64))
+
+
+def test_crews_of_any_size_give_the_same_numbers(decoder: CpuDecoder, tiny_model: Callable[..., Any]) -> None:
+    alone = CpuDecoder(tiny_model(), DecoderOptions(context=64, threads=1, k_chunk=64))
+    wanted = [decode(alone, position) for position in range(40)]
+    rng = np.random.default_rng(0)
+    with decoder.session():
+        for _ in range(5):
+            for position in range(40):
+                decoder._pool._crew.size = decoder._pool._crew._kept = int(rng.integers(1, 6))
+                np.testing.assert_array_equal(decode(decoder, position), wanted[position])
+
+
+def test_threads_that_slept_are_woken(decoder: CpuDecoder) -> None:
+    with decoder.session():
+        first = decode(decoder, 0)
+        time.sleep(0.05)  # long past the spinning
+        assert decoder._control[sync.SLEEPERS] > 0
+        np.testing.assert_array_equal(decode(decoder, 0), first)
+
+
+def test_sessions_end_and_begin_again_without_a_thread_left(decoder: CpuDecoder) -> None:
+    before = threading.active_count()
+    first = decode(decoder, 0)
+    for _ in range(20):
+        with decoder.session():
+            np.testing.assert_array_equal(decode(decoder, 0), first)
+        assert threading.active_count() == before
+
+
+def test_numbers_of_instructions_may_pass_their_end(decoder: CpuDecoder) -> None:
+    first = decode(decoder, 0)
+    with decoder.session():
+        decoder._control[sync.TURN] = np.int64(-5) << 32 | sync.CLOSED  # five before 2^32
+        for _ in range(3):
+            np.testing.assert_array_equal(decode(decoder, 0), first)
