@@ -120,13 +120,17 @@ def begin_turn(control: int, number: int, parts: int) -> None:
 
 @numba.njit(nogil=True)
 def wait_while(control: int, number: int) -> None:
-    """Wait until it is not this number's turn any more: spin for a while, for it is mostly near, then sleep."""
+    """Wait until it is not this number's turn any more, or all are to leave: spin for a while, then sleep.
+
+    Leaving has to be looked at here too: who took its last look at ACTIVE before it became 0, and at TURN after the
+    turn that was made for leaving, would wait for one that never comes.
+    """
     for _ in range(_SPINS):
         if number_of(read_word(control + 8 * TURN)) != number:
             return
         relax()
     add_word(control + 8 * SLEEPERS, 1)
-    while number_of(read_word(control + 8 * TURN)) == number:
+    while number_of(read_word(control + 8 * TURN)) == number and read_word(control + 8 * ACTIVE) != 0:
         sleep_while(control + 8 * TURN + 4, number)
     add_word(control + 8 * SLEEPERS, -1)
 
