@@ -20,12 +20,12 @@ _LOCK_POLL_S = 0.5
 
 def fetched(model: KnownModel, store: Store) -> Path | None:
     """The model's file, if it is here already: in the store or in the Hugging Face cache."""
-    from models.hub import cached_file
-    from models.hub.listing import RemoteFile
-
     kept = _kept(model, store)
     if kept.is_file() and kept.stat().st_size == model.bytes:
         return kept
+    from models.hub import cached_file
+    from models.hub.listing import RemoteFile
+
     wanted = RemoteFile(name=model.file, size=model.bytes, digest=model.sha256)
     return cached_file(model.hub.repository, model.hub.commit, wanted)
 
