@@ -12,7 +12,7 @@ from models.families.fields import Fields
 from models.gguf.config import REMEDY, check_kind, config_of
 from models.gguf.header import read_header
 from models.gguf.tensors import name_in_file, tensors_of, weights_by_type
-from models.gguf.tokenizer import tokenizer_files
+from models.gguf.tokenizer import check_tokenizer, tokenizer_files
 
 
 def read_gguf(path: Path) -> CheckpointFiles:
@@ -25,6 +25,7 @@ def read_gguf(path: Path) -> CheckpointFiles:
     """
     header = read_header(path)
     architecture = check_kind(header)
+    check_tokenizer(header)  # before the hours of work that it would spoil
     heads: dict[str, int] = {}
     if architecture == "llama":
         fields = Fields(table=header.metadata, source=str(path), remedy=REMEDY)

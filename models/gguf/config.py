@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from models.errors import UnsupportedModelError
+from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
 from models.gguf.header import Header
 from models.gguf.tensors import GgufTensor
-from models.gguf.vocabulary import ends_of_generation
+from models.gguf.vocabulary import ends_of_generation, read_vocabulary
 
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -120,7 +120,13 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     config |= _heads(fields, name, config)
     config |= _window(fields, name, config["max_position_embeddings"])
     config |= _rope_scaling(fields, name, tensors)
-    begin, end = fields.token_ids("tokenizer.ggml.bos_token_id"), ends_of_generation(header)
+    vocabulary = read_vocabulary(header)
+    if len(vocabulary.tokens) > config["vocab_size"]:
+        raise CheckpointError(
+            f"{header.path}: has {len(vocabulary.tokens)} tokens and embeddings for {config['vocab_size']}. They do "
+            f"not belong together. {REMEDY}"
+        )
+    begin, end = fields.token_ids("tokenizer.ggml.bos_token_id"), ends_of_generation(header, vocabulary)
     if begin:
         config["bos_token_id"] = begin[0]
     if end:

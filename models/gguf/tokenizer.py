@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
 from models.gguf.header import Header
-from models.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from models.gguf.pretokenizers import PRE_TOKENIZERS
 from models.gguf.vocabulary import UNKNOWN, Vocabulary, list_of, read_vocabulary
 
 if TYPE_CHECKING:
@@ -28,6 +28,34 @@ _SPACE = "▁"
 _KINDS = ("gpt2", "llama", "t5")
 
 
+def check_tokenizer(header: Header) -> str:
+    """See that a file's tokenizer is of a known kind and cuts texts in a known way. Returns the kind.
+
+    Raises:
+        UnsupportedModelError: it is not.
+        CheckpointError: the file does not say.
+    """
+    fields = _fields(header)
+    kind = fields.text("tokenizer.ggml.model")
+    if kind not in _KINDS:
+        raise UnsupportedModelError(
+            f"{header.path}: the tokenizer '{kind}' (tokenizer.ggml.model) is not supported (supported: "
+            f"{', '.join(_KINDS)}). Choose another model."
+        )
+    name = fields.text("tokenizer.ggml.pre", "")
+    if kind == "gpt2" and not name:
+        raise UnsupportedModelError(
+            f"{header.path}: does not say how texts are cut before they are encoded (tokenizer.ggml.pre is missing, as "
+            "in conversions made before May 2024). Take a newer conversion of the model."
+        )
+    if kind == "gpt2" and name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"{header.path}: the pre-tokenizer '{name}' (tokenizer.ggml.pre) is not known (known: "
+            f"{', '.join(PRE_TOKENIZERS)}). Take the model's Hugging Face checkpoint."
+        )
+    return kind
+
+
 def tokenizer_files(header: Header) -> dict[str, bytes]:
     """The files of a GGUF file's tokenizer by their names.
 
@@ -35,13 +63,7 @@ def tokenizer_files(header: Header) -> dict[str, bytes]:
         UnsupportedModelError: the kind of tokenizer, or its way of cutting texts, is not known.
         CheckpointError: it is missing or damaged.
     """
-    vocabulary = read_vocabulary(header)
-    kind = _fields(header).text("tokenizer.ggml.model")
-    if kind not in _KINDS:
-        raise UnsupportedModelError(
-            f"{header.path}: the tokenizer '{kind}' (tokenizer.ggml.model) is not supported (supported: "
-            f"{', '.join(_KINDS)}). Choose another model."
-        )
+    vocabulary, kind = read_vocabulary(header), check_tokenizer(header)
     try:
         if kind == "gpt2":
             tokenizer, begins, ends = _byte_level(header, vocabulary)
@@ -67,7 +89,7 @@ def _byte_level(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
     """BPE over bytes. Returns the tokenizer, and whether texts begin and end with special tokens by default."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    way = _way_of_cutting(header)
+    way = PRE_TOKENIZERS[_fields(header).text("tokenizer.ggml.pre")]
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in list_of(header, "merges", str))]
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=way.ignore_merges))
     if way.nfc:
@@ -78,21 +100,6 @@ def _byte_level(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, last])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, way.add_bos, False
-
-
-def _way_of_cutting(header: Header) -> PreTokenizer:
-    name = _fields(header).text("tokenizer.ggml.pre", "")
-    if name in PRE_TOKENIZERS:
-        return PRE_TOKENIZERS[name]
-    if not name:
-        raise UnsupportedModelError(
-            f"{header.path}: does not say how texts are cut before they are encoded (tokenizer.ggml.pre is missing, as "
-            "in conversions made before May 2024). Take a newer conversion of the model."
-        )
-    raise UnsupportedModelError(
-        f"{header.path}: the pre-tokenizer '{name}' (tokenizer.ggml.pre) is not known (known: "
-        f"{', '.join(PRE_TOKENIZERS)}). Take the model's Hugging Face checkpoint."
-    )
 
 
 def _sentencepiece_bpe(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:

@@ -94,13 +94,9 @@ def read_vocabulary(header: Header) -> Vocabulary:
     return Vocabulary(tokens=tuple(tokens), types=tuple(types), named=named)
 
 
-def ends_of_generation(header: Header) -> tuple[int, ...]:
-    """Ids of the tokens that end an answer: those that the file names so, and those that every model means so.
-
-    Raises:
-        CheckpointError: the vocabulary is missing or not acceptable.
-    """
-    vocabulary, fields = read_vocabulary(header), _fields(header)
+def ends_of_generation(header: Header, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """Ids of the tokens that end an answer: those that the file names so, and those that every model means so."""
+    fields = _fields(header)
     said = [index for key in _ENDING for index in fields.token_ids(f"tokenizer.ggml.{key}")]
     known = [
         index

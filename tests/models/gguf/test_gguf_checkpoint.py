@@ -148,6 +148,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"llama.expert_count": 8}, "'llama.expert_count' is 8"),
     "softcap": ({"llama.attn_logit_softcapping": 50.0}, "softcapping' is 50.0"),
     "yarn": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rotary scaling 'yarn'"),
+    "pre-tokenizer": ({"tokenizer.ggml.pre": "martian"}, "the pre-tokenizer 'martian'"),
     "values": ({"llama.attention.value_length": 8}, "keys of 16 and values of 8"),
     "partial": ({"llama.rope.dimension_count": 8}, "of which 8 rotate"),
 }
@@ -176,6 +177,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"llama.attention.head_count_kv": 3}, "num_key_value_heads"),
     "no-tokens": ({"tokenizer.ggml.tokens": None}, "no tokenizer"),
     "token-types": ({"tokenizer.ggml.token_type": [1, 1]}, "64 tokens and 2 types"),
+    "more-tokens": (
+        {"tokenizer.ggml.tokens": ["a"] * 65, "tokenizer.ggml.token_type": [1] * 65},
+        "65 tokens and embeddings for 64",
+    ),
+    "no-kind": ({"tokenizer.ggml.model": None}, "'tokenizer.ggml.model' is missing"),
     "bos": ({"tokenizer.ggml.bos_token_id": 64}, "one of 64 tokens"),
     "wider": (
         {"llama.embedding_length": 128, "llama.attention.key_length": 16},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +179,36 @@ def test_a_type_that_is_no_weight(tmp_path: Path) -> None:
 
 def _read(header: Header, name: str) -> torch.Tensor:
     return GgufTensor(path=header.path, info=header.tensors[name]).read()
+
+
+READ = """
+import re, sys
+from pathlib import Path
+import gguf, torch
+from models.gguf.header import read_header
+from models.gguf.tensors import GgufTensor
+
+torch.set_num_threads(1)
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+header = read_header(Path(sys.argv[1]))
+small, large = (GgufTensor(path=header.path, info=header.tensors[name]) for name in ("small", "large"))
+small.read()
+before = peak()
+held = large.read()
+print(peak() - before - held.nbytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_a_large_tensor_is_read_in_the_memory_of_its_result_and_its_map(tmp_path: Path) -> None:
+    """Dequantized at once it would take four times its result beside it."""
+    writer = gguf.GGUFWriter(tmp_path / "file.gguf", "llama")
+    sizes = {"small": 64, "large": 8192}
+    for name, rows in sizes.items():
+        data = np.zeros((rows, 4096 // 32 * 18), np.uint8)
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.Q4_0, raw_shape=data.shape)
+    finish(writer)
+    command = [sys.executable, "-c", READ, str(tmp_path / "file.gguf")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
+    mapped = 8192 * 4096 // 32 * 18
+    assert int(done.stdout) <= mapped + 40 * 2**20
