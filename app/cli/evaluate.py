@@ -51,6 +51,12 @@ def evaluate(
         bool, typer.Option("--full-precision", help="Evaluate the checkpoint itself, before quantization.")
     ] = False,
     backend: options.BackendOption = None,
+    as_chat: Annotated[
+        bool,
+        typer.Option(
+            "--as-chat", help="Prefill the first half of each window as a prompt, score the second half as decoded."
+        ),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Measure perplexity over a text, in sliding windows."""
@@ -61,7 +67,7 @@ def evaluate(
         raise typer.BadParameter("--full-precision has no --k-chunk, --budget, --select, --kv or --backend")
     output, services = Output(as_json=as_json), services_of(ctx)
     content = read_text(text)
-    span = _Span(window=window, stride=stride, max_tokens=max_tokens)
+    span = _Span(window=window, stride=stride, max_tokens=max_tokens, as_chat=as_chat)
     if full_precision:
         result, about = _full_precision(model, content, span, services, output)
     else:
@@ -84,12 +90,13 @@ def evaluate(
 
 
 class _Span:
-    """Which tokens are scored in which windows."""
+    """Which tokens are scored in which windows, and how these are run."""
 
-    def __init__(self, *, window: int | None, stride: int | None, max_tokens: int | None) -> None:
+    def __init__(self, *, window: int | None, stride: int | None, max_tokens: int | None, as_chat: bool) -> None:
         self._window = window
         self._stride = stride
         self._max_tokens = max_tokens
+        self.as_chat = as_chat
 
     def window(self, maximum: int) -> int:
         """Tokens of a window, for a model with a context of `maximum`.
@@ -129,7 +136,9 @@ def _stored(
     decoder = replace(plan, options=load).open_decoder()
     try:
         with Interrupt() as interrupt, output.progress() as progress:
-            result = perplexity(decoder, tokens, window, span.stride(maximum), progress, interrupt.cancelled)
+            result = perplexity(
+                decoder, tokens, window, span.stride(maximum), progress, interrupt.cancelled, as_chat=span.as_chat
+            )
     finally:
         decoder.close()
     about = {"kv": load.kv, "bits": model.recipe.bits, "k_chunk": k_chunk, "select": load.select}
@@ -175,6 +184,8 @@ def _full_precision(
     window, stride = span.window(maximum), span.stride(maximum)
     tokens = span.cut(Tokenizer(folder).encode(text))
     with Interrupt() as interrupt, output.progress() as progress:
-        result = full_precision_perplexity(checkpoint, tokens, window, stride, progress, interrupt.cancelled)
+        result = full_precision_perplexity(
+            checkpoint, tokens, window, stride, progress, interrupt.cancelled, as_chat=span.as_chat
+        )
     bits = 8 * checkpoint.embedding().element_size()
     return result, {"kv": None, "bits": bits, "k_chunk": None, "select": None}
