@@ -86,7 +86,10 @@ class Footprint:
     weight_bytes: int
     """Weights in the backend's own layout."""
     residual_bytes: int = 0
-    """Residuals, in main memory and outside what must fit."""
+    """Residuals, in main memory."""
+    residuals_beside: bool = False
+    """Whether they are copied to where the weights are and have to fit there too; else they stay mapped from the file,
+    or are in another memory."""
     overhead_bytes: int = 0
     """What the backend itself takes: a driver's context, say."""
 

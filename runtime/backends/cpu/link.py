@@ -12,13 +12,14 @@ from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SEL
 from runtime.backends.cpu.machine.build import build
 from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.cpu.parts import parts_of
-from runtime.backends.cpu.units import attention, inputs, paging, panels, products, repacking, selection
+from runtime.backends.cpu.units import attention, inputs, outputs, paging, panels, products, repacking, selection
 from runtime.kv.kinds import CacheKind
 from runtime.weights import Weights
 
 _INPUTS = {
     op.Embed: inputs.embed,
     op.Gather: inputs.gather,
+    op.Check: outputs.check,
     op.Norm: inputs.norm,
     op.Gate: inputs.gate,
     op.Merge: inputs.merge,

@@ -18,13 +18,14 @@ from models.architecture import forward
 from models.packed import PackedLinear, PackedResidual
 from models.rope import tables
 from models.spec import ModelSpec
+from runtime.backends.cpu.arena import LINE, Arena, aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.kernels.gemv import BLOCK
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine.emit import LANES
-from runtime.backends.cpu.tiles import TiledLinear, aligned_zeros, padded, tile_linear
+from runtime.backends.cpu.tiles import TiledLinear, padded, tile_linear
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
@@ -93,6 +94,7 @@ class PlanOperations:
         self._prompt: Mapping[str, int] | int | None = None
         self._program: list[op.Instruction] = []
         self._kinds: list[str] = []
+        self._arena = Arena()
         self._constants: dict[str, npt.NDArray[Any]] = {}
         self._tiles: dict[str, TiledLinear] = {}
         self._buffers: dict[str, npt.NDArray[Any]] = {}
@@ -120,6 +122,7 @@ class PlanOperations:
         self._k_chunk, self._prompt = k_chunk, prompt
         self._program, self._kinds, self._selections = [], [], [0, 0]
         forward(self, self._spec)
+        self._emit(op.Check(_matrix(self._buffers["logits"]), padded(self._spec.vocab_size, LANES)))
         words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
         for own, instruction in zip(words, self._program, strict=True):
             op.write(own, instruction)
@@ -149,7 +152,7 @@ class PlanOperations:
         """See `models.architecture.Operations`."""
         packed = self._model.linear(name)
         if name not in self._tiles:
-            self._tiles[name] = tile_linear(packed)
+            self._tiles[name] = tile_linear(packed, self._arena)
         tiled = self._tiles[name]
         k_chunk, shared = self._channels(name)
         lacking = packed.residual is None or packed.rank_maximum is None or packed.mean_square is None
@@ -356,16 +359,16 @@ class PlanOperations:
         return _address(self._constant(f"{packed.name}.kept.{k_chunk}", make))
 
     def _residual(self, name: str, residual: PackedResidual, columns: int) -> op.Residual:
-        """A matrix's residuals, the scales padded to whole tiles."""
+        """A matrix's residuals: rows that begin at a cache line, scales padded to whole tiles."""
 
-        def halves() -> npt.NDArray[Any]:
+        def rows() -> npt.NDArray[Any]:
             stored = np.asarray(residual.codes)
-            wide = aligned_zeros((stored.shape[0], columns), np.float16)
+            width = columns if residual.bits == 16 else stored.shape[1]
+            wide = self._arena.zeros((stored.shape[0], padded(width, LINE // stored.itemsize)), stored.dtype)
             wide[:, : stored.shape[1]] = stored
             return wide
 
-        pad = residual.bits == 16 and residual.codes.shape[1] < columns
-        codes = self._constant(f"{name}.residual", halves if pad else lambda: np.asarray(residual.codes))
+        codes = self._constant(f"{name}.residual", rows)
         scales = 0 if residual.scales is None else self._widened(f"{name}.residual_scales", residual.scales, columns)
         return op.Residual(_address(codes), scales, residual.bits, codes.strides[0], codes.shape[0])
 
@@ -381,7 +384,7 @@ class PlanOperations:
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         if name not in self._buffers:
-            self._buffers[name] = aligned_zeros(shape, dtype)
+            self._buffers[name] = self._arena.zeros(shape, dtype)
         assert self._buffers[name].shape == shape
         return self._buffers[name]
 
@@ -394,7 +397,7 @@ class PlanOperations:
         """Address of a constant vector that is zero-padded to `width`."""
 
         def widen() -> npt.NDArray[Any]:
-            wide = aligned_zeros((width,), values.dtype)
+            wide = self._arena.zeros((width,), values.dtype)
             wide[: values.size] = values
             return wide
 

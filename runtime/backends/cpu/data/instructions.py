@@ -78,6 +78,15 @@ class Gather(NamedTuple):
     """float32."""
 
 
+class Check(NamedTuple):
+    """Say that the step has failed where a wanted row holds a number that is not finite."""
+
+    x: Matrix
+    """float32, the rows whose logits are wanted."""
+    channels: int
+    """A multiple of 16."""
+
+
 class Input(NamedTuple):
     """What a matrix product reads, and the instructions before it write: rows in float32 and in INT8."""
 
@@ -354,10 +363,11 @@ class Restore(NamedTuple):
     """How many."""
 
 
-Instruction = Embed | Gather | Norm | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore
+Instruction = Embed | Gather | Check | Norm | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore
 OPERATIONS: Final[tuple[type[Instruction], ...]] = (
     Embed,
     Gather,
+    Check,
     Norm,
     Gate,
     Merge,
@@ -383,7 +393,7 @@ header_at = view("header", HEADER)
 """The header of the instruction at an address."""
 changing_header_at = view("changing_header", HEADER, changes=True)
 """Likewise for code that runs longer than one instruction."""
-embed_at, gather_at, norm_at, gate_at, merge_at = map(_view, (Embed, Gather, Norm, Gate, Merge))
+embed_at, gather_at, check_at, norm_at, gate_at, merge_at = map(_view, (Embed, Gather, Check, Norm, Gate, Merge))
 """The instruction at an address; so are the others."""
 select_at, linear_at, heads_at, attend_at = map(_view, (Select, Linear, Heads, Attend))
 panel_at, flush_at, restore_at = map(_view, (Panel, Flush, Restore))

@@ -15,9 +15,11 @@ from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, sha
 from runtime.backends.cpu.kernels.compensate import (
     Columns,
     Salient,
+    ahead_of,
     compensate,
     compensate_halves,
-    fetch_ahead,
+    fetch,
+    fetch_scales,
     gather_2,
     gather_4,
     gather_8,
@@ -78,6 +80,13 @@ def row_block_at(linear: Linear, row: int) -> Quantized:
     return Quantized(x.codes + row * weights.blocks * BLOCK, x.scales + groups, x.shifts + groups)
 
 
+@numba.njit(nogil=True)
+def _salient(linear: Linear, row: int) -> Salient:
+    """The channels of a row that are compensated."""
+    x, chosen = linear.values.at + row * linear.values.stride, linear.chosen.at + row * linear.chosen.stride
+    return Salient(x, chosen, linear.total)
+
+
 def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> tuple[Any, Any]:
     """The product with one row of activations, and with several.
 
@@ -89,8 +98,17 @@ def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> 
     one, four, eight, sixteen = kernels
 
     @register_jitable
-    def one_row(linear: Linear, first: int, last: int) -> None:
+    def one_row(linear: Linear, first: int, last: int, compensated: bool) -> None:
+        ahead = ahead_of(linear.residual, _salient(linear, 0), Columns(16 * first, 16 * last))
+        lines = ahead.lines * linear.total if compensated else 0
+        asked = 0
+        if compensated:
+            fetch_scales(linear.residual, Columns(16 * first, 16 * last))
         for tile in range(first, last):
+            wanted = min(lines, lines * (tile - first + 2) // (last - first))
+            if wanted > asked:
+                fetch(ahead, asked, wanted)
+                asked = wanted
             write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
 
     @register_jitable
@@ -153,26 +171,18 @@ _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook
 
 
 @numba.njit(nogil=True)
-def _salient(linear: Linear, row: int) -> Salient:
-    """The channels of a row that are compensated."""
-    x, chosen = linear.values.at + row * linear.values.stride, linear.chosen.at + row * linear.chosen.stride
-    return Salient(x, chosen, linear.total)
-
-
-@numba.njit(nogil=True)
 def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run a LINEAR instruction: a part is a range of whole tiles of 16 output channels."""
     linear = linear_at(i)
     rows = rows_of(control, linear.wanted)
     tiles = linear.weights.tiles
     first, last = share_of_weights(tiles, part, parts) if rows == 1 else share_of(tiles, part, parts)
+    compensated = linear.total > 0 and parameters_at(control).compensate != 0
     if rows == 1:
-        if linear.total > 0 and parameters_at(control).compensate != 0:
-            fetch_ahead(linear.residual, _salient(linear, 0), Columns(16 * first, 16 * last))
-        one_row(linear, first, last)
+        one_row(linear, first, last, compensated)
     else:
         several_rows(linear, first, last, rows, scratch)
-    if linear.total > 0 and last > first and parameters_at(control).compensate != 0:
+    if compensated and last > first:
         for row in range(rows):
             call_5(header_at(i).inner, i, row, first, last, scratch + TILE_BYTES)
 

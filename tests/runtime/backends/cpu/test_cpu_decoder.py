@@ -255,15 +255,15 @@ tiny = importlib.util.module_from_spec(place)
 sys.modules["tiny"] = tiny
 place.loader.exec_module(tiny)
 from runtime.backends.cpu.decoder import CpuDecoder
-from runtime.decoder import DecoderOptions, Step, Way
+from runtime.decoder import DecoderOptions, Step
 results = []
 for bits, codebook in ((3, False), (4, False), (3, True), (4, True)):
     model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=bits, codebook=codebook)
-    options = DecoderOptions(context=64, k_chunk=64, select="static", kv="int8", threads=2)
+    options = DecoderOptions(context=64, k_chunk=64, prompt_k_chunk=700, select="static", kv="int8", threads=2)
     decoder = CpuDecoder(model, options)
-    for count in (19, 1, 3, 7):
+    for count, prefill in ((19, False), (1, False), (3, True), (7, False), (33, True)):
         numbers = np.arange(count, dtype=np.int32)
-        one = Step(tokens=numbers + 1, slots=numbers * 0, positions=numbers, logit_rows=numbers)
+        one = Step(tokens=numbers + 1, slots=numbers * 0, positions=numbers, logit_rows=numbers, prefill=prefill)
         results.append(decoder.forward(one).tolist())
 print(json.dumps({"variant": decoder.variant, "logits": results}))
 """

@@ -21,10 +21,11 @@ from models.checkpoint import Checkpoint
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers import squeezellm
+from runtime.backends.cpu.arena import Arena, aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
-from runtime.backends.cpu.tiles import aligned_zeros, padded, tile_linear
+from runtime.backends.cpu.tiles import padded, tile_linear
 from runtime.operations import activation
 from runtime.operations import channels as budget
 from runtime.operations import compensate as compensation
@@ -122,7 +123,7 @@ def test_matrix_product(
     x = torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32))
     codes, scales = activation.quantize(x, group)
     expected = gemv_int8(codes, scales, linear).numpy()
-    tiled, inputs = tile_linear(linear), Activations(rows, K)
+    tiled, inputs = tile_linear(linear, Arena()), Activations(rows, K)
     inputs.fill(codes.numpy(), scales.numpy(), group)
     before = rng.standard_normal((rows, N)).astype(np.float32)
     wide_bias = aligned_zeros((padded(N, 16),), np.float32)
@@ -140,7 +141,7 @@ def product(machine: Callable[..., Any], linear: PackedLinear, codes: Any, scale
     rows, N = codes.shape[0], linear.shape[0]
     inputs, out = Activations(rows, linear.shape[1]), wide(np.zeros((rows, N), np.float32))
     inputs.fill(codes, scales, linear.group_size)
-    tiled = tile_linear(linear)
+    tiled = tile_linear(linear, Arena())
     machine(rows).run(op.Linear(tiled.weights, inputs.places, False, matrix(out), bias=0, accumulate=False))
     return out[:rows, :N]
 
@@ -361,7 +362,10 @@ def test_compensation(
         codes[:, :N] = linear.residual.codes
     else:
         scales[:N] = linear.residual.scales
-    inputs, tiled = Activations(rows, K), tile_linear(linear)  # zero activations: only the compensation remains
+    inputs, tiled = (
+        Activations(rows, K),
+        tile_linear(linear, Arena()),
+    )  # zero activations: only the compensation remains
     source, out = wide(x), wide(np.zeros((rows, N), np.float32))
     linear_instruction = op.Linear(
         weights=tiled.weights,
@@ -403,7 +407,7 @@ def test_product_with_residuals_in_the_weights(
     channels = np.sort(rng.permutation(K)[: K * 2 // 3])
     codes, scales = activation.quantize(torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32)), group)
     expected = panels.product(codes.numpy(), scales.numpy(), panels.panel(linear, channels), bias[:N])
-    inputs, tiled = Activations(rows, K), tile_linear(linear)
+    inputs, tiled = Activations(rows, K), tile_linear(linear, Arena())
     inputs.fill(codes.numpy(), scales.numpy(), group)
     residual_scales = aligned_zeros((16 * tiled.tiles,), np.float16)
     residual_scales[:N] = panels.residual_scales(linear.residual)
@@ -421,3 +425,19 @@ def test_product_with_residuals_in_the_weights(
         machine(rows).run(op.Panel(*operands))
         assert_close(out[:rows, :N], expected + (before if accumulate else 0), "sums")
         assert np.isnan(out[rows:]).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [(0, 0), (0, 95), (2, 17)])
+def test_a_number_that_is_not_finite_fails_the_step(
+    machine: Callable[..., Any], value: float, place: tuple[int, int]
+) -> None:
+    x = aligned_zeros((4, 96), np.float32)
+    x[:] = 3e38
+    x[3] = np.nan  # no row whose logits are wanted
+    driver = machine(5, logit_rows=3)
+    driver.run(op.Check(matrix(x), 96))
+    assert not driver.failed
+    x[place] = value
+    driver.run(op.Check(matrix(x), 96))
+    assert driver.failed
