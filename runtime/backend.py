@@ -105,6 +105,9 @@ class Backend(Protocol[D]):
     """Kinds of KV cache that it has."""
     untuned: Problem | None
     """Why a slowdown budget has no effect on it; None where it has."""
+    prompt_levels: Sequence[int]
+    """Channels per 1024 by which its prompts may be compensated, the most first; the tuner takes the first one that a
+    budget pays for."""
 
     def probe(self) -> Presence:
         """Whether it can run here. Free memory is as it is now."""

@@ -24,6 +24,8 @@ def _finite(value: float | None) -> float | None:
 def compensation(budget: float | None, k_chunk: int | None = None) -> Compensation | None:
     """What the options `Budget` and `KChunk` ask for; None where they leave it to the settings.
 
+    `PromptBudget` stands beside them: see `runtime.compensation.of_settings`.
+
     Raises:
         typer.BadParameter: both are given.
     """
@@ -89,6 +91,18 @@ Budget = Annotated[
         max=LARGEST_BUDGET_PERCENT,
         callback=_finite,
         help="Slowdown of decoding that compensation may cost, in percent; 0: none.",
+        show_default=False,
+    ),
+]
+PromptBudget = Annotated[
+    float | None,
+    typer.Option(
+        "--prompt-budget",
+        metavar="PCT",
+        min=0,
+        max=LARGEST_BUDGET_PERCENT,
+        callback=_finite,
+        help="How much longer the time to the first word may be for a compensated prompt, in percent; 0: none.",
         show_default=False,
     ),
 ]

@@ -202,7 +202,9 @@ class ChatApp(App[None]):
         self._save({event.key: event.value})
         if event.key == "theme":
             self.theme = themes.NAMES[self.session.settings.theme]
-        elif event.key == "k_chunk" or (event.key == "budget" and self.session.settings.k_chunk is None):
+        elif event.key in ("k_chunk", "prompt_budget") or (
+            event.key == "budget" and self.session.settings.k_chunk is None
+        ):
             self._compensate(force=False)
 
     def _save(self, changes: dict[str, str | int | float | None]) -> None:

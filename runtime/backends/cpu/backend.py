@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from models.progress import Progress, ProgressCallback
 from models.spec import ModelSpec
 from runtime.backend import Device, Footprint, ModelSizes, Presence
+from runtime.compensation import CHUNK
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS, KVKind
@@ -26,6 +27,7 @@ class CpuBackend:
     label = "the CPU backend"
     kinds = tuple(KINDS)
     untuned: Problem | None = None
+    prompt_levels = (CHUNK,)  # fewer cost as much: weights are unpacked whole
 
     def probe(self) -> Presence:
         """See `runtime.backend.Backend.probe`."""

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -236,6 +237,28 @@ def test_without_a_word_the_loaders_compensation_applies(
         loaded.engine.close()
         assert (loaded.tuning.budget_percent if loaded.tuning else None) == expected
         assert expected is not None or set(loaded.k_chunk.values()) == {7}
+
+
+def test_prompts_have_a_budget_of_their_own(catalogue: StoreCatalogue, clock: Clock, tmp_path: Path) -> None:
+    loader = StoreLoader(catalogue, tmp_path / "profiles", chats=tmp_path / "chats")
+    request = LoadRequest(model="demo", k_chunk=7, prompt_budget=100, context=256)
+    loaded = loader.load(request, ignore_progress, never_cancelled)
+    try:
+        engine: Any = loaded.engine
+        assert loaded.prompts is not None
+        assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (1024, 1024)
+        list(engine.generate([5, 6, 7], SamplingOptions(max_tokens=1)))
+        saved = engine._conversations.saved
+        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=100), ignore_progress, never_cancelled)
+        assert engine._conversations.saved is saved
+        assert any(engine._conversations.tokens(slot) for slot in range(4))
+        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=0), ignore_progress, never_cancelled)
+        assert loaded.prompts is not None
+        assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (0, 0)
+        assert engine._conversations.saved is not saved, "files of the other compensation are not read"
+        assert not any(engine._conversations.tokens(slot) for slot in range(4)), "what it had read is dropped"
+    finally:
+        loaded.engine.close()
 
 
 def test_a_load_that_cannot_be_tuned_says_why(loader: StoreLoader, clock: Clock) -> None:

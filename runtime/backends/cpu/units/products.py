@@ -50,7 +50,7 @@ from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES, decode_tile_3, deco
 from runtime.backends.cpu.machine.unit import call_5, compiled_unit
 from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
 
-_TILE = 16 * 64
+TILE_BYTES = 16 * 64
 """Bytes at the start of the scratch that hold a tile of 16 rows of outputs. After them, one after the other, a tile's
 decoded entries and compensation's sums."""
 
@@ -58,11 +58,11 @@ decoded entries and compensation's sums."""
 def linear_scratch(linear: Linear) -> int:
     """Bytes of scratch that a thread needs for the instruction."""
     entries = ENTRY_BYTES * linear.weights.blocks if linear.weights.codebooks else 0
-    return _TILE + max(entries, sums_bytes(16 * linear.weights.tiles) if linear.total else 0)
+    return TILE_BYTES + max(entries, sums_bytes(16 * linear.weights.tiles) if linear.total else 0)
 
 
 @numba.njit(nogil=True)
-def _write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
+def write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
     """Write, or add, sixteen outputs of a row."""
     out = linear.out.at + row * linear.out.stride + 64 * tile
     if linear.bias != 0:
@@ -73,7 +73,7 @@ def _write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
 
 
 @numba.njit(nogil=True)
-def _row_block_at(linear: Linear, row: int) -> Quantized:
+def row_block_at(linear: Linear, row: int) -> Quantized:
     """The activations of the row block that begins at a row."""
     x, weights = linear.x, linear.weights
     groups = 4 * row * weights.groups
@@ -109,15 +109,15 @@ def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> 
             if wanted > asked:
                 fetch(ahead, asked, wanted)
                 asked = wanted
-            _write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
+            write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
 
     @register_jitable
     def several_rows(linear: Linear, first: int, last: int, rows: int, scratch: int) -> None:
         side = row_block(rows)
         for tile in range(first, last):
-            own = prepare(tile_of(linear.weights, tile), scratch + _TILE)
+            own = prepare(tile_of(linear.weights, tile), scratch + TILE_BYTES)
             for row in range(0, rows, side):
-                x = _row_block_at(linear, row)
+                x = row_block_at(linear, row)
                 if side == 16:
                     sixteen(own, x, scratch)
                 elif side == 8:
@@ -125,7 +125,7 @@ def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> 
                 else:
                     four(own, x, scratch)
                 for m in range(min(side, rows - row)):
-                    _write_tile(linear, row + m, tile, load_floats(scratch + 64 * m))
+                    write_tile(linear, row + m, tile, load_floats(scratch + 64 * m))
 
     return one_row, several_rows
 
@@ -184,7 +184,7 @@ def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, 
         several_rows(linear, first, last, rows, scratch)
     if compensated and last > first:
         for row in range(rows):
-            call_5(header_at(i).inner, i, row, first, last, scratch + _TILE)
+            call_5(header_at(i).inner, i, row, first, last, scratch + TILE_BYTES)
 
 
 @compiled_unit

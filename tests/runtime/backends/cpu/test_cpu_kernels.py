@@ -29,6 +29,7 @@ from runtime.backends.cpu.tiles import padded, tile_linear
 from runtime.operations import activation
 from runtime.operations import channels as budget
 from runtime.operations import compensate as compensation
+from runtime.operations import panel as panels
 from runtime.operations import select as selection
 from runtime.operations.gate import silu_gate
 from runtime.operations.linear import gemv_int8
@@ -380,6 +381,50 @@ def test_compensation(
     )
     machine(rows).run(linear_instruction)
     assert_close(out[:rows, :N], expected, "sums")
+
+
+@pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("residual_bits", [2, 4, 8, 16])
+@pytest.mark.parametrize(("rows", "N", "K", "group"), [(2, 40, 96, 32), (17, 33, 172, 64), (33, 288, 1088, 128)])
+def test_product_with_residuals_in_the_weights(
+    request: pytest.FixtureRequest,
+    machine: Callable[..., Any],
+    kind: str,
+    bits: int,
+    residual_bits: int,
+    rows: int,
+    N: int,
+    K: int,
+    group: int,
+) -> None:
+    rng = np.random.default_rng(rows + bits)
+    bias = aligned_zeros((padded(N, 16),), np.float32)
+    bias[:N] = rng.standard_normal(N)
+    linear = request.getfixturevalue(kind)(
+        rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=residual_bits
+    )
+    channels = np.sort(rng.permutation(K)[: K * 2 // 3])
+    codes, scales = activation.quantize(torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32)), group)
+    expected = panels.product(codes.numpy(), scales.numpy(), panels.panel(linear, channels), bias[:N])
+    inputs, tiled = Activations(rows, K), tile_linear(linear, Arena())
+    inputs.fill(codes.numpy(), scales.numpy(), group)
+    residual_scales = aligned_zeros((16 * tiled.tiles,), np.float16)
+    residual_scales[:N] = panels.residual_scales(linear.residual)
+    stored = linear.residual.codes
+    if residual_bits == 16:
+        stored = aligned_zeros((K, 16 * tiled.tiles), np.float16)
+        stored[:, :N] = linear.residual.codes
+    kept = aligned_zeros((padded(K, 32),), np.uint8)
+    kept[channels] = 255
+    before = rng.standard_normal((rows, N)).astype(np.float32)
+    for accumulate in (False, True):
+        out = wide(before, rows)
+        place = op.Residual(address(stored), address(residual_scales), residual_bits, stored.strides[0], K)
+        operands = (tiled.weights, inputs.places, matrix(out), address(bias), accumulate, place, address(kept))
+        machine(rows).run(op.Panel(*operands))
+        assert_close(out[:rows, :N], expected + (before if accumulate else 0), "sums")
+        assert np.isnan(out[rows:]).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
