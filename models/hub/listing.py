@@ -88,8 +88,8 @@ class Listing:
         found = f" (found: {', '.join(self.others[:3])})" if self.others else ""
         if any(name.endswith(".gguf") for name in self.others):
             raise CheckpointError(
-                f"{self.name} has no weights in safetensors{found}: choose a repository that has, or download one of its "
-                "GGUF files and give its path."
+                f"{self.name} has no weights in safetensors{found}: choose a repository that has, or download one of "
+                "its GGUF files and give its path."
             )
         raise CheckpointError(
             f"{self.name} has no weights in safetensors{found}: choose a repository that has, or convert it with "
