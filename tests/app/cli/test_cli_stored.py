@@ -61,6 +61,7 @@ def test_show(answer: Answer, stored: str, services: Any) -> None:
     found = answer("show", stored)
     assert found.keys() == ENTRY | {
         "source",
+        "source_types",
         "path",
         "method",
         "block_bits",
