@@ -207,7 +207,7 @@ def _score_steps(
             slots=np.zeros(end - at, np.int32),
             positions=np.arange(at - part.start, end - part.start, dtype=np.int32),
             logit_rows=(wanted - at).astype(np.int32),
-            compensate=not prompt,
+            prefill=prompt,
         )
         logits = decoder.forward(step)
         if wanted.size:

@@ -443,7 +443,7 @@ def test_a_checkpoint_of_nans_is_refused(
     with pytest.raises(QuantizationError, match=r"before layers\.1\.down"):
         run(folder)
     with pytest.raises(QuantizationError, match=r"layers\.1\.gate_up: the weights hold NaN"):
-        run(folder, Recipe(residual_bits=0), calibration=None, evaluation=None)
+        run(folder, Recipe(method="rtn", residual_bits=0), calibration=None, evaluation=None)
     assert list((store.root / ".work").iterdir()) == []
 
 
@@ -463,7 +463,7 @@ def test_texts_that_are_missing_or_too_short(
 
 
 def test_without_texts_nothing_is_measured(run: Callable[..., StoredModelInfo]) -> None:
-    info = run(recipe=Recipe(residual_bits=0), calibration=None, evaluation=None)
+    info = run(recipe=Recipe(method="rtn", residual_bits=0), calibration=None, evaluation=None)
     assert info.summary.perplexity_before is info.summary.perplexity_after is info.summary.warning is None
 
 
