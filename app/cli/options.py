@@ -45,17 +45,20 @@ def complete_stored(incomplete: str) -> list[str]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """As `complete_stored`, and the bundled model."""
+    """As `complete_stored`, and the bundled model, and those that can be fetched."""
     from app.cli.services import DEMO
+    from models.catalogue import KNOWN
 
-    return [*([DEMO] if DEMO.startswith(incomplete) else []), *complete_stored(incomplete)]
+    stored = complete_stored(incomplete)
+    return [*(name for name in (DEMO, *KNOWN) if name.startswith(incomplete) and name not in stored), *stored]
 
 
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A stored model, a folder with a Hugging Face checkpoint, a hub name, or demo.",
+        help="A stored model, a folder with a Hugging Face checkpoint, a GGUF file, a hub name, smollm2-135m (a small "
+        "chat model, fetched on first use), or demo.",
         autocompletion=complete_model,
         show_default=False,
     ),

@@ -69,7 +69,7 @@ class QuantizeRequest:
     """`POST /runtime/quantize`: what low-bit model is to be made of what."""
 
     source: Annotated[str, Within(1, 4096)]
-    """A folder with a checkpoint, or the name of one on the hub."""
+    """A checkpoint's folder or GGUF file, its short name, or its name on the hub."""
     bits: Annotated[float, Within(SMALLEST_BITS, LARGEST_BITS)] = 4
     """Bits of the base weights."""
     method: Method = DEFAULT_METHOD
@@ -91,7 +91,7 @@ class PullRequest:
     """`POST /runtime/pull`: which checkpoint is to be downloaded."""
 
     name: Name
-    """Its name on the hub."""
+    """Its name on the hub, or its short name."""
     revision: Annotated[str, Within(1, 200)] | None = None
     """Branch, tag or commit; None is the hub's default."""
 

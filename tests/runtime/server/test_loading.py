@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation_file
+from models import fetch
+from models.catalogue import KNOWN
 from models.errors import CheckpointError, QuantizationError, StoreError
 from models.progress import Progress, ignore_progress, never_cancelled
 from models.store import Store
@@ -33,6 +35,7 @@ from runtime.server.making import StoreWorkshop
 from runtime.server.security import Security
 from runtime.wire.answers import Holding
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
+from tests.models.gguf.making import random_model, write_gguf
 
 BUNDLE = Bundle(models={"demo": demo_path()}, calibration=calibration_file(), evaluation=evaluation_file())
 
@@ -354,7 +357,20 @@ def test_a_model_is_made_of_a_folder(store: Store, bits: float) -> None:
     assert "three" in [info.name for info in store.list()]
 
 
-@pytest.mark.parametrize("source", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c"])
+def test_a_model_is_made_of_a_known_one(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / KNOWN["smollm2-135m"].file, random_model("Llama"), kind="Q4_1")
+    monkeypatch.setattr(
+        fetch, "fetch", lambda model, its_store, *_: {("smollm2-135m", store): file}[model.name, its_store]
+    )
+    workshop = StoreWorkshop(store, BUNDLE)
+    assert workshop.pull("smollm2-135m", None, ignore_progress, never_cancelled) == str(file)
+    request = QuantizeRequest(source="smollm2-135m", name="smollm2-135m")
+    assert workshop.quantize(request, ignore_progress, never_cancelled).name == "smollm2-135m"
+    made = workshop.quantize(QuantizeRequest(source=str(file), bits=3), ignore_progress, never_cancelled)
+    assert made.name == "smollm2-135m-rtn-3bit"
+
+
+@pytest.mark.parametrize("source", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c", "a/b.gguf"])
 def test_a_source_that_is_nothing(store: Store, source: str) -> None:
     with pytest.raises(CheckpointError, match="there is no folder"):
         StoreWorkshop(store, BUNDLE).quantize(QuantizeRequest(source=source), ignore_progress, never_cancelled)
