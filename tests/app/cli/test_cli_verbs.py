@@ -14,7 +14,18 @@ from models.recipe import GOOD_FOR
 
 Answer = Callable[..., dict[str, Any]]
 SENTENCE = "The quick brown fox jumps over the lazy dog.\n"
-EVAL_FIELDS = {"perplexity", "nll_sum", "tokens", "kv", "bits", "k_chunk", "select", "recall", "seconds"}
+EVAL_FIELDS = {
+    "perplexity",
+    "nll_sum",
+    "tokens",
+    "kv",
+    "bits",
+    "k_chunk",
+    "prompt_k_chunk",
+    "select",
+    "recall",
+    "seconds",
+}
 
 
 @pytest.fixture
