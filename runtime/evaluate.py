@@ -94,8 +94,8 @@ def perplexity(
 ) -> EvalResult:
     """Perplexity of a decoder; every position is compensated by its own activations, as in decoding.
 
-    A cache with a window of recent tokens in full precision is seen as decoding sees it where max_rows divides its page
-    (128 tokens; the default does): no step then goes past the point where decoding would quantize the next page.
+    A cache with a window of recent tokens in full precision is seen as decoding sees it: no step goes past the point
+    where decoding would quantize the next page.
 
     Args:
         decoder: The loaded model; slot 0 is used and overwritten.
@@ -179,9 +179,11 @@ def _score_steps(decoder: Decoder, text: Int64Array, part: Window, cancelled: Ca
 
     The window's last token is not run: nothing after it is scored.
     """
-    rows = decoder.options.max_rows
-    for at in range(part.start, part.end - 1, rows):
+    decoder.cache.clear(0)
+    end = part.start
+    while end < part.end - 1:
         _check(cancelled)
+        at, rows = end, min(decoder.options.max_rows, decoder.cache.rows_until_flush(0))
         end = min(at + rows, part.end - 1)
         wanted = np.arange(max(part.first - 1, at), end)
         step = Step(

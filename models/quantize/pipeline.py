@@ -17,6 +17,7 @@ from models.packed import PackedLinear
 from models.progress import Cancelled, Progress, ProgressCallback
 from models.quantize import copies, fisher
 from models.quantize.allocation import allocate
+from models.quantize.keys import KeyMoments
 from models.quantize.matrix import quantize_matrix, stored_tensors
 from models.quantize.outer import quantize_outer
 from models.quantize.quality import Quality, summarize
@@ -220,7 +221,8 @@ class Pipeline:
             smooth_attention(working, streams.largest_keys(working, layer, step))
         if self.recipe.method in SCALED:
             scale_block(working, streams.observe(working, layer, self.recipe, step), self.recipe, step)
-        statistics = streams.run_full(working, layer, self.recipe, step)
+        keys = KeyMoments(checkpoint.spec, layer)
+        statistics = streams.run_full(working, layer, self.recipe, keys, step)
         linears: dict[str, PackedLinear] = {}
         for name in list(statistics):
             done += 1
@@ -235,6 +237,7 @@ class Pipeline:
         tensors = {name: working.vector(name).numpy() for name in checkpoint.spec.block_norms(layer)}
         for linear in linears.values():
             tensors |= stored_tensors(linear)
+        tensors |= keys.tensors()
         work.save_tensors(layout.block_file(layer), tensors)
         work.save_streams(layer + 1, streams.tensors())
         if self.recipe.method in SENSITIVITIES:

@@ -17,6 +17,7 @@ from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.oracle import Oracle, Weights
 from models.packed import PackedLinear
+from models.quantize.keys import KeyMoments
 from models.quantizers import SECOND_MOMENTS
 from models.quantizers.dequantize import dequantize
 from models.quantizers.groups import FloatArray
@@ -116,7 +117,7 @@ class Streams:
         spec = weights.spec
         largest = torch.zeros(spec.num_kv_heads, spec.head_dim)
 
-        def look(_: int, keys: torch.Tensor) -> None:
+        def look(_: int, _queries: torch.Tensor, keys: torch.Tensor) -> None:
             torch.maximum(largest, keys.abs().amax((0, 2)), out=largest)
 
         oracle = Oracle(weights, resident=False, observe_keys=look)
@@ -126,7 +127,7 @@ class Streams:
         return largest.numpy()
 
     def run_full(
-        self, weights: Weights, layer: int, recipe: Recipe, watch: Callable[[], None]
+        self, weights: Weights, layer: int, recipe: Recipe, keys: KeyMoments, watch: Callable[[], None]
     ) -> dict[str, InputStatistics]:
         """Pass the full-precision streams through a block.
 
@@ -134,6 +135,7 @@ class Streams:
             weights: Have the block.
             layer: Which block.
             recipe: Says what the statistics are for.
+            keys: Counts the calibration text's keys and queries.
             watch: Called after each batch; may raise to stop.
 
         Returns:
@@ -144,8 +146,9 @@ class Streams:
         """
         statistics = _no_statistics(weights.spec, layer, recipe)
         oracle = _observing(weights, statistics)
+        oracle.observe_keys = keys.observe
         self.calibration = _pass(oracle, layer, self.calibration, watch)
-        oracle.observe = None
+        oracle.observe = oracle.observe_keys = None
         self.full = _pass(oracle, layer, self.full, watch)
         return statistics
 
