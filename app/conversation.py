@@ -40,6 +40,8 @@ class Statistics:
     """Compensated channels per 1024, one number or by layer type."""
     slowdown_percent: float | None = None
     """By how much compensation slowed decoding down, as it was measured."""
+    prompt_slowdown_percent: float | None = None
+    """How much longer the prompt took by compensation, as it was measured."""
     memory_bytes: int | None = None
     estimated: bool = False
     """Whether the UI counted itself, because the answer ended before the runtime could report."""

@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from app import paths
-from runtime.compensation import CHUNK, DEFAULT_BUDGET_PERCENT, LARGEST_BUDGET_PERCENT
+from runtime.compensation import (
+    CHUNK,
+    DEFAULT_BUDGET_PERCENT,
+    DEFAULT_PROMPT_BUDGET_PERCENT,
+    LARGEST_BUDGET_PERCENT,
+)
 from runtime.kv.kinds import KINDS, KVKind
 
 Value = str | int | float | None
@@ -113,6 +118,15 @@ class Settings:
         None,
         float,
         f"slowdown that compensation may cost, in percent; 0 is off; auto: {DEFAULT_BUDGET_PERCENT:g}",
+        low=0,
+        high=LARGEST_BUDGET_PERCENT,
+        optional=True,
+    )
+    prompt_budget: float | None = _setting(
+        None,
+        float,
+        "how much longer the first word may take for a better read prompt, in percent; 0 is off; "
+        f"auto: {DEFAULT_PROMPT_BUDGET_PERCENT:g}",
         low=0,
         high=LARGEST_BUDGET_PERCENT,
         optional=True,

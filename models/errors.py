@@ -2,12 +2,13 @@
 
 ModelError
  ├─ UnsupportedModelError     the architecture, or an option of it, is not one this program runs
- ├─ CheckpointError           a Hugging Face checkpoint is incomplete, damaged or in a foreign format
+ ├─ CheckpointError           a checkpoint is incomplete, damaged or in a foreign format
  ├─ QuantizationError         the recipe cannot be applied to this model
  ├─ StoreError                a stored model is missing, damaged, or its name is not acceptable
  │   └─ ModelNotFoundError    no stored model of that name
  ├─ HubError                  the hub refuses, or what it sent is not what it promised
  │   └─ HubUnreachableError   the hub does not answer: no network, or it is down
+ ├─ PackageIndexError         a package index cannot be asked, or what it sent is not what it should be
  └─ CancelledError            the work was asked to stop
 """
 
@@ -21,7 +22,7 @@ class UnsupportedModelError(ModelError):
 
 
 class CheckpointError(ModelError):
-    """A Hugging Face checkpoint is incomplete, damaged or in a foreign format."""
+    """A checkpoint is incomplete, damaged or in a foreign format."""
 
 
 class QuantizationError(ModelError):
@@ -42,6 +43,10 @@ class HubError(ModelError):
 
 class HubUnreachableError(HubError):
     """The hub does not answer: there is no network, a proxy is in the way, or the hub is down."""
+
+
+class PackageIndexError(ModelError):
+    """A package index cannot be asked, does not have what is asked for, or sent something else."""
 
 
 class CancelledError(ModelError):

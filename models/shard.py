@@ -38,6 +38,18 @@ class ShardTensor:
     size: int
     """Bytes."""
 
+    def check_readable(self) -> None:
+        """See that the format is one of DTYPES.
+
+        Raises:
+            UnsupportedModelError: It is not.
+        """
+        if self.dtype not in DTYPES:
+            raise UnsupportedModelError(
+                f"{self.path}: the tensor '{self.name}' is stored as {self.dtype} (supported: {', '.join(DTYPES)}). "
+                "Take the model's original checkpoint in 16 or 32 bits."
+            )
+
     def read(self) -> torch.Tensor:
         """Read the tensor.
 
@@ -45,11 +57,7 @@ class ShardTensor:
             UnsupportedModelError: The format is not one of DTYPES.
             CheckpointError: The file is gone, or shorter than it was.
         """
-        if self.dtype not in DTYPES:
-            raise UnsupportedModelError(
-                f"{self.path}: the tensor '{self.name}' is stored as {self.dtype} (supported: {', '.join(DTYPES)}). "
-                "Take the model's original checkpoint in 16 or 32 bits."
-            )
+        self.check_readable()
         tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
         rest = tensor.view(-1).view(torch.uint8).numpy().data
         try:

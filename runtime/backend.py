@@ -86,7 +86,10 @@ class Footprint:
     weight_bytes: int
     """Weights in the backend's own layout."""
     residual_bytes: int = 0
-    """Residuals, in main memory and outside what must fit."""
+    """Residuals, in main memory."""
+    residuals_beside: bool = False
+    """Whether they are copied to where the weights are and have to fit there too; else they stay mapped from the file,
+    or are in another memory."""
     overhead_bytes: int = 0
     """What the backend itself takes: a driver's context, say."""
 
@@ -102,6 +105,9 @@ class Backend(Protocol[D]):
     """Kinds of KV cache that it has."""
     untuned: Problem | None
     """Why a slowdown budget has no effect on it; None where it has."""
+    prompt_levels: Sequence[int]
+    """Channels per 1024 by which its prompts may be compensated, the most first; the tuner takes the first one that a
+    budget pays for."""
 
     def probe(self) -> Presence:
         """Whether it can run here. Free memory is as it is now."""

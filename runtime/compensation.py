@@ -1,12 +1,15 @@
 """What decides how much of a model is compensated: a fixed `k_chunk`, or a budget of slowdown that buys one.
 
+Prompts have a budget of their own, for the time to the first token: their rows share what is read for them, so it buys
+far more than the same share of a decoded token's time.
+
 Cheap to import: the command line and the terminal UI say with it what they want.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.spec import LAYER_KINDS
 from runtime.errors import RequestError
@@ -17,6 +20,8 @@ LARGEST_BUDGET_PERCENT = 100
 """Twice the time of a token."""
 DEFAULT_BUDGET_PERCENT = 5.0
 """Slowdown that compensation may cost where nobody said how much."""
+DEFAULT_PROMPT_BUDGET_PERCENT = 20.0
+"""How much longer a prompt may take by compensation where nobody said how much, and decoding is compensated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +36,12 @@ class Compensation:
     """Salient channels per 1024 input channels: one number, or one by layer type; 0 is none."""
     budget_percent: float | None = None
     """Slowdown of decoding that compensation may cost, in [0, 100]; 0 is no compensation."""
+    prompt_budget_percent: float | None = None
+    """How much longer a prompt may take by compensation, in [0, 100]; None: see `prompt_percent`."""
 
     def __post_init__(self) -> None:
+        if self.prompt_budget_percent is not None:
+            check_budget(self.prompt_budget_percent)
         if self.k_chunk is None:
             budget = DEFAULT_BUDGET_PERCENT if self.budget_percent is None else self.budget_percent
             check_budget(budget)
@@ -48,16 +57,41 @@ class Compensation:
         return k_chunk_by_type(self.k_chunk or 0)
 
     @property
+    def decodes(self) -> bool:
+        """Whether decoded tokens may come to be compensated."""
+        return bool(self.budget_percent) or any(self.by_type.values())
+
+    @property
+    def prompt_percent(self) -> float:
+        """How much longer a prompt may take: what was asked for, else the default where decoding is compensated."""
+        if self.prompt_budget_percent is not None:
+            return self.prompt_budget_percent
+        return DEFAULT_PROMPT_BUDGET_PERCENT if self.decodes else 0.0
+
+    @property
     def possible(self) -> bool:
         """Whether anything may come to be compensated."""
-        return bool(self.budget_percent) or any(self.by_type.values())
+        return self.decodes or self.prompt_percent > 0
 
 
 def of_settings(
-    k_chunk: Mapping[str, int] | int | None, budget_percent: float | None, asked: Compensation | None = None
+    k_chunk: Mapping[str, int] | int | None,
+    budget_percent: float | None,
+    asked: Compensation | None = None,
+    *,
+    prompt_budget: float | None = None,
 ) -> Compensation:
-    """What decides: what the command line asked for, else a k_chunk of the settings, else a budget of theirs."""
-    return asked or Compensation(k_chunk=k_chunk, budget_percent=budget_percent if k_chunk is None else None)
+    """What decides: what the command line asked for, else a k_chunk of the settings, else a budget of theirs.
+
+    Args:
+        k_chunk: Of the settings.
+        budget_percent: Of the settings; means nothing beside a k_chunk.
+        asked: What was asked for instead. Where that is no compensation at all, the settings add none.
+        prompt_budget: Of the settings, for prompts.
+    """
+    found = asked or Compensation(k_chunk=k_chunk, budget_percent=budget_percent if k_chunk is None else None)
+    keep = prompt_budget is None or found.prompt_budget_percent is not None or (asked is not None and not found.decodes)
+    return found if keep else replace(found, prompt_budget_percent=prompt_budget)
 
 
 def check_budget(budget_percent: float) -> None:

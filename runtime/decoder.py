@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.spec import ModelSpec
+from runtime.compensation import k_chunk_by_type
 from runtime.errors import RequestError
 from runtime.kv.control import KVCache
 from runtime.kv.kinds import KVKind as KVKind
@@ -41,6 +42,10 @@ class DecoderOptions:
     k_chunk: Mapping[str, int] | int = 0
     """Salient channels compensated per 1024 input channels: one number, or one by layer type (`qkv`, `o`, `gate_up`,
     `down`, `head`; absent = 0). A narrower matrix takes its share, rounded up; 1024 compensates every channel."""
+    prompt_k_chunk: Mapping[str, int] | int = 0
+    """Channels per 1024 whose residuals the rows of a prompt share, counted like `k_chunk`: the same ones for all rows,
+    by the static selection, so that a prompt's cache does not depend on how it was cut into steps. Of the head, whether
+    the last row is compensated as a decoded token is."""
     n_tb: Mapping[str, int] = field(default_factory=dict)
     """Thread blocks that compensation takes on a GPU, by layer type (QDEC §4.4); the CPU backends have none."""
     select: Selector = "approx"
@@ -70,12 +75,34 @@ class Step:
     logit_rows: Int32Array
     """[R] rows whose logits are wanted, ascending."""
     compensate: bool = True
-    """Whether error compensation applies (decode: yes; prefill: QDEC leaves it out)."""
+    """Whether error compensation applies."""
+    prefill: bool = False
+    """Whether these are rows of a prompt, which are compensated together; see `compensation_of`."""
     draft: bool = False
     """Whether attention reads what a draft reads of the pages: the upper plane alone where the cache's kind has two
     (`CacheKind.has_draft`), everything where it has not. What is written is the same."""
     flush: bool = True
     """Whether pages may be cut off windows before this step; see `KVCache.begin`."""
+
+
+Way = Literal["none", "rows", "together"]
+
+
+def compensation_of(step: Step, options: DecoderOptions) -> Way:
+    """How a step is compensated.
+
+    Returns:
+        `rows`: each row by the channels that are salient in it, as a decoded token is; `together`: all rows by the
+        same channels (`DecoderOptions.prompt_k_chunk`), the head by rows. A prompt's single row is one of the former
+        kind, where prompts are compensated at all: reading all residuals for it would take several times as long.
+    """
+    if not step.compensate:
+        return "none"
+    if not step.prefill:
+        return "rows"
+    if not any(k_chunk_by_type(options.prompt_k_chunk).values()):
+        return "none"
+    return "rows" if step.tokens.size == 1 else "together"
 
 
 def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:
@@ -145,6 +172,18 @@ class Decoder(Protocol):
 
         Raises:
             RequestError: k_chunk is malformed, or compensation is asked for and the model keeps no residuals.
+        """
+        ...
+
+    def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
+        """Compensate prompts so far from the next step on; weights and cache stay as they are.
+
+        Args:
+            prompt_k_chunk: As in `DecoderOptions`.
+
+        Raises:
+            RequestError: it is malformed, or compensation is asked for and the model keeps no residuals.
+            OutOfMemoryError: the device's memory does not suffice.
         """
         ...
 

@@ -5,11 +5,11 @@ as the decoder has slots, and a prompt goes on from the one that begins as it do
 regenerating and branching compute only what is new.
 
 What is reused is not always what a prefill of the same tokens would give. Tokens that were generated keep the cache
-entries of decoding (with error compensation); where a kind of cache quantizes whole pages, a branch inside a page goes
-on from what the page reads back as; a prompt that is prefilled in pieces sees pages where one in a single piece would
-see the window. So a reply may depend on what was said before it, on what was dropped for want of room, and on what was
-saved to disk. But a decoder that was loaded afresh gives the same replies to the same requests in the same order with
-the same seeds, where it finds the same saved caches.
+entries of decoding, which are compensated row by row, where those of a prompt are compensated together; where a kind of
+cache quantizes whole pages, a branch inside a page goes on from what the page reads back as; a prompt that is prefilled
+in pieces sees pages where one in a single piece would see the window. So a reply may depend on what was said before it,
+on what was dropped for want of room, and on what was saved to disk. But a decoder that was loaded afresh gives the same
+replies to the same requests in the same order with the same seeds, where it finds the same saved caches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from runtime.tokenizer import Detokenizer, Tokenizer
 
 TURN_POLL_S = 0.05
 """How often a waiting generation looks whether it has been cancelled."""
-LENT_TOKENS = 128
+LENT_TOKENS = 512
 """Steps that whoever measures the decoder may run in a row."""
 CONTEXT_TOKENS = 8
 """Prompt tokens that the detokenizer sees before the answer, so that a continuation keeps its leading space."""
@@ -210,7 +210,7 @@ class Engine:
                 if run.completion == limit:
                     break
                 self._check(cancelled)
-                logits = self._run(run.slot, [token], compensate=True)
+                logits = self._run(run.slot, [token])
         except Cancelled:
             finish = "cancelled"
         rest = stops.add(text.flush()) + stops.flush()
@@ -226,11 +226,11 @@ class Engine:
         for at in range(run.cached, len(run.prompt), rows):
             self._check(cancelled)
             last = at + rows >= len(run.prompt)
-            logits = self._run(run.slot, run.prompt[at : at + rows], compensate=False, last=last)
+            logits = self._run(run.slot, run.prompt[at : at + rows], prefill=True, last=last)
         run.prefill_s = time.perf_counter() - start
         return logits
 
-    def _run(self, slot: int, tokens: list[int], *, compensate: bool, last: bool = True) -> Float32Array:
+    def _run(self, slot: int, tokens: list[int], *, prefill: bool = False, last: bool = True) -> Float32Array:
         """One step of a slot after what is cached. Returns the last row's logits [V] (empty where not `last`)."""
         cached = self._conversations.tokens(slot)
         M, start = len(tokens), len(cached)
@@ -240,7 +240,7 @@ class Engine:
             slots=np.full(M, slot, np.int32),
             positions=np.arange(start, start + M, dtype=np.int32),
             logit_rows=np.array([M - 1] if last else [], np.int32),
-            compensate=compensate,
+            prefill=prefill,
         )
         logits = self.decoder.forward(step)
         cached += tokens

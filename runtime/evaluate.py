@@ -1,4 +1,8 @@
-"""Perplexity over sliding windows of a text, for any decoder and for the full-precision checkpoint."""
+"""Perplexity over sliding windows of a text, for any decoder and for the full-precision checkpoint.
+
+Plain, every position of a window is run as a decoded token is. As a chat, the first half of a window is prefilled as
+the engine prefills a prompt, and the second half is decoded and scored token by token, as the engine decodes an answer.
+"""
 
 from __future__ import annotations
 
@@ -42,24 +46,27 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens start .. end - 1 of a text, of which first .. end - 1 are scored."""
+    """Tokens start .. end - 1 of a text, of which start .. prompt - 1 are prefilled and first .. end - 1 scored."""
 
     start: int
     end: int
     first: int
+    prompt: int
 
 
-def windows(count: int, window: int, stride: int) -> Iterator[Window]:
+def windows(count: int, window: int, stride: int, *, as_chat: bool = False) -> Iterator[Window]:
     """The windows of a text.
 
     A window of `window` tokens starts every `stride` tokens and scores the tokens that no earlier window scored. The
     first token of a window has nothing before it there, so it is not scored; with stride == window that leaves out one
-    token of every window. The last window is the one that reaches the end of the text.
+    token of every window. The last window is the one that reaches the end of the text. As a chat, the first half of a
+    window is its prompt, which is not scored either; with stride == window / 2 that leaves out the first prompt alone.
 
     Args:
         count: Tokens of the text.
         window: Tokens of a window, at least 2.
         stride: Tokens from one window's start to the next, in [1, window].
+        as_chat: Whether the first half of a window is a prompt; else no window has one.
 
     Raises:
         RequestError: a window or stride outside its range, or a text of fewer than two tokens.
@@ -70,15 +77,17 @@ def windows(count: int, window: int, stride: int) -> Iterator[Window]:
         raise RequestError(f"stride is {stride}; it must be from 1 to the window of {window} tokens")
     if count < 2:
         raise RequestError(f"the text has {count} tokens; at least 2 are needed to score one")
-    return _windows(count, window, stride)
+    return _windows(count, window, stride, as_chat)
 
 
-def _windows(count: int, window: int, stride: int) -> Iterator[Window]:
+def _windows(count: int, window: int, stride: int, as_chat: bool) -> Iterator[Window]:
     scored = 0
     for start in range(0, count, stride):
         end = min(start + window, count)
-        if max(scored, start + 1) < end:
-            yield Window(start, end, max(scored, start + 1))
+        prompt = start + (end - start) // 2 if as_chat else start
+        first = max(scored, prompt, start + 1)
+        if first < end:
+            yield Window(start, end, first, prompt)
         scored = end
         if end == count:
             return
@@ -91,11 +100,14 @@ def perplexity(
     stride: int,
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
+    *,
+    as_chat: bool = False,
 ) -> EvalResult:
     """Perplexity of a decoder; every position is compensated by its own activations, as in decoding.
 
-    A cache with a window of recent tokens in full precision is seen as decoding sees it: no step goes past the point
-    where decoding would quantize the next page.
+    As a chat, a prompt gets what the engine gives it, and decoding is one token a step. Else many positions make a
+    step; a cache with a window of recent tokens in full precision is seen as decoding sees it, for no step goes past
+    the point where decoding would quantize the next page.
 
     Args:
         decoder: The loaded model; slot 0 is used and overwritten.
@@ -104,6 +116,7 @@ def perplexity(
         stride: Tokens between windows.
         progress: Told after every window.
         cancelled: Asked between steps.
+        as_chat: Whether the first half of each window is prefilled as a prompt and the second half decoded.
 
     Raises:
         RequestError: a window or stride outside its range, a text that is too short, or a foreign token.
@@ -115,10 +128,11 @@ def perplexity(
     text = _checked(tokens, decoder.spec.vocab_size)
 
     def score(part: Window) -> float:
-        return sum(_score_steps(decoder, text, part, cancelled))
+        return sum(_score_steps(decoder, text, part, as_chat, cancelled))
 
     with decoder.session():
-        return _evaluate(score, text, window, stride, progress, lambda: decoder.recall)
+        parts = windows(text.size, window, stride, as_chat=as_chat)
+        return _evaluate(score, text, parts, progress, lambda: decoder.recall)
 
 
 def full_precision_perplexity(
@@ -128,6 +142,8 @@ def full_precision_perplexity(
     stride: int,
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
+    *,
+    as_chat: bool = False,
 ) -> EvalResult:
     """The same perplexity for the checkpoint before quantization, in float32.
 
@@ -138,6 +154,7 @@ def full_precision_perplexity(
         stride: As in `perplexity`.
         progress: Told after every window.
         cancelled: Asked between windows.
+        as_chat: Whether the tokens are those that a chat's evaluation scores; they are computed alike.
 
     Raises:
         RequestError: as in `perplexity`.
@@ -156,7 +173,7 @@ def full_precision_perplexity(
         logits = oracle.logits(torch.from_numpy(text[None, part.start : part.end - 1]), rows=rows)[0]
         return negative_log_likelihood(logits.float().numpy(), text[part.first : part.end])
 
-    return _evaluate(score, text, window, stride, progress, lambda: None)
+    return _evaluate(score, text, windows(text.size, window, stride, as_chat=as_chat), progress, lambda: None)
 
 
 def negative_log_likelihood(logits: FloatArray, targets: Int64Array) -> float:
@@ -174,41 +191,53 @@ def negative_log_likelihood(logits: FloatArray, targets: Int64Array) -> float:
     return float((normalizers - shifted[np.arange(targets.size), targets]).sum())
 
 
-def _score_steps(decoder: Decoder, text: Int64Array, part: Window, cancelled: Callable[[], bool]) -> Iterator[float]:
-    """Negative log-likelihoods of a window, summed over each step of at most max_rows rows.
+def _score_steps(
+    decoder: Decoder, text: Int64Array, part: Window, as_chat: bool, cancelled: Callable[[], bool]
+) -> Iterator[float]:
+    """Negative log-likelihoods of a window, summed over each step.
 
     The window's last token is not run: nothing after it is scored.
     """
-    decoder.cache.clear(0)
-    end = part.start
-    while end < part.end - 1:
+    for at, end, prompt in _steps(decoder, part, as_chat):
         _check(cancelled)
-        at, rows = end, min(decoder.options.max_rows, decoder.cache.rows_until_flush(0))
-        end = min(at + rows, part.end - 1)
         wanted = np.arange(max(part.first - 1, at), end)
         step = Step(
             tokens=text[at:end].astype(np.int32),
             slots=np.zeros(end - at, np.int32),
             positions=np.arange(at - part.start, end - part.start, dtype=np.int32),
             logit_rows=(wanted - at).astype(np.int32),
+            prefill=prompt,
         )
         logits = decoder.forward(step)
         if wanted.size:
             yield negative_log_likelihood(logits, text[wanted + 1])
 
 
+def _steps(decoder: Decoder, part: Window, as_chat: bool) -> Iterator[tuple[int, int, bool]]:
+    """First token of each step of a window, the one behind its last, and whether it is one of a prompt's.
+
+    The cache says how far a step may go, so each is to be run before the next is asked for.
+    """
+    decoder.cache.clear(0)
+    end, most = part.start, decoder.options.max_rows
+    while end < part.end - 1:
+        at, prompt = end, end < part.prompt
+        rows = most if prompt else 1 if as_chat else min(most, decoder.cache.rows_until_flush(0))
+        end = min(at + rows, part.prompt if prompt else part.end - 1)
+        yield at, end, prompt
+
+
 def _evaluate(
     score: Callable[[Window], float],
     text: Int64Array,
-    window: int,
-    stride: int,
+    parts: Iterator[Window],
     progress: ProgressCallback,
     recall: Callable[[], float | None],
 ) -> EvalResult:
     """Sum the scores of all windows, with progress in tokens."""
     begin = time.perf_counter()
     nll, count, scores = 0.0, 0, []
-    for part in windows(text.size, window, stride):
+    for part in parts:
         scores.append(score(part))
         nll += scores[-1]
         count += part.end - part.first

@@ -256,7 +256,7 @@ class _Runner:
         for start in range(0, len(tokens), chunk):
             rows = tokens[start : start + chunk]
             last = start + len(rows) == len(tokens)
-            token = self._step(rows, begin + start, [len(rows) - 1] if last else [], compensate=False)
+            token = self._step(rows, begin + start, [len(rows) - 1] if last else [], prefill=True)
             self._report(len(rows))
         return token
 
@@ -265,12 +265,12 @@ class _Runner:
         seconds = []
         for i in range(count):
             began = time.perf_counter()
-            token = self._step(np.array([token], np.int32), position + i, [0], compensate=True)
+            token = self._step(np.array([token], np.int32), position + i, [0])
             seconds.append(time.perf_counter() - began)
             self._report(1)
         return seconds
 
-    def _step(self, tokens: Int32Array, start: int, logit_rows: list[int], *, compensate: bool) -> int:
+    def _step(self, tokens: Int32Array, start: int, logit_rows: list[int], *, prefill: bool = False) -> int:
         if self._cancelled():
             raise Cancelled("the measurement was stopped")
         count = len(tokens)
@@ -280,7 +280,7 @@ class _Runner:
                 slots=np.zeros(count, np.int32),
                 positions=np.arange(start, start + count, dtype=np.int32),
                 logit_rows=np.array(logit_rows, np.int32),
-                compensate=compensate,
+                prefill=prefill,
             )
         )
         return int(logits[0].argmax()) if logit_rows else 0

@@ -53,8 +53,9 @@ class MemoryPlan:
     weight_bytes: int
     """The weights in the backend's own layout."""
     residual_bytes: int
-    """Residuals, in main memory. Not counted in `needed_bytes`: on the CPU they are mapped files that the system may
-    drop, and a GPU's memory is another one."""
+    """Residuals, in main memory."""
+    residuals_beside: bool
+    """Whether they have to fit beside the weights, and count in `needed_bytes`."""
     kv_bytes: int
     """The KV cache at `context`."""
     buffer_bytes: int
@@ -67,7 +68,8 @@ class MemoryPlan:
     @property
     def needed_bytes(self) -> int:
         """What must fit."""
-        return self.weight_bytes + self.kv_bytes + self.buffer_bytes + self.margin_bytes
+        residuals = self.residual_bytes if self.residuals_beside else 0
+        return self.weight_bytes + residuals + self.kv_bytes + self.buffer_bytes + self.margin_bytes
 
     @property
     def fits(self) -> bool:
@@ -124,6 +126,7 @@ def plan(
             pages=pages,
             weight_bytes=footprint.weight_bytes,
             residual_bytes=footprint.residual_bytes,
+            residuals_beside=footprint.residuals_beside,
             kv_bytes=cache_bytes(kind, spec, context=tokens, slots=count, max_rows=rows, pages=pages),
             buffer_bytes=buffer_bytes(spec, tokens, rows),
             margin_bytes=_MARGIN + footprint.overhead_bytes,
@@ -154,7 +157,7 @@ def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[s
         planned: How it was loaded.
         rows: Most rows of one step.
     """
-    room = planned.available_bytes - planned.weight_bytes - planned.margin_bytes
+    room = planned.available_bytes - (planned.needed_bytes - planned.kv_bytes - planned.buffer_bytes)
 
     def fitting(kind: CacheKind) -> int:
         def taken(tokens: int) -> int:
@@ -178,10 +181,13 @@ def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[s
 
 def describe(planned: MemoryPlan) -> str:
     """The plan in one line, for a person."""
-    mapped = f", beside it residuals {size(planned.residual_bytes)}" if planned.residual_bytes else ""
+    residuals = f"residuals {size(planned.residual_bytes)}" if planned.residual_bytes else ""
+    inside = f", {residuals}" if residuals and planned.residuals_beside else ""
+    mapped = f", beside it {residuals}" if residuals and not planned.residuals_beside else ""
     return (
-        f"{size(planned.needed_bytes)} (weights {size(planned.weight_bytes)}, cache {size(planned.kv_bytes)} for "
-        f"{planned.context} tokens, buffers {size(planned.buffer_bytes)}, margin {size(planned.margin_bytes)}{mapped})"
+        f"{size(planned.needed_bytes)} (weights {size(planned.weight_bytes)}{inside}, "
+        f"cache {size(planned.kv_bytes)} for {planned.context} tokens, buffers {size(planned.buffer_bytes)}, "
+        f"margin {size(planned.margin_bytes)}{mapped})"
     )
 
 
@@ -210,6 +216,8 @@ def _explain(planned: MemoryPlan, largest: int | None, kind: CacheKind, spec: Mo
         advice.append(f"a context of {largest} tokens fits")
     if planned.kv_bytes > planned.needed_bytes // 8 and (cheaper := _cheaper(kind, spec)):
         advice.append(cheaper)
+    if planned.residuals_beside and planned.residual_bytes:
+        advice.append(f"turn compensation off, whose residuals take {size(planned.residual_bytes)}")
     if largest is None or planned.context <= _LARGE_CONTEXT:
         advice.append("use fewer bits or a smaller model")
     holder = largest_process()

@@ -21,10 +21,11 @@ PLAIN_STOPS = ("\nUser:",)
 
 
 class Tokenizer:
-    """The tokenizer of a model folder.
+    """The tokenizer of a model folder, or of a GGUF file.
 
     Raises:
-        BackendError: the folder has no tokenizer that can be read.
+        BackendError: there is no tokenizer that can be read.
+        ModelError: a GGUF file is damaged, or its tokenizer is not known.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder as its files describe it.
+"""The tokenizer of a model folder, or of a GGUF file, as its files describe it.
 
 `tokenizer.json` is the whole tokenizer, and the `tokenizers` package alone reads it, in a tenth of the time that
 transformers takes to be imported. transformers is asked where there is no such file (a sentencepiece model,
@@ -37,11 +37,14 @@ class TokenizerFiles:
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """Read a folder's tokenizer, from that folder alone.
+    """Read the tokenizer of a folder, from that folder alone, or of a GGUF file.
 
     Raises:
-        BackendError: the folder has no tokenizer that can be read.
+        BackendError: there is no tokenizer that can be read.
+        ModelError: a GGUF file is damaged, or its tokenizer is not known.
     """
+    if folder.is_file():
+        return _of_gguf(folder)
     if not folder.is_dir():
         raise BackendError(f"no tokenizer: the folder {folder} is missing")
     try:
@@ -50,6 +53,21 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         raise
     except Exception as error:  # tokenizers raises Exception itself, transformers whatever its parsers do
         raise BackendError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def _of_gguf(file: Path) -> TokenizerFiles:
+    """What the metadata of a GGUF file say."""
+    from tokenizers import Tokenizer
+
+    from models.gguf.header import read_header
+    from models.gguf.tokenizer import TOKENIZER, TOKENIZER_CONFIG, tokenizer_files
+
+    files = tokenizer_files(read_header(file))
+    settings = json.loads(files[TOKENIZER_CONFIG])
+    fast = Tokenizer.from_str(files[TOKENIZER].decode())
+    return TokenizerFiles(
+        fast, {name: settings[name] for name in _NAMED if name in settings}, settings.get("chat_template")
+    )
 
 
 def _plain(folder: Path) -> TokenizerFiles | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests import smollm2
 
 # Compiled kernels are shared by all tests and runs: compiling them takes many seconds.
 os.environ.setdefault(
@@ -21,6 +24,25 @@ def shared_data() -> Path:
     if not (SHARED_DATA / "README.md").is_file():
         pytest.skip("needs the real models and texts of ../shared/data")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as GGUF, fetched once into the tests' cache; skips where it can't be had."""
+    return _available(smollm2.gguf_file)
+
+
+@pytest.fixture(scope="session")
+def smollm2_hf() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder (fp16), converted independently of this program, or a skip."""
+    return _available(smollm2.hf_folder)
+
+
+def _available(find: Callable[[], Path]) -> Path:
+    try:
+        return find()
+    except smollm2.UnavailableError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(autouse=True)

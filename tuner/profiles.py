@@ -103,20 +103,9 @@ class ProfileStore:
         """
         body = {name: value for name, value in asdict(profile).items() if name != "key"}
         text = json.dumps({"format": _FORMAT, "key": asdict(profile.key), "profile": body}, indent=1, sort_keys=True)
-        file = self._file(profile.key)
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._sweep()
-            handle, name = tempfile.mkstemp(dir=self.folder, prefix=f".{file.name}-")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    stream.write(text)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                Path(name).replace(file)
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+            written(self._file(profile.key), text)
         except OSError as error:
             raise ProfileError(f"the tuning cannot be saved in {self.folder}: {error.strerror or error}") from error
 
@@ -133,6 +122,21 @@ class ProfileStore:
             with contextlib.suppress(OSError):
                 if time.time() - stray.stat().st_mtime > _STALE_SECONDS:
                     stray.unlink()
+
+
+def written(file: Path, text: str) -> None:
+    """Write a file in one step, and its folder where that is missing; raises what the system says."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(name).replace(file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 class JournalTimer:

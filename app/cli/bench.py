@@ -52,6 +52,7 @@ def bench(
     ] = None,
     kv: options.KVOption = None,
     budget: options.Budget = None,
+    prompt_budget: options.PromptBudget = None,
     backend: options.BackendOption = None,
     as_json: options.Json = False,
 ) -> None:
@@ -69,7 +70,9 @@ def bench(
     if longest <= stored.spec.max_context:
         context = min(context, stored.spec.max_context)
     asked = options.compensation(budget) or Compensation(k_chunk=0)
-    choices = LoadChoices(kv=kv, context=context, compensation=asked, backend=backend)
+    choices = LoadChoices(
+        kv=kv, context=context, compensation=asked, prompt_budget=prompt_budget or 0.0, backend=backend
+    )
     plan = load_plan(stored, choices, services, output)
     decoder = plan.open_decoder()
     try:
@@ -89,6 +92,7 @@ def bench(
                 for tokens in at or ()
             ]
             compensation = None if budget is None else _compensation(decoder, services, interrupt.cancelled)
+            prompts = _prompts(decoder, interrupt.cancelled) if prompt_budget else None
         peak = peak_memory_bytes()
     finally:
         decoder.close()
@@ -109,6 +113,7 @@ def bench(
                 "device": device,
                 **({"at": [_at(speed_at) for speed_at in speeds_at]} if at else {}),
                 **(compensation or {}),
+                **(prompts or {}),
             }
         )
         return
@@ -129,6 +134,12 @@ def bench(
     if compensation is not None:
         chosen = ", ".join(f"{kind} {count}" for kind, count in compensation["k_chunk"].items())
         output.text(f"compensation  {compensation['slowdown_percent']:.1f} % slower than without; k_chunk: {chosen}")
+    if prompts is not None:
+        slower, tokens = prompts["prompt_slowdown_percent"], prompts["prompt_slowdown_tokens"]
+        output.text(
+            f"prompts       {slower:.1f} % slower than without compensation, over {tokens} tokens; "
+            f"k_chunk {prompts['prompt_k_chunk']}"
+        )
 
 
 def _at(speed: SpeedAt) -> dict[str, Any]:
@@ -138,6 +149,19 @@ def _at(speed: SpeedAt) -> dict[str, Any]:
         "decode_tokens_per_s": speed.decode_tokens_per_s,
         "bytes_per_token": speed.bytes_per_token,
         "kv_bytes": speed.kv_bytes,
+    }
+
+
+def _prompts(decoder: Decoder, cancelled: Cancelled) -> dict[str, Any]:
+    """How far the decoder compensates prompts, and what that costs here and now, side by side."""
+    from runtime.prompt_tuning import PromptTimer
+
+    level, timer = decoder.options.prompt_k_chunk, PromptTimer(decoder, cancelled=cancelled)
+    slowdown = timer.slowdown(level) if level else 0.0
+    return {
+        "prompt_slowdown_percent": slowdown,
+        "prompt_slowdown_tokens": timer.tokens if level else 0,
+        "prompt_k_chunk": level,
     }
 
 

@@ -80,5 +80,6 @@ def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list
     lines.append(f"backend   {report['backend']}: {report['reason']}")
     if report["tuning"] is not None:
         lines.append(f"tuning    {report['tuning']['model']}: {report['tuning']['reason']}")
+        lines.append(f"prompts   {report['tuning']['model']}: {report['tuning']['prompts']}")
     lines.append(f"models    {services.store().root}")
     return lines

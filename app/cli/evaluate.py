@@ -18,6 +18,7 @@ from app.cli.quantize import read_text
 from app.cli.services import Services, services_of
 
 if TYPE_CHECKING:
+    from runtime.decoder import DecoderOptions
     from runtime.evaluate import EvalResult
     from runtime.loading import LoadPlan
 
@@ -42,6 +43,7 @@ def evaluate(
     ] = None,
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
+    prompt_budget: options.PromptBudget = None,
     select: Annotated[
         options.Select | None,
         typer.Option("--select", help="How salient channels are chosen; approx, as in decoding.", show_default=False),
@@ -51,21 +53,35 @@ def evaluate(
         bool, typer.Option("--full-precision", help="Evaluate the checkpoint itself, before quantization.")
     ] = False,
     backend: options.BackendOption = None,
+    as_chat: Annotated[
+        bool,
+        typer.Option(
+            "--as-chat", help="Prefill the first half of each window as a prompt, score the second half as decoded."
+        ),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Measure perplexity over a text, in sliding windows."""
     if window is not None and stride is not None and stride > window:
         raise typer.BadParameter("the stride can't exceed the window", param_hint="--stride")
     compensation = options.compensation(budget, k_chunk)
-    if full_precision and any(choice is not None for choice in (compensation, select, kv, backend)):
-        raise typer.BadParameter("--full-precision has no --k-chunk, --budget, --select, --kv or --backend")
+    if full_precision and any(choice is not None for choice in (compensation, prompt_budget, select, kv, backend)):
+        raise typer.BadParameter(
+            "--full-precision has no --k-chunk, --budget, --prompt-budget, --select, --kv or --backend"
+        )
     output, services = Output(as_json=as_json), services_of(ctx)
     content = read_text(text)
-    span = _Span(window=window, stride=stride, max_tokens=max_tokens)
+    span = _Span(window=window, stride=stride, max_tokens=max_tokens, as_chat=as_chat)
     if full_precision:
         result, about = _full_precision(model, content, span, services, output)
     else:
-        choices = LoadChoices(kv=kv, compensation=compensation, backend=backend, select=select or "approx")
+        choices = LoadChoices(
+            kv=kv,
+            compensation=compensation,
+            prompt_budget=prompt_budget,
+            backend=backend,
+            select=select or "approx",
+        )
         result, about = _stored(model, content, span, choices, services, output)
     if as_json:
         output.result(
@@ -84,12 +100,13 @@ def evaluate(
 
 
 class _Span:
-    """Which tokens are scored in which windows."""
+    """Which tokens are scored in which windows, and how these are run."""
 
-    def __init__(self, *, window: int | None, stride: int | None, max_tokens: int | None) -> None:
+    def __init__(self, *, window: int | None, stride: int | None, max_tokens: int | None, as_chat: bool) -> None:
         self._window = window
         self._stride = stride
         self._max_tokens = max_tokens
+        self.as_chat = as_chat
 
     def window(self, maximum: int) -> int:
         """Tokens of a window, for a model with a context of `maximum`.
@@ -114,6 +131,7 @@ def _stored(
     name: str, text: str, span: _Span, choices: LoadChoices, services: Services, output: Output
 ) -> tuple[EvalResult, dict[str, Any]]:
     """Perplexity of a stored model, and what the JSON object says about how it ran."""
+    from runtime.compensation import k_chunk_by_type
     from runtime.evaluate import perplexity
     from runtime.tokenizer import Tokenizer
 
@@ -122,41 +140,53 @@ def _stored(
     window = span.window(maximum)
     choices = replace(choices, context=window)
     plan = load_plan(model, choices, services, output)
-    k_chunk = _k_chunk(plan, choices, services, output)
+    load = _compensated(plan, span, choices, services, output)
+    k_chunk, prompts = k_chunk_by_type(load.k_chunk), k_chunk_by_type(load.prompt_k_chunk)
     measure_recall = any(k_chunk.values()) and choices.select == "approx"
     tokens = span.cut(Tokenizer(model.tokenizer_path).encode(text))
-    load = replace(plan.options, k_chunk=k_chunk, measure_recall=measure_recall)
+    load = replace(load, measure_recall=measure_recall)
     decoder = replace(plan, options=load).open_decoder()
     try:
         with Interrupt() as interrupt, output.progress() as progress:
-            result = perplexity(decoder, tokens, window, span.stride(maximum), progress, interrupt.cancelled)
+            result = perplexity(
+                decoder, tokens, window, span.stride(maximum), progress, interrupt.cancelled, as_chat=span.as_chat
+            )
     finally:
         decoder.close()
     about = {"kv": load.kv, "bits": model.recipe.bits, "k_chunk": k_chunk, "select": load.select}
+    if span.as_chat:
+        about["prompt_k_chunk"] = prompts
     return result, about
 
 
-def _k_chunk(plan: LoadPlan, choices: LoadChoices, services: Services, output: Output) -> dict[str, int]:
-    """The compensation to evaluate; a budget is tuned with a decoder of its own, that need not measure recall."""
-    from runtime.compensation import k_chunk_by_type
+def _compensated(
+    plan: LoadPlan, span: _Span, choices: LoadChoices, services: Services, output: Output
+) -> DecoderOptions:
+    """The options to evaluate; budgets are tuned with a decoder of its own, that need not measure recall.
+
+    That of prompts counts where there are prompts.
+    """
     from runtime.tuning import obstacle
 
     model, budget = plan.model, plan.compensation.budget_percent
-    if not budget:
-        return plan.compensation.by_type
+    prompts = plan.compensation.prompt_percent if span.as_chat else 0.0
+    if not budget and not prompts:
+        return plan.options
     if (problem := obstacle(plan.backend, model, plan.options.context)) is not None:
         if choices.compensation is not None:
             output.note(f"{problem.what}; {problem.fix}")
-        return plan.compensation.by_type
+        return plan.options
     decoder = replace(plan, options=replace(plan.options, select="approx")).open_decoder()
     try:
-        if not services.is_tuned(decoder, model, budget):
+        if budget and not services.is_tuned(decoder, model, budget):
             output.note(
                 f"{model.name} is first tuned for a budget of {budget:g} % on this device, once, which takes a "
                 "while; --k-chunk N evaluates with N channels instead, --k-chunk 0 without compensation"
             )
-        compensate(decoder, plan, choices, services, output)
-        return k_chunk_by_type(decoder.options.k_chunk)
+        own = plan if prompts else replace(plan, compensation=replace(plan.compensation, prompt_budget_percent=0.0))
+        compensate(decoder, own, choices, services, output)
+        tuned = decoder.options
+        return replace(plan.options, k_chunk=tuned.k_chunk, n_tb=tuned.n_tb, prompt_k_chunk=tuned.prompt_k_chunk)
     finally:
         decoder.close()
 
@@ -175,6 +205,8 @@ def _full_precision(
     window, stride = span.window(maximum), span.stride(maximum)
     tokens = span.cut(Tokenizer(folder).encode(text))
     with Interrupt() as interrupt, output.progress() as progress:
-        result = full_precision_perplexity(checkpoint, tokens, window, stride, progress, interrupt.cancelled)
+        result = full_precision_perplexity(
+            checkpoint, tokens, window, stride, progress, interrupt.cancelled, as_chat=span.as_chat
+        )
     bits = 8 * checkpoint.embedding().element_size()
     return result, {"kv": None, "bits": bits, "k_chunk": None, "select": None}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from app.cli.interrupt import Interrupt
 from app.cli.output import Output
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from runtime.compensation import Compensation
     from runtime.decoder import Decoder, KVKind, Selector
     from runtime.loading import LoadPlan
+    from runtime.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class LoadChoices:
     """Tokens of context."""
     compensation: Compensation | None = None
     """What decides how much is compensated."""
+    prompt_budget: float | None = None
+    """How much longer a prompt may take by compensation, in percent."""
     backend: str | None = None
     """What runs the model."""
     select: Selector = "approx"
@@ -51,10 +54,15 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
     from runtime.memory import DEFAULT_CONTEXT
 
     settings = load({"kv": choices.kv, "backend": choices.backend})
+    compensation = of_settings(
+        settings.k_chunk, settings.budget, choices.compensation, prompt_budget=settings.prompt_budget
+    )
+    if choices.prompt_budget is not None:
+        compensation = replace(compensation, prompt_budget_percent=choices.prompt_budget)
     maximum = model.spec.max_context
     plan = plan_load(
         model,
-        of_settings(settings.k_chunk, settings.budget, choices.compensation),
+        compensation,
         kv=settings.kv,
         # A context on the command line is kept or refused; one in the settings gives way to a model that has less.
         context=choices.context or (settings.context and min(settings.context, maximum)),
@@ -72,26 +80,24 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
 
 
 def compensate(decoder: Decoder, plan: LoadPlan, choices: LoadChoices, services: Services, output: Output) -> None:
-    """Give a model that was just loaded the compensation that its plan's budget pays for, with progress.
+    """Give a model that was just loaded the compensation that its plan's budgets pay for, with progress.
 
     Where there is no budget, nothing is done; where it has no effect, that is said.
 
     Raises:
         KeyboardInterrupt: the person stopped the tuning; what was measured is kept for the next time.
     """
+    from runtime.prompt_tuning import prompts_within_budget
     from runtime.tuning import within_budget
 
-    budget = plan.compensation.budget_percent
-    if not budget:
-        return
+    budget, prompts = plan.compensation.budget_percent, plan.compensation.prompt_percent
+    problem: Problem | None = None
     with Interrupt() as interrupt, output.progress() as progress:
-        _, problem = within_budget(
-            decoder,
-            plan.model,
-            budget_percent=budget,
-            profiles=services.profiles(),
-            progress=progress,
-            cancelled=interrupt.cancelled,
-        )
-    if problem is not None and (problem.failure or choices.compensation is not None):
+        common: Any = {"profiles": services.profiles(), "progress": progress, "cancelled": interrupt.cancelled}
+        if budget:
+            _, problem = within_budget(decoder, plan.model, budget_percent=budget, **common)
+        if prompts and problem is None:
+            _, problem = prompts_within_budget(decoder, plan.model, budget_percent=prompts, **common)
+    asked = choices.compensation is not None or choices.prompt_budget is not None
+    if problem is not None and (problem.failure or asked):
         output.note(f"{problem.what}; {problem.fix}")

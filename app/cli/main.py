@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from app.cli import bench, config, doctor, evaluate, pull, quantize, run, serve, stored, tune_device
 from app.cli.errors import CliError, explained, in_one_line
-from app.cli.output import NAME
+from app.cli.output import NAME, at_a_terminal
 
 
 class Commands(TyperGroup):
@@ -57,7 +57,7 @@ def ui(
     """Chat with low-bit language models on this machine. Without a command: the terminal UI."""
     if ctx.invoked_subcommand is not None:
         return
-    if not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
+    if not at_a_terminal():
         raise CliError("the terminal UI needs a terminal; in a pipe use: lowbit-chat run MODEL PROMPT")
     from app.tui import run as run_ui
 
@@ -80,7 +80,7 @@ app.add_typer(config.app, name="config")
 
 
 def main() -> None:
-    """The `lowbit-chat` program."""
+    """The command line of the `lowbit-chat` program."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter must not end an answer

@@ -1,4 +1,4 @@
-"""What MODEL means: a stored name, `demo`, a folder with a checkpoint, or a name on the hub."""
+"""What MODEL means: a stored name, `demo`, a checkpoint's folder or GGUF file, a short name, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from app.cli.errors import CliError
 from app.cli.interrupt import Interrupt
 from app.cli.output import Output
 from app.cli.services import DEMO, Services
+from models.catalogue import KNOWN
 
 if TYPE_CHECKING:
+    from models.catalogue import KnownModel
     from models.recipe import Recipe
     from models.store import StoredModel, StoredModelInfo
 
@@ -34,9 +36,11 @@ def open_model(name: str, services: Services, output: Output) -> StoredModel:
     from models.recipe import Recipe
 
     recipe = Recipe()
-    folder = local_folder(name)
-    if folder is not None:
-        info = _made_from(folder, recipe, services) or _make(folder, recipe, services, output)
+    path = local_checkpoint(name)
+    if path is not None:
+        info = _made_from(path, recipe, services) or _make(path, recipe, services, output)
+    elif name in KNOWN:
+        info = _made_of_known(KNOWN[name], recipe, services, output)
     elif _is_hub_name(name):
         ready = [info for info in store.list() if info.source == name and info.recipe == recipe]
         info = ready[0] if ready else _make(_hub_checkpoint(name, services, output), recipe, services, output)
@@ -46,7 +50,7 @@ def open_model(name: str, services: Services, output: Output) -> StoredModel:
 
 
 def find_checkpoint(name: str, services: Services, output: Output) -> Path:
-    """The full-precision checkpoint that MODEL names, downloaded first where it is a hub name.
+    """The checkpoint that MODEL names, downloaded first where it is a short name or one on the hub.
 
     Raises:
         CliError: MODEL names none.
@@ -55,14 +59,16 @@ def find_checkpoint(name: str, services: Services, output: Output) -> Path:
     """
     if name == DEMO:
         return services.demo_checkpoint()
-    folder = local_folder(name)
-    if folder is not None:
-        return folder
+    path = local_checkpoint(name)
+    if path is not None:
+        return path
+    if name in KNOWN:
+        return fetched(KNOWN[name], services, output)
     if is_stored(name, services):
         info = services.store().info(name)
         raise CliError(
             f"{name} is a low-bit model, and this needs the full-precision checkpoint that it was made from: give its "
-            f"folder or its hub name ({info.source})"
+            f"folder, its GGUF file or its hub name ({info.source})"
         )
     if _is_hub_name(name):
         return _hub_checkpoint(name, services, output)
@@ -81,8 +87,8 @@ def is_stored(name: str, services: Services) -> bool:
     return name in services.store()
 
 
-def local_folder(name: str) -> Path | None:
-    """The folder that MODEL names, if it names one with a checkpoint.
+def local_checkpoint(name: str) -> Path | None:
+    """The folder with a checkpoint, or the GGUF file, that MODEL names, if it names one.
 
     Raises:
         CliError: it is written as a path, or is a folder, but there is no checkpoint.
@@ -90,13 +96,15 @@ def local_folder(name: str) -> Path | None:
     if not name:
         return None
     path = Path(name).expanduser()
-    written_as_path = name.startswith((".", "/", "~")) or "\\" in name or path.is_absolute()
-    if (path / "config.json").is_file():
+    written_as_path = name.startswith((".", "/", "~")) or "\\" in name or path.is_absolute() or name.endswith(".gguf")
+    if (path / "config.json").is_file() or (path.is_file() and (written_as_path or name not in KNOWN)):
         return path
     if path.is_dir() and (written_as_path or not _is_hub_name(name)):
+        if files := sorted(file.name for file in path.glob("*.gguf")):
+            raise CliError(f"{name} holds GGUF files ({', '.join(files[:4])}): name one of them")
         raise CliError(f"{name} has no config.json, so it is no Hugging Face checkpoint")
     if written_as_path:
-        raise CliError(f"there is no folder {name}")
+        raise CliError(f"there is no {'file' if name.endswith('.gguf') else 'folder'} {name}")
     return None
 
 
@@ -109,6 +117,17 @@ def pulled(name: str, revision: str | None, services: Services, output: Output) 
     """
     with Interrupt() as interrupt, output.progress() as progress:
         return services.pull(name, revision, progress, interrupt.cancelled)
+
+
+def fetched(model: KnownModel, services: Services, output: Output) -> Path:
+    """The GGUF file of a model with a short name, fetched first with progress where it is not here.
+
+    Raises:
+        ModelError: the download failed.
+        KeyboardInterrupt: the person stopped it.
+    """
+    with Interrupt() as interrupt, output.progress() as progress:
+        return services.fetch(model, progress, interrupt.cancelled)
 
 
 def quantized(
@@ -142,10 +161,13 @@ def quantized(
 
 def unknown(name: str, services: Services) -> str:
     """What to say of a name that means nothing."""
-    names = [DEMO, *(info.name for info in services.store().list())]
+    names = [DEMO, *KNOWN, *(info.name for info in services.store().list())]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names[:10])}"
-    return f"there is no stored model {name!r}, and a checkpoint is named by its folder or as owner/name; {hint}"
+    return (
+        f"there is no stored model {name!r}, and a checkpoint is named by its folder, its GGUF file or as owner/name; "
+        f"{hint}"
+    )
 
 
 def _is_hub_name(name: str) -> bool:
@@ -159,20 +181,33 @@ def _hub_checkpoint(name: str, services: Services, output: Output) -> Path:
     return services.cached(name) or pulled(name, None, services, output)
 
 
-def _make(checkpoint: Path, recipe: Recipe, services: Services, output: Output) -> StoredModelInfo:
+def _make(
+    checkpoint: Path, recipe: Recipe, services: Services, output: Output, name: str | None = None
+) -> StoredModelInfo:
     output.note(f"quantizing {checkpoint} to {recipe.bits:g} bits; this is done once")
-    info = quantized(checkpoint, recipe, services, output)
+    info = quantized(checkpoint, recipe, services, output, name=name)
     if info.summary.warning:
         output.note(info.summary.warning)
     return info
 
 
-def _made_from(folder: Path, recipe: Recipe, services: Services) -> StoredModelInfo | None:
-    """A stored model that was made from this folder as it is now, by this recipe."""
+def _made_from(checkpoint: Path, recipe: Recipe, services: Services) -> StoredModelInfo | None:
+    """A stored model that was made from this folder or file as it is now, by this recipe."""
     from app.cli.origin import Origins
+    from models.store.names import source_name
 
-    candidates = [
-        info for info in services.store().list() if info.source == folder.resolve().name and info.recipe == recipe
-    ]
+    source = source_name(checkpoint)
+    candidates = [info for info in services.store().list() if info.source == source and info.recipe == recipe]
     origins = Origins(services.origins_file())
-    return next((info for info in candidates if origins.made_from(info, folder)), None)
+    return next((info for info in candidates if origins.made_from(info, checkpoint)), None)
+
+
+def _made_of_known(model: KnownModel, recipe: Recipe, services: Services, output: Output) -> StoredModelInfo:
+    """A stored model that was made of a model with a short name by this recipe, made now if there is none."""
+    from app.cli.origin import recorded
+
+    candidates = [info for info in services.store().list() if info.recipe == recipe]
+    ready = [info for info in candidates if model.sha256 in recorded(info).values()]
+    if ready:
+        return ready[0]
+    return _make(fetched(model, services, output), recipe, services, output, name=model.name)

@@ -24,6 +24,8 @@ def _finite(value: float | None) -> float | None:
 def compensation(budget: float | None, k_chunk: int | None = None) -> Compensation | None:
     """What the options `Budget` and `KChunk` ask for; None where they leave it to the settings.
 
+    `PromptBudget` stands beside them: see `runtime.compensation.of_settings`.
+
     Raises:
         typer.BadParameter: both are given.
     """
@@ -43,17 +45,20 @@ def complete_stored(incomplete: str) -> list[str]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """As `complete_stored`, and the bundled model."""
+    """As `complete_stored`, and the bundled model, and those that can be fetched."""
     from app.cli.services import DEMO
+    from models.catalogue import KNOWN
 
-    return [*([DEMO] if DEMO.startswith(incomplete) else []), *complete_stored(incomplete)]
+    stored = complete_stored(incomplete)
+    return [*(name for name in (DEMO, *KNOWN) if name.startswith(incomplete) and name not in stored), *stored]
 
 
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A stored model, a folder with a Hugging Face checkpoint, a hub name, or demo.",
+        help="A stored model, a folder with a Hugging Face checkpoint, a GGUF file, a hub name, smollm2-135m (a small "
+        "chat model, fetched on first use), or demo.",
         autocompletion=complete_model,
         show_default=False,
     ),
@@ -88,6 +93,18 @@ Budget = Annotated[
         max=LARGEST_BUDGET_PERCENT,
         callback=_finite,
         help="Slowdown of decoding that compensation may cost, in percent; 0: none.",
+        show_default=False,
+    ),
+]
+PromptBudget = Annotated[
+    float | None,
+    typer.Option(
+        "--prompt-budget",
+        metavar="PCT",
+        min=0,
+        max=LARGEST_BUDGET_PERCENT,
+        callback=_finite,
+        help="How much longer the time to the first word may be for a compensated prompt, in percent; 0: none.",
         show_default=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Whether a stored model was made from a given folder. Two folders of one name may hold different weights.
+"""Whether a stored model was made from a given checkpoint. Two folders or files of one name may hold different weights.
 
 The model's recipe.json has the sha256 of every file it was made from. Hashing gigabytes at every start would cost
 seconds, so a match is remembered together with the sizes and modification times of the files.
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 
 class Origins:
-    """Remembered matches of folders and stored models, in one file that may be deleted at any time."""
+    """Remembered matches of checkpoints and stored models, in one file that may be deleted at any time."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
-    def made_from(self, info: StoredModelInfo, folder: Path) -> bool:
-        """Whether the folder holds the files that the model was made from."""
-        files = _recorded(info)
-        if not files:
+    def made_from(self, info: StoredModelInfo, checkpoint: Path) -> bool:
+        """Whether the folder holds the files that the model was made from, or the GGUF file is the one."""
+        files = recorded(info)
+        if not files or (checkpoint.is_file() and list(files) != [checkpoint.name]):
             return False
+        folder = checkpoint.parent if checkpoint.is_file() else checkpoint
         stamps = _stamps(folder, files)
         if stamps is None:
             return False
@@ -60,7 +61,7 @@ class Origins:
             return
 
 
-def _recorded(info: StoredModelInfo) -> dict[str, str]:
+def recorded(info: StoredModelInfo) -> dict[str, str]:
     """sha256 by name of the files that a model was made from; empty where it does not say."""
     from models.store.layout import RECIPE
 

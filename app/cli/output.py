@@ -114,6 +114,11 @@ class _PhaseBars:
             self._bars.stop()
 
 
+def at_a_terminal() -> bool:
+    """Whether a person sits at both ends."""
+    return bool(sys.stdin and sys.stdin.isatty() and sys.stdout.isatty())
+
+
 def _started_bars() -> Bars:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

@@ -8,32 +8,41 @@ from typing import Annotated
 import typer
 
 from app.cli import options
-from app.cli.model import pulled
+from app.cli.model import fetched, pulled
 from app.cli.output import Output
 from app.cli.services import services_of
+from models.catalogue import KNOWN
 
 
 def pull(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name on the hub: owner/name.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name on the hub: owner/name; or smollm2-135m.", show_default=False)
+    ],
     revision: Annotated[
         str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit.", show_default=False)
     ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Download a checkpoint into the Hugging Face cache; an interrupted download goes on where it was."""
-    output = Output(as_json=as_json)
+    output, services = Output(as_json=as_json), services_of(ctx)
     begin = time.perf_counter()
-    folder = pulled(name, revision, services_of(ctx), output)
+    if name in KNOWN:
+        if revision is not None:
+            raise typer.BadParameter(f"{name} is one file, and there is one of it", param_hint="--revision")
+        path = fetched(KNOWN[name], services, output)
+    else:
+        path = pulled(name, revision, services, output)
     if as_json:
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         output.result(
             {
                 "name": name,
-                "revision": folder.name,
-                "path": str(folder),
-                "bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+                "revision": KNOWN[name].hub.commit if name in KNOWN else path.name,
+                "path": str(path),
+                "bytes": sum(file.stat().st_size for file in files),
                 "seconds": time.perf_counter() - begin,
             }
         )
     else:
-        output.text(str(folder))
+        output.text(str(path))

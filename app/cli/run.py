@@ -65,6 +65,7 @@ def run(
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
+    prompt_budget: options.PromptBudget = None,
     kv: options.KVOption = None,
     context: options.Context = None,
     backend: options.BackendOption = None,
@@ -102,7 +103,9 @@ def run(
         stop=tuple(stop or ()),
     )
     stored = open_model(model, services, output)
-    choices = LoadChoices(kv=kv, context=context, compensation=compensation, backend=backend)
+    choices = LoadChoices(
+        kv=kv, context=context, compensation=compensation, prompt_budget=prompt_budget, backend=backend
+    )
     plan = load_plan(stored, choices, services, output)
     engine = services.open_engine(plan)
     try:
@@ -170,6 +173,7 @@ def _summary(engine: Engine, model: StoredModel, text: str, finish_reason: str, 
         "bits": model.recipe.bits,
         "kv": decoder.options.kv,
         "k_chunk": k_chunk_by_type(decoder.options.k_chunk),
+        "prompt_k_chunk": k_chunk_by_type(decoder.options.prompt_k_chunk),
         "speculation": None,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -40,6 +41,7 @@ def serve(
     ] = None,
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
+    prompt_budget: options.PromptBudget = None,
 ) -> None:
     """Serve the stored models to OpenAI clients, on this machine only unless told otherwise."""
     asked = options.compensation(budget, k_chunk)
@@ -51,7 +53,9 @@ def serve(
     from runtime.wire.requests import LoadRequest
 
     settings = load({"model": model})
-    compensation = of_settings(settings.k_chunk, settings.budget, asked)
+    compensation = of_settings(settings.k_chunk, settings.budget, asked, prompt_budget=settings.prompt_budget)
+    if prompt_budget is not None:
+        compensation = replace(compensation, prompt_budget_percent=prompt_budget)
     request = None
     if settings.model is not None:
         request = LoadRequest(

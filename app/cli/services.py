@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import typer
 
+    from models.catalogue import KnownModel
     from models.progress import Cancelled, ProgressCallback
     from models.recipe import Recipe
     from models.store import Store, StoredModel, StoredModelInfo
@@ -86,6 +87,12 @@ class Services:
 
         return pull(name, revision, progress=progress, cancelled=cancelled)
 
+    def fetch(self, model: KnownModel, progress: ProgressCallback, cancelled: Cancelled) -> Path:
+        """Bring the GGUF file of a model with a short name, or find it here. Returns the file."""
+        from models.fetch import fetch
+
+        return fetch(model, self.store(), progress, cancelled)
+
     def quantize(
         self,
         checkpoint: Path,
@@ -97,7 +104,7 @@ class Services:
         progress: ProgressCallback,
         cancelled: Cancelled,
     ) -> StoredModelInfo:
-        """Make a low-bit model from a checkpoint's folder; the saved caches of one that it replaces are deleted."""
+        """Make a low-bit model from a checkpoint; the saved caches of one that it replaces are deleted."""
         from models.quantize import quantize
         from runtime.kv.saved_folder import forgetting
 

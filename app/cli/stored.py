@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -67,6 +68,8 @@ def show(
         return
     for key, value in entry.items():
         shown = size(value) if key.endswith("_bytes") else "-" if value is None else value
+        if key == "source_types" and value is not None:
+            shown = _types(value)
         output.text(f"{key.replace('_', ' '):<20}{shown}")
 
 
@@ -163,6 +166,7 @@ def _details(info: StoredModelInfo) -> dict[str, Any]:
     recipe = info.recipe
     return {
         "source": info.source,
+        "source_types": info.source_types,
         "path": str(info.path),
         "method": recipe.method,
         "block_bits": None if recipe.block_bits is None else list(recipe.block_bits),
@@ -171,6 +175,15 @@ def _details(info: StoredModelInfo) -> dict[str, Any]:
         "head_bits": recipe.head_bits,
         "smooth_attention": recipe.smooth_attention,
     }
+
+
+def _types(weights: Mapping[str, int]) -> str:
+    """What a checkpoint's weights are stored as: `Q4_1 79 %, Q8_0 21 % (low-bit already)`."""
+    from models.gguf.header import WHOLE_TYPES
+
+    total = sum(weights.values())
+    shares = ", ".join(f"{kind} {100 * count / total:.0f} %" for kind, count in weights.items())
+    return shares if all(kind in WHOLE_TYPES for kind in weights) else f"{shares} (low-bit already)"
 
 
 def _count(parameters: int) -> str:

@@ -21,6 +21,7 @@ from app.cli.output import Output
 from app.cli.services import DEMO, Services, services_of
 
 if TYPE_CHECKING:
+    from runtime.wire.device import PromptTuning
     from tuner.curve import Curve
     from tuner.search import Configuration
     from tuner.shapes import LayerShape
@@ -44,6 +45,7 @@ class _Result:
     cached: bool
     layers: Sequence[LayerShape]
     curves: Sequence[Curve]
+    prompts: PromptTuning | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The documented object."""
@@ -59,6 +61,7 @@ class _Result:
             "seconds": self.seconds,
             "simulated" if simulated else "measured": True,
             "cached": self.cached,
+            "prompts": None if self.prompts is None else asdict(self.prompts),
         }
 
 
@@ -74,6 +77,7 @@ def tune_device(
         ),
     ] = None,
     budget: options.Budget = None,
+    prompt_budget: options.PromptBudget = None,
     simulate: Annotated[
         str | None,
         typer.Option("--simulate", metavar="DEVICE", help="Tune a device that need not be here.", show_default=False),
@@ -110,7 +114,8 @@ def tune_device(
             simulate, shape, bits or _BITS, method or _METHOD, _budget(budget), pictured=plot is not None
         )
     else:
-        result = _measured(model, _budget(budget), force, backend, services, output)
+        budgets = _Budgets(decode=_budget(budget), prompts=_prompt_budget(prompt_budget))
+        result = _measured(model, budgets, force, backend, services, output)
     if plot is not None:
         from tuner.plot import svg
 
@@ -150,6 +155,25 @@ def _budget(asked: float | None) -> float:
     from runtime.compensation import DEFAULT_BUDGET_PERCENT
 
     return asked or load().budget or DEFAULT_BUDGET_PERCENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Budgets:
+    """What is tuned for, in percent."""
+
+    decode: float
+    """Slowdown of decoding."""
+    prompts: float
+    """How much longer a prompt may take."""
+
+
+def _prompt_budget(asked: float | None) -> float:
+    """The budget of prompts to tune for: what was asked for, else that of the settings."""
+    from app.settings import load
+    from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
+
+    wanted = load().prompt_budget if asked is None else asked
+    return DEFAULT_PROMPT_BUDGET_PERCENT if wanted is None else wanted
 
 
 def _simulated(device: str, shape: str, bits: float, method: str, budget: float, *, pictured: bool) -> _Result:
@@ -196,7 +220,12 @@ def _known(name: str, names: Collection[str], noun: str, otherwise: str) -> None
 
 
 def _measured(
-    name: str | None, budget: float, force: bool, backend: options.Backend | None, services: Services, output: Output
+    name: str | None,
+    budgets: _Budgets,
+    force: bool,
+    backend: options.Backend | None,
+    services: Services,
+    output: Output,
 ) -> _Result:
     """Tune a model here, or find the profile that is saved.
 
@@ -205,31 +234,31 @@ def _measured(
         KeyboardInterrupt: the person stopped it; what was measured is kept for the next time.
     """
     from app.settings import load
+    from runtime.prompt_tuning import tune_prompts
     from runtime.tuning import layers_of, tune
     from tuner.search import Configuration
 
     stored = open_model(name or load().model or DEMO, services, output)
     context = min(_CONTEXT, stored.spec.max_context)
-    choices = LoadChoices(context=context, compensation=options.compensation(budget), backend=backend)
+    choices = LoadChoices(context=context, compensation=options.compensation(budgets.decode), backend=backend)
     decoder = load_plan(stored, choices, services, output).open_decoder()
     try:
         with Interrupt() as interrupt, output.progress() as progress:
-            tuning = tune(
-                decoder,
-                stored,
-                budget_percent=budget,
-                profiles=services.profiles(),
-                force=force,
-                progress=progress,
-                cancelled=interrupt.cancelled,
-            )
+            common: Any = {
+                "profiles": services.profiles(),
+                "force": force,
+                "progress": progress,
+                "cancelled": interrupt.cancelled,
+            }
+            tuning = tune(decoder, stored, budget_percent=budgets.decode, **common)
+            prompts = tune_prompts(decoder, stored, budget_percent=budgets.prompts, **common)
         layers = layers_of(decoder)
     finally:
         decoder.close()
     return _Result(
         title=f"{stored.name} at {stored.recipe.bits} bits on {tuning.device}",
         device=tuning.device,
-        budget_percent=budget,
+        budget_percent=budgets.decode,
         found=Configuration(
             n_tb_max=tuning.n_tb_max,
             n_tb=tuning.n_tb,
@@ -243,6 +272,7 @@ def _measured(
         cached=tuning.cached,
         layers=layers,
         curves=tuning.curve,
+        prompts=prompts,
     )
 
 
@@ -268,6 +298,8 @@ def _show(result: _Result, output: Output) -> None:
     color = sys.stdout.isatty()
     output.picture(terminal(chosen, width=min(size.columns, 100), height=min(20, size.lines), color=color))
     output.text(_verdict(result))
+    if result.prompts is not None:
+        output.text(result.prompts.words)
 
 
 def _between(points: Sequence[tuple[int, float]], k_chunk: int) -> float:

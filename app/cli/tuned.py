@@ -8,6 +8,8 @@ from app.cli.services import DEMO
 
 if TYPE_CHECKING:
     from app.cli.services import Services
+    from models.store import StoredModel
+    from runtime.backend import AnyBackend
 
 
 def profile_report(services: Services, backend_name: str) -> dict[str, Any] | None:
@@ -18,8 +20,8 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         backend_name: The backend that would run it.
 
     Returns:
-        `model`, `budget_percent`, `k_chunk`, `measured_slowdown_percent` and `reason`; None where settings or model
-        can't be read, which other checks tell.
+        `model`, `budget_percent`, `k_chunk`, `measured_slowdown_percent` and `reason`, and `prompts` in words; None
+        where settings or model can't be read, which other checks tell.
     """
     from app.settings import SettingsError, load
     from models.errors import ModelError
@@ -37,7 +39,7 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
     from runtime.profile_key import profile_key
     from runtime.tuning import obstacle, tuning_of
 
-    compensation = of_settings(settings.k_chunk, settings.budget)
+    compensation = of_settings(settings.k_chunk, settings.budget, prompt_budget=settings.prompt_budget)
     budget = compensation.budget_percent
     report: dict[str, Any] = {
         "model": name,
@@ -45,9 +47,12 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         "k_chunk": None,
         "measured_slowdown_percent": None,
         "reason": "",
+        "prompts": "prompts are not compensated",
     }
     runner = backend(backend_name)
     problem = obstacle(runner, model, model.spec.max_context)
+    if problem is None and compensation.prompt_percent:
+        report["prompts"] = _prompts(services, runner, model, compensation.prompt_percent)
     if budget is None:
         return {**report, "reason": f"k_chunk is fixed at {compensation.k_chunk} by the settings"}
     if not budget:
@@ -73,3 +78,21 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         "measured_slowdown_percent": measured,
         "reason": f"k_chunk {chosen}; {measured:.1f} % of {budget:g} % slowdown measured on {profile.date[:10]}",
     }
+
+
+def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_percent: float) -> str:
+    """What is known of how far prompts are compensated, in words."""
+    from runtime.decoder import DecoderOptions
+    from runtime.errors import BackendError
+    from runtime.profile_key import profile_key
+    from runtime.prompt_tuning import prompt_tuning_of
+    from tuner.prompts import PromptStore
+
+    try:
+        device = runner.device(DecoderOptions())
+    except BackendError as error:
+        return str(error)
+    profile = PromptStore(services.profiles().folder).find(profile_key(device, runner.name, model, budget_percent))
+    if profile is None:
+        return f"prompts are not tuned yet for {budget_percent:g} % more time to the first word; done at the first use"
+    return prompt_tuning_of(profile, cached=True).words

@@ -166,7 +166,9 @@ class ChatApp(App[None]):
 
     async def _quantize(self, event: QuantizeAsked) -> None:
         made = await self.session.quantize(event.request)
-        if made and self.session.job is not None:
+        if made and event.load and event.request.name is not None:
+            self.post_message(LoadAsked(event.request.name))
+        elif made and self.session.job is not None:
             self.notify(f"{self.session.job.message or 'The model'} is made; F2 loads it.", markup=False)
             self.show_session()
 
@@ -200,7 +202,9 @@ class ChatApp(App[None]):
         self._save({event.key: event.value})
         if event.key == "theme":
             self.theme = themes.NAMES[self.session.settings.theme]
-        elif event.key == "k_chunk" or (event.key == "budget" and self.session.settings.k_chunk is None):
+        elif event.key in ("k_chunk", "prompt_budget") or (
+            event.key == "budget" and self.session.settings.k_chunk is None
+        ):
             self._compensate(force=False)
 
     def _save(self, changes: dict[str, str | int | float | None]) -> None:

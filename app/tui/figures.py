@@ -104,12 +104,18 @@ def statistics_parts(statistics: Statistics) -> list[str]:
 
 
 def compensation_parts(statistics: Statistics) -> list[str]:
-    """What was compensated and what that cost: `k_chunk 41–48`, `slowdown 4.2 %`."""
-    chunk = k_chunk_text(statistics.k_chunk)
-    if not chunk:
-        return []
-    slowdown = statistics.slowdown_percent
-    return [chunk] if slowdown is None else [chunk, f"slowdown {percent(slowdown)}"]
+    """What was compensated and what that cost: `k_chunk 41–48`, `slowdown 4.2 %`, `first word 8.1 % later`."""
+    chunk, slowdown, prompt = (
+        k_chunk_text(statistics.k_chunk),
+        statistics.slowdown_percent,
+        statistics.prompt_slowdown_percent,
+    )
+    parts = [chunk] if chunk else []
+    if chunk and slowdown is not None:
+        parts.append(f"slowdown {percent(slowdown)}")
+    if prompt is not None:
+        parts.append(f"first word {percent(prompt)} later")
+    return parts
 
 
 def statistics_lines(statistics: Statistics, width: int, before: Sequence[str] = ()) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from app.tui.figures import SEPARATOR, byte_count, duration, percent
 
 if TYPE_CHECKING:
-    from runtime.wire.device import Tuning
+    from runtime.wire.device import PromptTuning, Tuning
     from tuner.curve import Curve
 
 Lines = list[tuple[str, str]]
@@ -66,14 +66,15 @@ def _pcie(pcie: Mapping[str, Any]) -> str:
     )
 
 
-def tuning_lines(tuning: Tuning) -> Lines:
-    """What the tuner promised and what was measured."""
+def tuning_lines(tuning: Tuning, prompts: PromptTuning | None = None) -> Lines:
+    """What the tuner promised and what was measured, of decoding and of prompts."""
     predicted, measured = tuning.predicted_slowdown_percent, tuning.measured_slowdown_percent
     taken = f"in {duration(tuning.seconds)}" if tuning.seconds else ""
     return [
         ("budget", f"{tuning.budget_percent:g} %"),
         ("slowdown", _joined([f"{percent(predicted)} predicted", f"{percent(measured)} measured"])),
         ("tuned", _joined([f"on {tuning.device}", taken, tuning.date[:10]])),
+        *([("prompts", prompts.words)] if prompts is not None else []),
     ]
 
 

@@ -48,9 +48,11 @@ class LoadAsked(Message):
 
 @dataclass
 class QuantizeAsked(Message):
-    """A person wants a low-bit model made of a checkpoint folder."""
+    """A person wants a low-bit model made of a checkpoint."""
 
     request: QuantizeRequest
+    load: bool = False
+    """Whether to load it then; the request names it."""
 
 
 @dataclass

@@ -288,12 +288,13 @@ class Session:
         from runtime.wire.requests import LoadRequest
 
         settings = self.settings
-        wanted = of_settings(settings.k_chunk, settings.budget)
+        wanted = of_settings(settings.k_chunk, settings.budget, prompt_budget=settings.prompt_budget)
         request = LoadRequest(
             model=name,
             kv=settings.kv,
             k_chunk=wanted.k_chunk,
             budget=wanted.budget_percent,
+            prompt_budget=wanted.prompt_budget_percent,
             context=settings.context,
             backend=settings.backend,
         )
@@ -333,8 +334,14 @@ class Session:
         if self._client is None or not self.ready:
             return False
         waits = "waits for the answer to end" if self.generating else ""
-        wanted = of_settings(self.settings.k_chunk, self.settings.budget)
-        request = TuneRequest(k_chunk=wanted.k_chunk, budget=wanted.budget_percent, force=force)
+        settings = self.settings
+        wanted = of_settings(settings.k_chunk, settings.budget, prompt_budget=settings.prompt_budget)
+        request = TuneRequest(
+            k_chunk=wanted.k_chunk,
+            budget=wanted.budget_percent,
+            prompt_budget=wanted.prompt_budget_percent,
+            force=force,
+        )
         this = self._tuned_by = object()
         try:
             done = await self._work.run(tuning_title(wanted), self._client.tune(request), self._why, message=waits)

@@ -46,6 +46,7 @@ def reported(timings: Timings, status: Status | None) -> Statistics:
         context_used=timings.prompt_tokens + timings.completion_tokens,
         k_chunk=timings.k_chunk,
         slowdown_percent=timings.slowdown_percent,
+        prompt_slowdown_percent=timings.prompt_slowdown_percent,
         context=status.context if status else None,
         bits=status.bits if status else None,
         memory_bytes=status.memory_bytes if status else None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from models.errors import UnsupportedModelError
 from models.families.family import Family
-from models.families.fields import Fields
+from models.families.fields import PUBLISHED, Fields
 from models.families.llama import LLAMA
 from models.families.mistral import MISTRAL
 from models.families.phi3 import PHI3
@@ -64,7 +64,11 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
 
 
 def spec_from_config(
-    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, *, source: str = "config.json"
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None = None,
+    *,
+    source: str = "config.json",
+    remedy: str = PUBLISHED,
 ) -> ModelSpec:
     """Translate a checkpoint's config.json.
 
@@ -72,14 +76,16 @@ def spec_from_config(
         config: Parsed config.json.
         generation_config: Parsed generation_config.json, or None; its end-of-sequence tokens join the config's.
         source: What errors call config.json, for example its path.
+        remedy: What to do about a value that is not acceptable.
 
     Raises:
         UnsupportedModelError: The architecture, or an option of it, is not one this program runs.
         CheckpointError: A value is missing or not acceptable.
     """
-    spec = family_of(config, source=source).read(Fields(table=config, source=source))
+    fields = Fields(table=config, source=source, remedy=remedy)
+    spec = family_of(config, source=source).read(fields)
     tables = [
-        Fields(table=config, source=source),
+        fields,
         Fields(table=generation_config or {}, source=source.replace("config.json", "generation_config.json")),
     ]
     begin = [token for table in tables for token in table.token_ids("bos_token_id")]

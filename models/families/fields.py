@@ -9,6 +9,9 @@ from typing import Any
 
 from models.errors import CheckpointError
 
+PUBLISHED = "Take config.json from the model's publisher."
+"""What to do about a value that is not acceptable, unless something else helps."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
@@ -18,6 +21,8 @@ class Fields:
     """The parsed JSON object."""
     source: str
     """What an error calls it, for example the path of config.json."""
+    remedy: str = PUBLISHED
+    """What to do about a value that is not acceptable."""
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1.
@@ -80,7 +85,7 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise self.wrong(key, value, "a table")
-        return Fields(table=value, source=f"{self.source}, {key}")
+        return Fields(table=value, source=f"{self.source}, {key}", remedy=self.remedy)
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One token id or a list of them; () where the key is absent or null. Negative ids mean none."""
@@ -94,14 +99,12 @@ class Fields:
         """The error for a value that is not acceptable."""
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        return CheckpointError(
-            f"{self.source}: '{key}' is {shown}, but must be {expected}. Take config.json from the model's publisher."
-        )
+        return CheckpointError(f"{self.source}: '{key}' is {shown}, but must be {expected}. {self.remedy}")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.table.get(key)
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self.source}: '{key}' is missing. Take config.json from the model's publisher.")
+            raise CheckpointError(f"{self.source}: '{key}' is missing. {self.remedy}")
         return value

@@ -7,7 +7,8 @@ A file in transit is `blobs/<digest>.incomplete`; the next run asks for the rest
 
 from models.hub.cache import cached
 from models.hub.names import is_hub_name
+from models.hub.single import cached_file, pull_file
 from models.hub.snapshot import pull
 from models.hub.transport import Policy
 
-__all__ = ["Policy", "cached", "is_hub_name", "pull"]
+__all__ = ["Policy", "cached", "cached_file", "is_hub_name", "pull", "pull_file"]

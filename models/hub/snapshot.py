@@ -72,7 +72,7 @@ def pull(
         progress(Progress(phase=_CHECK, done=0.0, total=None, unit="bytes", message=message))
 
     note(f"asking {address} for {name}")
-    with Transport(address, _token(token), policy or Policy(), cancelled) as transport:
+    with Transport(address, token_to_send(token), policy or Policy(), cancelled) as transport:
         try:
             listing = read_listing(name, revision, transport, note)
         except HubUnreachableError as error:
@@ -139,7 +139,7 @@ def _offline(cache: RepositoryCache, name: str, revision: str) -> Path:
     return folder
 
 
-def _token(token: str | None) -> str | None:
+def token_to_send(token: str | None) -> str | None:
     """The token to send: the one given, or that of HF_TOKEN or of the saved login."""
     from huggingface_hub import constants, get_token
 

@@ -21,7 +21,7 @@ def quantize(
     progress: ProgressCallback = ignore_progress,
     cancelled: Cancelled = never_cancelled,
 ) -> StoredModelInfo:
-    """Make a low-bit model from a Hugging Face checkpoint.
+    """Make a low-bit model from a checkpoint: a Hugging Face folder, or a GGUF file.
 
     The work proceeds block by block: the calibration and the evaluation text pass through each block in full
     precision, its matrices are quantized, the evaluation text passes through the low-bit block, and the result is
@@ -34,7 +34,7 @@ def quantize(
     for each of the widest one (4.3 GB in all for Llama 3.1 8B).
 
     Args:
-        checkpoint_folder: Holds config.json, safetensors and tokenizer files.
+        checkpoint_folder: Holds config.json, safetensors and tokenizer files; or a GGUF file, which holds all that.
         store: Where the model goes.
         recipe: How to quantize.
         name: Its name; derived from the folder and the recipe if None.

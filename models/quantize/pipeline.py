@@ -80,7 +80,7 @@ class Pipeline:
 
     def run(self, name: str | None, *, force: bool) -> StoredModelInfo:
         """Make the model under `name`."""
-        name = default_name(self.checkpoint.folder, self.recipe) if name is None else check_name(name)
+        name = default_name(self.checkpoint.path, self.recipe) if name is None else check_name(name)
         self._check_free(name, force=force)
         with self.store.lock(name):
             self._check_free(name, force=force)
@@ -105,12 +105,11 @@ class Pipeline:
         """Find out what is to be made and whether the work folder holds a part of it."""
         calibration, evaluation = self.texts
         source = read_source(
-            self.checkpoint.folder,
-            self.checkpoint.shards,
+            self.checkpoint.files,
             work.state(),
             lambda done, total: self._report("check", done, total, "bytes", "Reading the checkpoint"),
         )
-        self.identity = identity_of(self.checkpoint.folder, source, self.recipe, calibration, evaluation)
+        self.identity = identity_of(self.checkpoint.files, source, self.recipe, calibration, evaluation)
         work.begin(self.identity, source.stamps)
 
     def _make(self, name: str, work: Work) -> None:
@@ -148,13 +147,17 @@ class Pipeline:
 
     def _save_small_files(self, work: Work) -> None:
         """Copy the configuration, convert the tokenizer."""
-        folder = self.checkpoint.folder
-        for file in (layout.CONFIG, layout.GENERATION_CONFIG):
-            if (folder / file).is_file() and not work.has(file):
-                work.save(file, [(folder / file).read_bytes()])
+        files = self.checkpoint.files
+        for file, content in files.configuration.items():
+            if not work.has(file):
+                work.save(file, [content])
         if not work.has(LAST_TOKENIZER_FILE):
             self._report("tokenizer", 0, 1, "files", "Converting the tokenizer")
-            convert_tokenizer(folder, work.folder, lambda file, content: work.save(file, [content]))
+            if files.tokenizer is None:
+                convert_tokenizer(files.path, work.folder, lambda file, content: work.save(file, [content]))
+            else:
+                for file, content in files.tokenizer().items():
+                    work.save(file, [content])
 
     def _tokens(self, work: Work) -> tuple[Batches, Batches]:
         spec, (calibration, evaluation) = self.checkpoint.spec, self.texts

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+from models.checkpoint_files import CheckpointFiles
 from models.quantize.text import EVALUATION_TOKENS, TOKENIZER_FILES, WINDOW, calibration_limit
 from models.recipe import Recipe
 from models.store import layout
@@ -29,14 +29,11 @@ class Source:
     """Size and modification time in nanoseconds of each, by name."""
 
 
-def read_source(
-    folder: Path, shards: tuple[Path, ...], earlier: Mapping[str, Any], watch: Callable[[int, int], None]
-) -> Source:
+def read_source(checkpoint: CheckpointFiles, earlier: Mapping[str, Any], watch: Callable[[int, int], None]) -> Source:
     """Hash the files of a checkpoint, except those that have not been touched since an earlier run.
 
     Args:
-        folder: The checkpoint.
-        shards: Its weights.
+        checkpoint: The checkpoint.
         earlier: The state of the earlier run, or an empty mapping.
         watch: Called with bytes hashed and bytes in all; may raise to stop.
 
@@ -44,7 +41,8 @@ def read_source(
         StoreError: a file cannot be read.
     """
     small = (layout.CONFIG, layout.GENERATION_CONFIG, *TOKENIZER_FILES)
-    paths = [folder / name for name in small if (folder / name).is_file()] + list(shards)
+    beside = [checkpoint.path / name for name in small] if checkpoint.path.is_dir() else []
+    paths = [path for path in beside if path.is_file()] + list(checkpoint.weights)
     status = {path.name: path.stat() for path in paths}
     stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in status.items()}
     known: Mapping[str, Any] = earlier.get("identity", {}).get("source", {}).get("files", {})
@@ -67,13 +65,15 @@ def _shifted(watch: Callable[[int, int], None], before: int, total: int, size: i
 
 
 def identity_of(
-    folder: Path, source: Source, recipe: Recipe, calibration: str | None, evaluation: str | None
+    checkpoint: CheckpointFiles, source: Source, recipe: Recipe, calibration: str | None, evaluation: str | None
 ) -> dict[str, Any]:
     """Everything that decides the result, as recipe.json records it."""
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    types = {} if checkpoint.types is None else {"types": dict(checkpoint.types)}
     revision = folder.resolve().name if folder.resolve().parent.name == "snapshots" else None
     return {
         "recipe": recipe.to_json(),
-        "source": {"name": source_name(folder), "revision": revision, "files": dict(source.files)},
+        "source": {"name": source_name(checkpoint.path), "revision": revision, "files": dict(source.files), **types},
         "texts": {
             "window": WINDOW,
             "calibration": _text(calibration, calibration_limit(recipe.method)),

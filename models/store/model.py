@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,11 @@ class StoredModelInfo:
     recipe: Recipe
     """How it was quantized."""
     source: str
-    """The checkpoint it was made from: `org/name`, or a folder's name."""
+    """The checkpoint it was made from: `org/name`, a short name, or a folder's or file's name."""
     summary: Summary
     """Sizes, perplexities, warning."""
+    source_types: Mapping[str, int] | None = None
+    """Number of weights by the type that a GGUF file stores them in, most first; None for other checkpoints."""
 
     @classmethod
     def read(cls, path: Path, name: str) -> StoredModelInfo:
@@ -53,6 +56,7 @@ class StoredModelInfo:
                 recipe=Recipe.from_json(recipe["recipe"]),
                 source=str(recipe["source"]["name"]),
                 summary=manifest.summary,
+                source_types=recipe["source"].get("types"),
             )
         except (ModelError, KeyError, TypeError) as error:
             raise StoreError(f"{path / layout.RECIPE} is damaged ({error}); quantize the model again") from error

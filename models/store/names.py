@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from models.catalogue import KNOWN
 from models.errors import StoreError
 from models.recipe import Recipe
 
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?")
 _SEPARATOR = "--"
 """Stands for the slash of `org/name` in a folder's name, as in the Hugging Face cache."""
+GGUF = ".gguf"
+"""Ending of a GGUF file."""
 _SNAPSHOT = re.compile(r"models--(?P<name>.+)")
 
 
@@ -45,8 +48,11 @@ def name_of(folder: str) -> str:
 
 
 def source_name(checkpoint: Path) -> str:
-    """What a checkpoint is called: `org/name` for a snapshot of the Hugging Face cache, else the folder's name."""
-    folder = checkpoint.resolve()
+    """What a checkpoint is called: its short name, or `org/name` in the Hugging Face cache, else its own name."""
+    for known in KNOWN.values():
+        if checkpoint.name == known.file:
+            return known.name
+    folder = checkpoint.absolute() if checkpoint.is_file() else checkpoint.resolve()  # a file there links to a blob
     if folder.parent.name == "snapshots" and (match := _SNAPSHOT.fullmatch(folder.parent.parent.name)):
         return match["name"].replace("--", "/", 1)
     return folder.name
@@ -58,7 +64,8 @@ def default_name(checkpoint: Path, recipe: Recipe) -> str:
     For example `english3m-rtn-3bit`, or `org/name-rtn-4bit-g64` for a downloaded checkpoint.
     """
     usual = Recipe(method=recipe.method, bits=recipe.bits)
-    source = "/".join(filter(None, (_cleaned(part) for part in source_name(checkpoint).split("/")))) or "model"
+    known = source_name(checkpoint).removesuffix(GGUF)
+    source = "/".join(filter(None, (_cleaned(part) for part in known.split("/")))) or "model"
     name = f"{source}-{recipe.method}-{recipe.bits:g}bit"
     for letter, field in (("g", "group_size"), ("r", "residual_bits"), ("h", "head_bits"), ("e", "expected_k_chunk")):
         if getattr(recipe, field) != getattr(usual, field):

@@ -29,6 +29,7 @@ import numpy as np
 from models.errors import StoreError
 from models.spec import ModelSpec
 from models.store.durable import explained
+from runtime.compensation import k_chunk_by_type
 from runtime.errors import RequestError, SavedCacheError
 from runtime.kv.control import KVCache
 from runtime.kv.transfer import Arrays
@@ -39,7 +40,7 @@ ENDING = ".kv"
 TEMPORARY = ".kv.tmp"
 """Ending while it is being written."""
 _MAGIC = b"LBCHATKV"
-_FORMAT = 2
+_FORMAT = 3
 _ALIGNMENT = 64
 _CHECKSUM = 16
 _HASHED = 1 << 22
@@ -63,9 +64,19 @@ class About:
     """Layout of the arrays: backend and version."""
     version: str
     """Version of the program."""
+    prompts: Mapping[str, int]
+    """Channels per 1024 by which prompts were compensated, by layer type (`DecoderOptions.prompt_k_chunk`)."""
 
     @classmethod
-    def of(cls, cache: KVCache, spec: ModelSpec, *, model: str, recipe: Mapping[str, Any]) -> About:
+    def of(
+        cls,
+        cache: KVCache,
+        spec: ModelSpec,
+        *,
+        model: str,
+        recipe: Mapping[str, Any],
+        prompts: Mapping[str, int] | int = 0,
+    ) -> About:
         """What sequences of a cache belong to.
 
         Args:
@@ -73,6 +84,7 @@ class About:
             spec: The model's architecture.
             model: Content id of the model.
             recipe: Its recipe.
+            prompts: How its prompts are compensated, as in `DecoderOptions.prompt_k_chunk`.
 
         Raises:
             RequestError: the cache has no layout.
@@ -80,7 +92,13 @@ class About:
         if cache.layout is None:
             raise RequestError("this backend's cache cannot be saved")
         plain = json.loads(json.dumps({"recipe": dict(recipe), "spec": asdict(spec), "kind": asdict(cache.kind)}))
-        return cls(model=model, layout=cache.layout, version=program_version(), **plain)
+        return cls(
+            model=model,
+            layout=cache.layout,
+            version=program_version(),
+            prompts=k_chunk_by_type(prompts),
+            **plain,
+        )
 
     def differences(self, other: About) -> list[str]:
         """In which words two are not the same."""
@@ -91,6 +109,7 @@ class About:
             "kind": f"another kind of cache ({other.kind.get('name')})",
             "layout": f"another backend or layout ({other.layout})",
             "version": f"another version of the program ({other.version})",
+            "prompts": "another compensation of prompts",
         }
         return [text for name, text in words.items() if getattr(self, name) != getattr(other, name)]
 

@@ -44,3 +44,20 @@ def compensate(base: torch.Tensor, x: torch.Tensor, channels: torch.Tensor, resi
     """
     salient = torch.zeros_like(x).scatter(1, channels, x.gather(1, channels))
     return base + salient @ residual
+
+
+def compensate_together(
+    base: torch.Tensor, x: torch.Tensor, channels: torch.Tensor, residual: torch.Tensor
+) -> torch.Tensor:
+    """base[m] + sum over the chosen channels c, the same for all rows, of x[m, c] * residual[c].
+
+    Args:
+        base: float32 [M, N], output of the low-bit product.
+        x: float32 [M, K], its input.
+        channels: int64 [k], distinct.
+        residual: float32 [K, N], from `dequantize_residual`.
+
+    Returns:
+        float32 [M, N].
+    """
+    return base + x[:, channels] @ residual[channels]

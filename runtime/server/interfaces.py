@@ -11,7 +11,7 @@ from runtime.generation import Piece
 from runtime.problem import Problem
 from runtime.sampling import SamplingOptions
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
-from runtime.wire.device import DeviceReport, Tuning
+from runtime.wire.device import DeviceReport, PromptTuning, Tuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
 
@@ -83,6 +83,8 @@ class LoadedModel:
     """Bytes of the KV cache."""
     tuning: Tuning | None = None
     """What the tuner found for the budget; None where k_chunk was given, or nothing was tuned."""
+    prompts: PromptTuning | None = None
+    """How far prompts are compensated; None where no budget decides that."""
     problems: Sequence[Problem] = ()
     """Why the budget has no effect, where it has none, and what could not be page-locked."""
     caches: Mapping[str, CacheFacts] = field(default_factory=dict)

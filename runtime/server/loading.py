@@ -15,6 +15,7 @@ from runtime.decoder import Decoder
 from runtime.errors import Cancelled
 from runtime.kv.saved_folder import SavedCaches, forget, holding
 from runtime.problem import Problem
+from runtime.prompt_tuning import prompts_within_budget
 from runtime.server.catalogue import Bundle, StoreCatalogue
 from runtime.server.inspecting import MachineInspector
 from runtime.server.interfaces import LoadedModel
@@ -102,6 +103,7 @@ class StoreLoader:
         try:
             if compensation.budget_percent is not None:
                 loaded = self._tuned(loaded, model, compensation.budget_percent, progress, cancelled)
+            loaded = self._with_prompts(loaded, model, compensation, progress, cancelled)
             self._remember(engine, model)
         except BaseException:
             engine.close()
@@ -115,7 +117,13 @@ class StoreLoader:
 
         cache = engine.decoder.cache
         if self._chats is not None and cache is not None and cache.layout is not None:
-            about = About.of(cache, model.spec, model=content_id(model), recipe=model.recipe.to_json())
+            about = About.of(
+                cache,
+                model.spec,
+                model=content_id(model),
+                recipe=model.recipe.to_json(),
+                prompts=engine.decoder.options.prompt_k_chunk,
+            )
             engine.keep_in(SavedCaches(self._chats, about, model=model.path))
 
     def forget(self, chat: str | None) -> Holding:
@@ -135,18 +143,32 @@ class StoreLoader:
     ) -> LoadedModel:
         """Change the compensation of a loaded model. Its conversations stay in the cache, as they were computed.
 
+        Where prompts are compensated in another way than before, conversations are dropped: what was read with other
+        weights would stay in them for ever.
+
         Raises:
             Cancelled: `cancelled` said so; the model stays as it was.
             RequestError: the model has no residuals, and a k_chunk asks for compensation.
             ModelError: the model's files are gone.
         """
-        wanted = request.compensation
-        if wanted.budget_percent is None:
-            decoder = _engine(loaded).decoder
-            decoder.set_k_chunk(wanted.by_type)
-            return replace(loaded, k_chunk=wanted.by_type, tuning=None, problems=_lacking(decoder))
-        model = self._catalogue.open(loaded.name)
-        return self._tuned(loaded, model, wanted.budget_percent, progress, cancelled, force=request.force)
+        wanted, engine = request.compensation, _engine(loaded)
+        decoder, model = engine.decoder, self._catalogue.open(loaded.name)
+        before = decoder.options
+        try:
+            if wanted.budget_percent is None:
+                decoder.set_k_chunk(wanted.by_type)
+                loaded = replace(loaded, k_chunk=wanted.by_type, tuning=None, problems=_lacking(decoder))
+            else:
+                loaded = self._tuned(loaded, model, wanted.budget_percent, progress, cancelled, force=request.force)
+            loaded = self._with_prompts(loaded, model, wanted, progress, cancelled, force=request.force)
+        except BaseException:
+            decoder.set_k_chunk(before.k_chunk, before.n_tb)
+            decoder.set_prompt_k_chunk(before.prompt_k_chunk)
+            raise
+        if decoder.options.prompt_k_chunk != before.prompt_k_chunk:
+            engine.forget()
+            self._remember(engine, model)
+        return loaded
 
     def _tuned(
         self,
@@ -174,6 +196,30 @@ class StoreLoader:
                 tuning=found,
                 problems=(*(() if problem is None else (problem,)), *_lacking(decoder)),
             )
+
+    def _with_prompts(
+        self,
+        loaded: LoadedModel,
+        model: StoredModel,
+        compensation: Compensation,
+        progress: ProgressCallback,
+        cancelled: CancelledCheck,
+        *,
+        force: bool = False,
+    ) -> LoadedModel:
+        """Compensate prompts as far as their budget pays for. What decoding's budget was told is not told again."""
+        with _engine(loaded).lent() as decoder:
+            found, problem = prompts_within_budget(
+                decoder,
+                model,
+                budget_percent=compensation.prompt_percent,
+                profiles=ProfileStore(self._profiles),
+                force=force,
+                progress=progress,
+                cancelled=cancelled,
+            )
+        new = () if problem is None or not problem.failure else (problem,)
+        return replace(loaded, prompts=found, problems=(*loaded.problems, *new))
 
 
 def _engine(loaded: LoadedModel) -> Engine:

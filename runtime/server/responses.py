@@ -85,6 +85,7 @@ class _Answer:
             completion_tokens=usage.completion_tokens,
             k_chunk=self._accepted.k_chunk,
             slowdown_percent=self._accepted.slowdown_percent,
+            prompt_slowdown_percent=self._accepted.prompt_slowdown_percent,
         )
         body: Body = to_json(timings)
         return body

@@ -64,6 +64,8 @@ class Accepted:
     """Compensated channels per 1024, by layer type."""
     slowdown_percent: float | None = None
     """Slowdown of decoding by that, where it was measured."""
+    prompt_slowdown_percent: float | None = None
+    """How much longer a prompt takes by its compensation, where prompts are compensated."""
 
 
 class Service:
@@ -126,6 +128,7 @@ class Service:
             report,
             machine={**report.machine, "backend": loaded.backend, "reason": loaded.reason},
             tuning=loaded.tuning,
+            prompts=loaded.prompts,
             problems=(*report.problems, *loaded.problems),
         )
 
@@ -307,6 +310,9 @@ class Service:
                         prompt_tokens=len(prompt),
                         k_chunk=loaded.k_chunk,
                         slowdown_percent=loaded.tuning.measured_slowdown_percent if loaded.tuning else None,
+                        prompt_slowdown_percent=loaded.prompts.measured_slowdown_percent
+                        if loaded.prompts and loaded.prompts.k_chunk
+                        else None,
                     )
                 )
                 for piece in pieces:

@@ -61,6 +61,8 @@ class ModelSlot:
             k_chunk=dict(loaded.k_chunk),
             budget_percent=loaded.tuning.budget_percent if loaded.tuning else None,
             slowdown_percent=loaded.tuning.measured_slowdown_percent if loaded.tuning else None,
+            prompt_k_chunk=loaded.prompts.k_chunk if loaded.prompts else 0,
+            prompt_slowdown_percent=loaded.prompts.measured_slowdown_percent if loaded.prompts else None,
             n_tb=dict(loaded.tuning.n_tb) if loaded.tuning and loaded.tuning.n_tb_max is not None else None,
             context=loaded.context,
             weight_bytes=loaded.weight_bytes,
@@ -135,7 +137,12 @@ class ModelSlot:
         if target is None:
             raise conflict("no model is loaded, so there is nothing to tune: load one first", "no_model")
         compensation = request.compensation
-        wanted = replace(target, k_chunk=compensation.k_chunk, budget=compensation.budget_percent)
+        wanted = replace(
+            target,
+            k_chunk=compensation.k_chunk,
+            budget=compensation.budget_percent,
+            prompt_budget=compensation.prompt_budget_percent,
+        )
         if loaded is None:
             loaded = self.load(wanted, progress, cancelled)
             if not request.force:

@@ -61,6 +61,10 @@ class Status:
     """Slowdown that compensation may cost; None where k_chunk was given instead."""
     slowdown_percent: float | None = None
     """Slowdown of decoding that was measured; None where none was."""
+    prompt_k_chunk: int | None = None
+    """Channels per 1024 that the rows of a prompt share."""
+    prompt_slowdown_percent: float | None = None
+    """How much longer a prompt takes by that, as it was measured; None where it was not."""
     n_tb: Mapping[str, int] | None = None
     """Thread blocks of the compensation kernel, by layer type; None where blocks mean nothing."""
     context: int | None = None
@@ -206,3 +210,5 @@ class Timings:
     """Compensated channels per 1024, by layer type."""
     slowdown_percent: float | None
     """Slowdown of decoding by that compensation, where it was measured."""
+    prompt_slowdown_percent: float | None = None
+    """How much longer the prompt took by compensation, as it was measured when the model was tuned."""

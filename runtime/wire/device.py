@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.compensation import CHUNK
 from runtime.problem import Problem
 from tuner.curve import Curve
 
@@ -45,6 +46,35 @@ class Tuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTuning:
+    """How far prompts are compensated, for one model, device and budget."""
+
+    budget_percent: float
+    """How much longer a prompt may take."""
+    k_chunk: int
+    """Channels per 1024 that the rows of a prompt share; 1024 is all, 0 none."""
+    measured_slowdown_percent: float
+    """How much longer the prompt took that was timed."""
+    tokens: int
+    """Tokens of that; 0 where none was timed."""
+    seconds: float = 0.0
+    """How long tuning took."""
+    date: str = ""
+    """When, in UTC; empty where nothing was tuned."""
+    cached: bool = False
+    """Whether a saved profile had it."""
+
+    @property
+    def words(self) -> str:
+        """For a person: what is compensated, and what it costs."""
+        if not self.k_chunk:
+            return "prompts are not compensated"
+        much = "fully" if self.k_chunk == CHUNK else f"by {self.k_chunk} of {CHUNK} channels"
+        cost = f"{self.measured_slowdown_percent:.1f} % of {self.budget_percent:g} % more time to the first word"
+        return f"prompts are compensated {much}; {cost}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
     """`GET /runtime/device`."""
 
@@ -54,5 +84,7 @@ class DeviceReport:
     """Measured read bandwidth of the memory in 10^9 bytes per second; None where it was not measured yet."""
     tuning: Tuning | None = None
     """How the loaded model was tuned; None where it was not."""
+    prompts: PromptTuning | None = None
+    """How far its prompts are compensated; None where no budget decides that."""
     problems: Sequence[Problem] = ()
     """What is wrong, of the device and of the loaded model."""

@@ -30,6 +30,8 @@ class LoadRequest:
     """Compensated channels per 1024: one number, or one by layer type; None leaves it to the budget."""
     budget: Budget | None = None
     """Slowdown of decoding, in percent, that compensation may cost; 0 is none. Means nothing beside a k_chunk."""
+    prompt_budget: Budget | None = None
+    """How much longer, in percent, a prompt may take by compensation; 0 is none."""
     context: Annotated[int, Within(1)] | None = None
     """Tokens of context."""
     backend: Annotated[str, Within(1, 40)] = "auto"
@@ -38,7 +40,9 @@ class LoadRequest:
     @property
     def compensation(self) -> Compensation | None:
         """What decides how much is compensated; None leaves it to the runtime."""
-        return None if self.k_chunk is None and self.budget is None else of_settings(self.k_chunk, self.budget)
+        if self.k_chunk is None and self.budget is None and self.prompt_budget is None:
+            return None
+        return of_settings(self.k_chunk, self.budget, prompt_budget=self.prompt_budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +53,15 @@ class TuneRequest:
     """Slowdown of decoding, in percent, that compensation may cost; None is the default, 0 none."""
     k_chunk: Chunk | Mapping[LayerKind, Chunk] | None = None
     """Compensated channels per 1024, instead of a budget."""
+    prompt_budget: Budget | None = None
+    """How much longer, in percent, a prompt may take by compensation; None is the default, 0 none."""
     force: bool = False
     """Whether to measure again even if a profile was saved."""
 
     @property
     def compensation(self) -> Compensation:
         """What decides how much is compensated from now on; a `RequestError` where both are given."""
-        return Compensation(k_chunk=self.k_chunk, budget_percent=self.budget)
+        return Compensation(k_chunk=self.k_chunk, budget_percent=self.budget, prompt_budget_percent=self.prompt_budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +69,7 @@ class QuantizeRequest:
     """`POST /runtime/quantize`: what low-bit model is to be made of what."""
 
     source: Annotated[str, Within(1, 4096)]
-    """A folder with a checkpoint, or the name of one on the hub."""
+    """A checkpoint's folder or GGUF file, its short name, or its name on the hub."""
     bits: Annotated[float, Within(SMALLEST_BITS, LARGEST_BITS)] = 4
     """Bits of the base weights."""
     method: Method = DEFAULT_METHOD
@@ -85,7 +91,7 @@ class PullRequest:
     """`POST /runtime/pull`: which checkpoint is to be downloaded."""
 
     name: Name
-    """Its name on the hub."""
+    """Its name on the hub, or its short name."""
     revision: Annotated[str, Within(1, 200)] | None = None
     """Branch, tag or commit; None is the hub's default."""
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES
@@ -29,7 +30,7 @@ from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.pool import Pool, default_threads
-from runtime.backends.cpu.tiles import aligned_zeros, padded
+from runtime.backends.cpu.tiles import padded
 from tuner.bandwidth import read_bandwidth
 from tuner.detect import detect_cpu
 

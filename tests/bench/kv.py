@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.step import parameters_of
@@ -28,7 +29,7 @@ from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.pool import Pool, default_threads
-from runtime.backends.cpu.tiles import aligned_zeros, padded
+from runtime.backends.cpu.tiles import padded
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.kv.kinds import KINDS, PARTS, KVKind

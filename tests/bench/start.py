@@ -89,8 +89,7 @@ class Program:
         began = time.perf_counter()
         child, terminal = pty.fork()
         if child == 0:
-            os.environ.update(self.environment(), LINES="30", COLUMNS="100")
-            os.execv(str(self.path), [str(self.path)])
+            os.execve(str(self.path), [str(self.path)], self.environment() | {"LINES": "30", "COLUMNS": "100"})
         try:
             took = _painted(terminal, began)
         finally:

@@ -161,7 +161,7 @@ def test_single_file_wins_over_an_index(tmp_path: Path) -> None:
     held = tensors()
     checkpoint = Checkpoint.open(write(tmp_path, held))
     assert torch.equal(checkpoint.embedding(), held[EMBED])
-    assert [shard.name for shard in checkpoint.shards] == ["model.safetensors"]
+    assert [shard.name for shard in checkpoint.files.weights] == ["model.safetensors"]
 
 
 def test_rotary_frequencies_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_spec_follows_the_config_of_transformers(pair: tuple[Any, Checkpoint]) -
 
 def test_older_spelling_of_the_config_means_the_same(pair: tuple[Any, Checkpoint]) -> None:
     _, checkpoint = pair
-    config = dict(checkpoint.config)
+    config = json.loads(checkpoint.files.configuration["config.json"])
     rope = dict(config.pop("rope_parameters"))
     config["rope_theta"] = rope.pop("rope_theta")
     config["torch_dtype"] = config.pop("dtype")
@@ -209,7 +209,7 @@ def test_sharded_checkpoint_reads_the_same(case: str, tmp_path: Path) -> None:
     model = random_model(case)
     model.save_pretrained(tmp_path, max_shard_size="12KB")
     checkpoint = Checkpoint.open(tmp_path)
-    assert len(checkpoint.shards) > 3
+    assert len(checkpoint.files.weights) > 3
     expected = theirs(model, tokens_of(11)).logits
     assert_close(Oracle(checkpoint).logits(tokens_of(11)), expected, "model")
 

@@ -19,6 +19,10 @@ def test_one_of_them_decides() -> None:
     fixed = Compensation(k_chunk={"down": 7})
     assert (fixed.budget_percent, fixed.by_type) == (None, {**dict.fromkeys(KINDS, 0), "down": 7})
     assert Compensation(k_chunk=3).by_type == dict.fromkeys(KINDS, 3)
+    assert (fixed.prompt_percent, Compensation(k_chunk=0).prompt_percent) == (20, 0)
+    assert (Compensation(budget_percent=0).prompt_percent, Compensation().prompt_percent) == (0, 20)
+    assert Compensation(k_chunk=0, prompt_budget_percent=7).possible
+    assert not Compensation(k_chunk=3, prompt_budget_percent=0).prompt_percent
     paid = Compensation(budget_percent=2.5)
     assert (paid.k_chunk, paid.by_type) == (None, dict.fromkeys(KINDS, 0))
     assert Compensation() == Compensation(budget_percent=DEFAULT_BUDGET_PERCENT)
@@ -66,6 +70,10 @@ def test_what_goes_before_what() -> None:
     assert of_settings(0, 20) == Compensation(k_chunk=0), "0 is a number, too"
     assert of_settings(None, 0) == Compensation(budget_percent=0)
     assert of_settings(None, None) == Compensation()
+    assert of_settings(None, None, prompt_budget=7).prompt_percent == 7
+    assert of_settings(7, 20, asked, prompt_budget=7).prompt_percent == 0, "nothing was asked for"
+    assert of_settings(None, 5, Compensation(k_chunk=3), prompt_budget=7).prompt_percent == 7
+    assert of_settings(None, 5, Compensation(prompt_budget_percent=3), prompt_budget=7).prompt_percent == 3
 
 
 def test_what_a_request_asks_for() -> None:

@@ -119,7 +119,18 @@ def test_a_container_is_named() -> None:
         plan(spec(), WEIGHTS, memory=free(500, limit=2 << 30))
 
 
-def test_residuals_are_told_and_not_needed() -> None:
+def test_residuals_in_the_weights_memory_are_needed_too() -> None:
+    beside = replace(WEIGHTS, residuals_beside=True)
+    plain, compensated = (plan(spec(), own, memory=free(16_000)) for own in (WEIGHTS, beside))
+    assert compensated.needed_bytes == plain.needed_bytes + 500 * MIB
+    assert "(weights 600 MiB, residuals 500 MiB, cache" in describe(compensated)
+    needed = plain.needed_bytes // MIB
+    assert plan(spec(), WEIGHTS, context=plain.context, memory=free(needed + 1)).fits
+    with pytest.raises(OutOfMemoryError, match="turn compensation off, whose residuals take 500 MiB"):
+        plan(spec(), beside, context=plain.context, memory=free(needed + 1))
+
+
+def test_mapped_residuals_are_told_and_not_needed() -> None:
     plain = plan(spec(), replace(WEIGHTS, residual_bytes=0), memory=free(16_000))
     compensated = plan(spec(), WEIGHTS, memory=free(16_000))
     assert compensated.needed_bytes == plain.needed_bytes

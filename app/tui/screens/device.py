@@ -125,7 +125,7 @@ class DeviceScreen(Screen[None]):
         problems.update(printable("\n".join(f"! {problem.what}\n  → {problem.fix}" for problem in report.problems)))
         tuning = report.tuning if report.tuning is not None and report.tuning.budget_percent else None
         self.query_one("#device-tuning", Static).update(
-            Text(self._untuned()) if tuning is None else listed(tuning_lines(tuning))
+            Text(self._untuned()) if tuning is None else listed(tuning_lines(tuning, report.prompts))
         )
         self.query_one("#device-layers", Static).update(Text() if tuning is None else tabled(layer_rows(tuning)))
         if tuning != self._drawn:

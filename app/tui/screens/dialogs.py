@@ -14,6 +14,7 @@ from textual.screen import ModalScreen
 from textual.suggester import Suggester
 from textual.widgets import Button, Checkbox, Input, RadioButton, RadioSet, Static
 
+from models.catalogue import KNOWN
 from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
 from runtime.wire.requests import QuantizeRequest
 
@@ -23,47 +24,57 @@ BITS = {4.0: "nearly as good as the original", 3.5: "half of the blocks at 3", 3
 """Bits of a weight to choose from, and a few words on each."""
 
 
-class FolderSuggester(Suggester):
-    """Completes the path of a folder."""
+class CheckpointSuggester(Suggester):
+    """Completes the path of a checkpoint: folders and GGUF files."""
 
     def __init__(self) -> None:
         super().__init__(use_cache=False, case_sensitive=True)
 
     async def get_suggestion(self, value: str) -> str | None:
-        """The first folder that begins as the text does."""
+        """The first folder or GGUF file that begins as the text does."""
         head, slash, tail = value.rpartition("/")
         if not slash:
             return None
         try:
-            names = folders_in(head + slash)
+            names = choices_in(head + slash)
         except (OSError, RuntimeError):
             return None
         wanted = [name for name in names if name.startswith(tail) and (tail or not name.startswith("."))]
         return f"{head}{slash}{wanted[0]}" if wanted else None
 
 
-def folders_in(text: str) -> list[str]:
-    """Names of the folders in a folder.
+def choices_in(text: str) -> list[str]:
+    """Names of the folders and GGUF files in a folder.
 
     Raises:
         OSError: it cannot be read.
         RuntimeError: there is no such person's home.
     """
-    return sorted(entry.name for entry in Path(text).expanduser().iterdir() if entry.is_dir())
+    entries = Path(text).expanduser().iterdir()
+    return sorted(entry.name for entry in entries if entry.is_dir() or entry.suffix == ".gguf")
 
 
-def folder_problem(text: str) -> str | None:
-    """Why a checkpoint cannot be read from this folder, as far as one look tells; None if it may be."""
-    if not text.strip():
-        return "Name a folder."
+def checkpoint_problem(text: str) -> str | None:
+    """Why no checkpoint can be read from here, as far as one look tells; None if one may be."""
+    name = text.strip()
+    if not name:
+        return "Name a folder or a GGUF file."
+    if name in KNOWN:
+        return None
     try:
-        folder = Path(text.strip()).expanduser()
-        if not folder.is_dir():
-            return f"There is no folder {folder}."
-        if not (folder / "config.json").is_file():
-            return f"{folder} holds no config.json, so it is not a Hugging Face checkpoint."
+        path = Path(name).expanduser()
+        if path.is_file():
+            with path.open("rb") as file:
+                return None if file.read(4) == b"GGUF" else f"{path} is not a GGUF file."
+        if not path.is_dir():
+            return f"There is no folder or file {path}."
+        if not (path / "config.json").is_file():
+            files = sorted(file.name for file in path.glob("*.gguf"))
+            if files:
+                return f"{path} holds GGUF files ({', '.join(files[:3])}): name one of them."
+            return f"{path} holds no config.json, so it is not a Hugging Face checkpoint."
     except (OSError, RuntimeError, ValueError) as error:
-        return f"The folder cannot be read: {error}"
+        return f"It cannot be read: {error}"
     return None
 
 
@@ -105,10 +116,10 @@ class QuantizeDialog(ModalScreen[QuantizeRequest | None]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "cancel", id="dialog.cancel")]
 
     def compose(self) -> ComposeResult:
-        """Folder, bits, method, evened keys, buttons."""
+        """Checkpoint, bits, method, evened keys, buttons."""
         with Vertical(classes="dialog"):
-            yield Static("Folder with a Hugging Face checkpoint")
-            yield Input(placeholder="/path/to/model", suggester=FolderSuggester(), compact=True)
+            yield Static("Folder with a Hugging Face checkpoint, or a GGUF file")
+            yield Input(placeholder="/path/to/model or file.gguf", suggester=CheckpointSuggester(), compact=True)
             yield Static("", markup=False, classes="dialog-problem")
             yield Static("Bits of a weight")
             with RadioSet(compact=True, id="quantize-bits"):
@@ -125,17 +136,18 @@ class QuantizeDialog(ModalScreen[QuantizeRequest | None]):
 
     @on(Input.Submitted)
     def submit(self) -> None:
-        """Begin, if the folder looks like a checkpoint."""
+        """Begin, if what is named looks like a checkpoint."""
         text = self.query_one(Input).value
-        if (problem := folder_problem(text)) is not None:
+        if (problem := checkpoint_problem(text)) is not None:
             line = self.query_one(".dialog-problem", Static)
             line.update(problem)
             line.display = True
             return
-        folder = str(Path(text.strip()).expanduser().absolute())
+        name = text.strip()
+        source = name if name in KNOWN else str(Path(name).expanduser().absolute())
         bits, method = self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", METHODS)
         smooth = self.query_one(Checkbox).value
-        self.dismiss(QuantizeRequest(source=folder, bits=bits, method=method, smooth_attention=smooth))
+        self.dismiss(QuantizeRequest(source=source, bits=bits, method=method, smooth_attention=smooth))
 
     @on(Button.Pressed)
     def decide(self, event: Button.Pressed) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual import on
 from textual.app import ComposeResult
@@ -19,12 +19,15 @@ from app.tui.screens.dialogs import ConfirmDialog, QuantizeDialog
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.progress_panel import ProgressPanel
+from models.catalogue import KNOWN, KnownModel
+from models.recipe import Recipe
 
 if TYPE_CHECKING:
+    from models.recipe import Method
     from runtime.wire.answers import ModelEntry
     from runtime.wire.requests import QuantizeRequest
 
-EMPTY = "There are no models yet. Q makes one of a folder with a Hugging Face checkpoint."
+EMPTY = "There are no models yet. Q makes one of a checkpoint: a Hugging Face folder or a GGUF file."
 
 
 class ModelTable(DataTable[str]):
@@ -36,7 +39,7 @@ class ModelTable(DataTable[str]):
 
 
 class ModelsScreen(Screen[None]):
-    """A table of the stored models, and what can be done with them."""
+    """A table of the stored models, those that can be fetched below them, and what can be done with them."""
 
     AUTO_FOCUS = "ModelTable"
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
@@ -51,6 +54,7 @@ class ModelsScreen(Screen[None]):
         super().__init__()
         self._session = session
         self._models: Sequence[ModelEntry] = ()
+        self._fetchable: Sequence[KnownModel] = ()
         self._seen: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
@@ -84,16 +88,21 @@ class ModelsScreen(Screen[None]):
     async def _refill(self) -> None:
         try:
             self._models = await self._session.models()
+            here = {model.name for model in self._models}
+            self._fetchable = [known for known in KNOWN.values() if known.name not in here]
             note = "" if self._models else EMPTY
         except (ClientError, OSError) as error:
-            self._models, note = (), str(error)
+            self._models, self._fetchable, note = (), (), str(error)
         table = self.query_one(ModelTable)
         row = table.cursor_row
         table.clear(columns=True)
         table.add_columns(*self._columns())
         for model in self._models:
             table.add_row(*self._cells(model), key=model.name)
-        table.move_cursor(row=min(row, max(0, len(self._models) - 1)))
+        for known in self._fetchable:
+            cells = ["↓", known.name, "", byte_count(known.bytes)]
+            table.add_row(*cells, *([] if self.has_class("-slim") else ["", "to fetch"]), key=known.name)
+        table.move_cursor(row=min(row, max(0, table.row_count - 1)))
         if note:
             self._note(note, warning=True)
         else:
@@ -113,6 +122,10 @@ class ModelsScreen(Screen[None]):
     def _chosen(self) -> ModelEntry | None:
         row = self.query_one(ModelTable).cursor_row
         return self._models[row] if 0 <= row < len(self._models) else None
+
+    def _chosen_to_fetch(self) -> KnownModel | None:
+        row = self.query_one(ModelTable).cursor_row - len(self._models)
+        return self._fetchable[row] if 0 <= row < len(self._fetchable) else None
 
     def _about(self, model: ModelEntry | None) -> str:
         if model is None:
@@ -134,19 +147,24 @@ class ModelsScreen(Screen[None]):
     @on(DataTable.RowHighlighted)
     def tell_about(self) -> None:
         """Say what there is to know about the model under the cursor."""
-        if self._models:
+        if (known := self._chosen_to_fetch()) is not None:
+            self._note(f"{known.about} · Enter fetches {byte_count(known.bytes)}, makes it low-bit and loads it")
+        elif self._models:
             model = self._chosen()
             self._note(self._about(model), warning=model is not None and bool(model.warning))
 
     @on(DataTable.RowSelected)
     def load(self) -> None:
-        """Load the model under the cursor and go back to the chat."""
+        """Load the model under the cursor, fetched first if need be, and go back to the chat."""
         if (model := self._chosen()) is not None:
             self.app.post_message(LoadAsked(model.name))
             self.dismiss()
+        elif (known := self._chosen_to_fetch()) is not None:
+            self.app.post_message(QuantizeAsked(_usual_request(known.name), load=True))
+            self.dismiss()
 
     def action_quantize(self) -> None:
-        """Ask for a folder and make a low-bit model of it."""
+        """Ask for a checkpoint and make a low-bit model of it."""
 
         def begin(request: QuantizeRequest | None) -> None:
             if request is not None:
@@ -177,6 +195,22 @@ class ModelsScreen(Screen[None]):
     async def action_dismiss(self, result: None = None) -> None:
         """Back to the chat."""
         self.dismiss(result)
+
+
+def _usual_request(name: str) -> QuantizeRequest:
+    """What makes a low-bit model of one that has a short name, as it is usually made and under that name."""
+    from runtime.wire.requests import QuantizeRequest
+
+    usual = Recipe()
+    return QuantizeRequest(
+        source=name,
+        name=name,
+        bits=usual.bits,
+        method=cast("Method", usual.method),
+        group_size=usual.group_size,
+        residual_bits=usual.residual_bits,
+        smooth_attention=usual.smooth_attention,
+    )
 
 
 def perplexity(model: ModelEntry, *, words: bool = False) -> str:

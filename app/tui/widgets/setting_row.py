@@ -7,8 +7,12 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Input, Select, Static, TextArea
 
 from app.settings import RULES, UNSET, SettingsError, Value, check
+from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
 
-MEANINGS = {"k_chunk": "a number overrides the budget; 0 is none"}
+MEANINGS = {
+    "k_chunk": "a number overrides the budget; 0 is none",
+    "prompt_budget": f"% more time to the first word; auto: {DEFAULT_PROMPT_BUDGET_PERCENT:g}",
+}
 """What the settings screen says of a key instead of the rule's own words."""
 
 
@@ -25,7 +29,7 @@ class SettingRow(Vertical):
         """Name, field and meaning on one line, the problem under them."""
         shown = UNSET if self._value is None else str(self._value)
         with Horizontal(classes="setting-line"):
-            yield Static(self.key if self.key in MEANINGS else self.key.replace("_", " "), classes="setting-name")
+            yield Static(self.key if self.key == "k_chunk" else self.key.replace("_", " "), classes="setting-name")
             if self._rule.choices:
                 choices = [(choice, choice) for choice in self._rule.choices]
                 yield Select(choices, value=shown, allow_blank=False, compact=True)

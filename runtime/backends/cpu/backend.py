@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from models.progress import Progress, ProgressCallback
 from models.spec import ModelSpec
 from runtime.backend import Device, Footprint, ModelSizes, Presence
+from runtime.compensation import CHUNK
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS, KVKind
@@ -26,6 +27,7 @@ class CpuBackend:
     label = "the CPU backend"
     kinds = tuple(KINDS)
     untuned: Problem | None = None
+    prompt_levels = (CHUNK,)  # fewer cost as much: weights are unpacked whole
 
     def probe(self) -> Presence:
         """See `runtime.backend.Backend.probe`."""
@@ -42,8 +44,9 @@ class CpuBackend:
         return Presence(usable=True, reason=f"the CPU kernels use {VARIANT}{forced}", variant=VARIANT)
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
-        """See `runtime.backend.Backend.footprint`. Residuals are mapped files, which the system may drop."""
-        return Footprint(weight_bytes=sizes.weight_bytes, residual_bytes=sizes.residual_bytes if compensated else 0)
+        """See `runtime.backend.Backend.footprint`. Residuals are copied out of the mapped file."""
+        residuals = sizes.residual_bytes if compensated else 0
+        return Footprint(weight_bytes=sizes.weight_bytes, residual_bytes=residuals, residuals_beside=True)
 
     def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
         """See `runtime.backend.Backend.prepare`."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.spec import ModelSpec
+from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.pages import PageLayout
 from runtime.backends.cpu.data.step import parameters_of
@@ -21,7 +22,7 @@ from runtime.backends.cpu.link import link, scratch_of
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.emit import LANES
 from runtime.backends.cpu.pool import Pool
-from runtime.backends.cpu.tiles import aligned_zeros, padded
+from runtime.backends.cpu.tiles import padded
 from runtime.decoder import DecoderOptions
 from runtime.kv.control import Int32Array, PagedCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, window_token_bytes
@@ -115,6 +116,7 @@ class CpuStore:
     def _run(self, instruction: op.Instruction) -> None:
         """Run FLUSH or RESTORE, in all layers."""
         op.write(self._program[0], instruction)
+        link(self._program, self._pool.threads)
         self._pool.step(self._program)
 
     def prepare(self) -> None:
@@ -233,7 +235,8 @@ class CpuCache(PagedCache):
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
         """See `runtime.kv.control.KVCache.begin`."""
         super().begin(slots, positions, flush=flush)
-        self._paged[:] = [self.paged_length(slot) for slot in range(self._paged.size)]
+        for slot in set(slots.tolist()):
+            self._paged[slot] = self.paged_length(slot)
 
     def units(self, slot: int) -> int:
         """Pages and spans of the window that attention walks through for a slot."""

@@ -9,20 +9,22 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.plan import PlanOperations, Program
 from runtime.backends.cpu.pool import Pool, default_threads
-from runtime.backends.cpu.tiles import aligned_zeros, padded
+from runtime.backends.cpu.tiles import padded
 from runtime.backends.cpu.units.attention import RUN_ROWS
-from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
+from runtime.compensation import k_chunk_by_type
+from runtime.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.operations.channels import LAYER_KINDS, k_chunk_of
 from runtime.weights import Weights
 
-_PROGRAMS = 4
+_PROGRAMS = 6
 """Recorded programs that are kept."""
 
 
@@ -59,6 +61,7 @@ class CpuDecoder:
         self._plan = PlanOperations(model, options, self.cache, self._threads)
         self._programs: dict[tuple[int, ...], Program] = {}
         self._program = self._recorded(options.k_chunk)
+        self._prompts = self._recorded_together(options)
         self._pool = Pool(self._control, threads)
         self._pool.prepare()
         self.cache.store.use(self._pool)
@@ -97,26 +100,33 @@ class CpuDecoder:
         parameters["rows"], parameters["wanted_rows"], parameters["runs"] = M, R, runs
         splits = self._splits(runs, max(map(self.cache.units, set(step.slots.tolist()))))
         parameters["splits"], parameters["items"] = splits, runs * self.spec.num_kv_heads * splits
-        parameters["compensate"], parameters["draft"] = step.compensate, step.draft
+        way = compensation_of(step, self.options)
+        program = self._prompts if way == "together" else self._program
+        parameters["compensate"], parameters["draft"] = way != "none", step.draft
         control[sync.FAILED] = 0
-        self._pool.step(self._program.words, token=M == 1)
-        logits = self._program.logits[:R, : self.spec.vocab_size]
-        with np.errstate(all="ignore"):
-            finite = np.isfinite(logits.sum())  # which it is not where one of them is not
-        if control[sync.FAILED] or not finite:
+        self._pool.step(program.words, token=M == 1)
+        logits = program.logits[:R, : self.spec.vocab_size]
+        if control[sync.FAILED]:
             raise InvalidActivationError(
                 "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or the "
                 "checkpoint was quantized from a broken one; run `lowbit-chat show NAME --verify`"
             )
-        if step.compensate and self.options.measure_recall:
-            blocks, head = self._program.selections
+        if way != "none" and self.options.measure_recall:
+            blocks, head = program.selections
             self._selections += M * blocks + R * head
         return logits
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """See `runtime.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
-        self._program = self._recorded(k_chunk)
-        self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
+        wanted = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
+        self._program, self._prompts = self._recorded(k_chunk), self._recorded_together(wanted)
+        self.options = wanted
+
+    def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
+        """See `runtime.decoder.Decoder.set_prompt_k_chunk`."""
+        wanted = replace(self.options, prompt_k_chunk=prompt_k_chunk)
+        self._prompts = self._recorded_together(wanted)
+        self.options = wanted
 
     def layer_program(self, kind: str, k_chunk: int) -> npt.NDArray[np.int64]:
         """The products of one layer type in all blocks, and the selections before them: what a timer runs.
@@ -141,13 +151,19 @@ class CpuDecoder:
     def close(self) -> None:
         """See `runtime.decoder.Decoder.close`. Nothing runs between sessions, so there is nothing to stop."""
 
-    def _recorded(self, k_chunk: Mapping[str, int] | int) -> Program:
+    def _recorded_together(self, options: DecoderOptions) -> Program:
+        """The program for rows of a prompt; that of other steps where nothing in prompts is compensated."""
+        if not any(k_chunk_by_type(options.prompt_k_chunk).values()):
+            return self._program
+        return self._recorded({"head": k_chunk_of(options.k_chunk, "head")}, options.prompt_k_chunk)
+
+    def _recorded(self, k_chunk: Mapping[str, int] | int, prompt: Mapping[str, int] | int | None = None) -> Program:
         """The program for some k_chunk; the last few are kept, so that a timer can go back and forth."""
-        key = tuple(k_chunk_of(k_chunk, kind) for kind in LAYER_KINDS)
+        key = tuple(k_chunk_of(own, kind) for own in (k_chunk, prompt) if own is not None for kind in LAYER_KINDS)
         if key not in self._programs:
             while len(self._programs) >= _PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            self._programs[key] = self._plan.record(k_chunk)
+            self._programs[key] = self._plan.record(k_chunk, prompt)
         self._make_room(self._programs[key].scratch)
         return self._programs[key]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numba
 
+from runtime.backends.cpu.arena import LINE
 from runtime.backends.cpu.data.instructions import WIDTH, Header, changing_header_at
 from runtime.backends.cpu.data.step import Parameters, changing_parameters_at
 from runtime.backends.cpu.machine.sync import (
@@ -29,8 +30,11 @@ from runtime.backends.cpu.machine.sync import (
     write_word,
 )
 from runtime.backends.cpu.machine.unit import call_5, compiled_unit
+from runtime.backends.cpu.machine.vector import prefetch
 
 _NUMBERS = (1 << 32) - 1
+_AHEAD = 8 * WIDTH * 3 // LINE
+"""Cache lines of the instructions that come next: since they were run last, all weights went through the caches."""
 
 
 @numba.njit(nogil=True)
@@ -44,6 +48,22 @@ def _parts(step: Parameters, header: Header) -> int:
     """Parts that an instruction is cut into in this step."""
     parts = header.parts if step.rows == 1 else header.parts_of_many
     return parts if parts > 0 else step.items
+
+
+@numba.njit(nogil=True)
+def _go_on(control: int, thread: int, number: int) -> None:
+    """Do the instructions of one part from a number on, and begin the first that has more; or end the program."""
+    step: Any = changing_parameters_at(control)
+    while (number - step.first) & _NUMBERS != step.instructions:
+        i = _instruction(step, number)
+        header: Any = changing_header_at(i)
+        parts = _parts(step, header)
+        if parts != 1:
+            begin_turn(control, number, parts)
+            return
+        call_5(header.unit, i, control, 0, 1, step.scratch + thread * step.scratch_stride)
+        number += 1
+    begin_turn(control, number, 0)
 
 
 @numba.njit(nogil=True)
@@ -61,12 +81,12 @@ def _take_part(control: int, thread: int) -> int:
     i = _instruction(step, number)
     header: Any = changing_header_at(i)
     parts = _parts(step, header)
+    for line in range(_AHEAD):
+        prefetch(i + 8 * WIDTH + LINE * line)
     call_5(header.unit, i, control, parts - left, parts, step.scratch + thread * step.scratch_stride)
     if add_word(control + 8 * DONE, 1) + 1 == parts:
         write_word(control + 8 * DONE, 0)
-        ended = (number + 1 - step.first) & _NUMBERS == step.instructions
-        following: Any = changing_header_at(i + 8 * WIDTH)
-        begin_turn(control, number + 1, 0 if ended else _parts(step, following))
+        _go_on(control, thread, number + 1)
     return -1
 
 
@@ -77,6 +97,8 @@ def _alone(control: int) -> None:
     for n in range(step.instructions):
         i = step.program + 8 * WIDTH * n
         header: Any = changing_header_at(i)
+        for line in range(_AHEAD):
+            prefetch(i + 8 * WIDTH + LINE * line)
         call_5(header.unit, i, control, 0, 1, step.scratch)
 
 
@@ -98,9 +120,8 @@ def execute(control: int, thread: int) -> None:
         _alone(control)
         return
     step: Any = changing_parameters_at(control)
-    first: Any = changing_header_at(step.program)
     end = (step.first + step.instructions) & _NUMBERS
-    begin_turn(control, step.first, _parts(step, first))
+    _go_on(control, 0, step.first)
     number = -1
     while number != end:
         if number >= 0:

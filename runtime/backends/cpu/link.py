@@ -12,13 +12,14 @@ from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SEL
 from runtime.backends.cpu.machine.build import build
 from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.cpu.parts import parts_of
-from runtime.backends.cpu.units import attention, inputs, paging, products, repacking, selection
+from runtime.backends.cpu.units import attention, inputs, outputs, paging, panels, products, repacking, selection
 from runtime.kv.kinds import CacheKind
 from runtime.weights import Weights
 
 _INPUTS = {
     op.Embed: inputs.embed,
     op.Gather: inputs.gather,
+    op.Check: outputs.check,
     op.Norm: inputs.norm,
     op.Gate: inputs.gate,
     op.Merge: inputs.merge,
@@ -33,6 +34,7 @@ _COMPENSATE = {
     8: products.compensate_8,
     16: products.compensate_16,
 }
+_PANEL = {2: panels.panel_2, 4: panels.panel_4, 8: panels.panel_8, 16: panels.panel_16}
 _SELECT = {
     SELECT_APPROX: selection.select_by_buckets,
     SELECT_EXACT: selection.select_largest,
@@ -69,6 +71,7 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         found |= {own[linear.bits] for own in stored if linear.bits in own}
         if compensated and linear.residual is not None:
             found |= {_COMPENSATE[linear.residual.bits], _SELECT[SELECT_APPROX]}
+            found |= {panels.multiply_panel, _PANEL[linear.residual.bits]}
     return sorted(found, key=lambda unit: unit.name)
 
 
@@ -110,6 +113,8 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
         case op.Linear(weights=weights, total=total, residual=residual):
             own = (_CODEBOOK if weights.codebooks else _UNIFORM)[weights.bits]
             return own, _COMPENSATE[residual.bits] if total else None
+        case op.Panel(residual=residual):
+            return panels.multiply_panel, _PANEL[residual.bits]
         case op.Select(mode=mode, measure=measure):
             return _SELECT[mode], selection.add_recall if measure else None
         case op.Heads(stored=stored):
@@ -130,6 +135,8 @@ def scratch_of(instruction: op.Instruction) -> int:
     match instruction:
         case op.Linear():
             return products.linear_scratch(instruction)
+        case op.Panel():
+            return panels.panel_scratch(instruction)
         case op.Select():
             return selection.select_scratch(instruction)
         case op.Attend(stored=stored):

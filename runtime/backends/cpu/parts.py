@@ -29,7 +29,7 @@ def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
         Parts in a step of one row, and in one of several rows; (0, 0): as many as attention has items in the step.
     """
     match instruction:
-        case op.Linear(weights=weights):
+        case op.Linear(weights=weights) | op.Panel(weights=weights):
             return _product(weights, threads)
         case op.Attend():
             return 0, 0

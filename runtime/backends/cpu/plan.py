@@ -18,18 +18,20 @@ from models.architecture import forward
 from models.packed import PackedLinear, PackedResidual
 from models.rope import tables
 from models.spec import ModelSpec
+from runtime.backends.cpu.arena import LINE, Arena, aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.kernels.gemv import BLOCK
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine.emit import LANES
-from runtime.backends.cpu.tiles import TiledLinear, aligned_zeros, padded, tile_linear
+from runtime.backends.cpu.tiles import TiledLinear, padded, tile_linear
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
 from runtime.kv.basis import key_bases
 from runtime.operations.channels import buckets, k_chunk_of, layer_kind, static_channels, total_budget
+from runtime.operations.panel import residual_scales
 from runtime.weights import Weights
 
 MODES = {"approx": SELECT_APPROX, "exact": SELECT_EXACT, "static": SELECT_STATIC, "random": SELECT_RANDOM}
@@ -89,9 +91,11 @@ class PlanOperations:
         self._spec: ModelSpec = model.spec
         self._options = options
         self._cache, self._threads = cache, threads
-        self._k_chunk = options.k_chunk
+        self._k_chunk: Mapping[str, int] | int = 0
+        self._prompt: Mapping[str, int] | int | None = None
         self._program: list[op.Instruction] = []
         self._kinds: list[str] = []
+        self._arena = Arena()
         self._constants: dict[str, npt.NDArray[Any]] = {}
         self._tiles: dict[str, TiledLinear] = {}
         self._buffers: dict[str, npt.NDArray[Any]] = {}
@@ -103,11 +107,12 @@ class PlanOperations:
         self._selections = [0, 0]
         self._bases = key_bases(cache.kind, model)
 
-    def record(self, k_chunk: Mapping[str, int] | int) -> Program:
+    def record(self, k_chunk: Mapping[str, int] | int, prompt: Mapping[str, int] | int | None = None) -> Program:
         """Record the forward pass. Weights are repacked the first time only.
 
         Args:
             k_chunk: Salient channels per 1024, as in `DecoderOptions`.
+            prompt: The `prompt_k_chunk` of rows that are compensated together; None: each by its own channels.
 
         Returns:
             The program. The arrays whose addresses it holds live as long as this object.
@@ -116,9 +121,10 @@ class PlanOperations:
             RequestError: compensation is asked for, and the model keeps no residuals.
             BackendError: a kernel cannot be compiled here.
         """
-        self._k_chunk = k_chunk
+        self._k_chunk, self._prompt = k_chunk, prompt
         self._program, self._kinds, self._selections = [], [], [0, 0]
         forward(self, self._spec)
+        self._emit(op.Check(_matrix(self._buffers["logits"]), padded(self._spec.vocab_size, LANES)))
         words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
         for own, instruction in zip(words, self._program, strict=True):
             op.write(own, instruction)
@@ -148,15 +154,18 @@ class PlanOperations:
         """See `models.architecture.Operations`."""
         packed = self._model.linear(name)
         if name not in self._tiles:
-            self._tiles[name] = tile_linear(packed)
+            self._tiles[name] = tile_linear(packed, self._arena)
         tiled = self._tiles[name]
-        k_chunk = k_chunk_of(self._k_chunk, name)
-        if k_chunk and (packed.residual is None or packed.rank_maximum is None or packed.mean_square is None):
+        k_chunk, shared = self._channels(name)
+        lacking = packed.residual is None or packed.rank_maximum is None or packed.mean_square is None
+        if max(k_chunk, shared) and lacking:
             raise RequestError(
-                f"k_chunk is {k_chunk}, but {name} was stored without residuals; use k_chunk 0, or quantize the model "
-                "again with residual bits"
+                f"k_chunk is {max(k_chunk, shared)}, but {name} was stored without residuals; use k_chunk 0, or "
+                "quantize the model again with residual bits"
             )
         values = self._prepare(x, tiled)
+        if shared:
+            return self._panel(packed, tiled, shared)
         total = total_budget(packed.shape[1], k_chunk)
         if total:
             self._select(values, packed, k_chunk, total)
@@ -229,7 +238,7 @@ class PlanOperations:
     def add(self, x: Activations, y: Activations) -> Activations:
         """See `models.architecture.Operations`. The linear layer that wrote y is told to add to x instead."""
         linear = self._program[y.instruction]
-        assert isinstance(linear, op.Linear)
+        assert isinstance(linear, op.Linear | op.Panel)
         self._program[y.instruction] = linear._replace(out=x.place, accumulate=True)
         return x
 
@@ -240,6 +249,14 @@ class PlanOperations:
         return out
 
     # How it is written down
+
+    def _channels(self, name: str) -> tuple[int, int]:
+        """Channels per 1024 that each row chooses, and those that all rows of a prompt share."""
+        k_chunk = k_chunk_of(self._k_chunk, name)
+        if self._prompt is None:
+            return k_chunk, 0
+        shared = k_chunk_of(self._prompt, name)
+        return (k_chunk if shared else 0, 0) if layer_kind(name) == "head" else (0, shared)
 
     def _prepare(self, x: Activations, tiled: TiledLinear) -> Activations:
         """Write the instruction that makes x float32 and INT8: norm, gate, or merge of attention's splits."""
@@ -312,19 +329,53 @@ class PlanOperations:
         self._emit(linear, kind=kind)
         return replace(out, instruction=len(self._program) - 1)
 
-    def _residual(self, name: str, residual: PackedResidual, columns: int) -> op.Residual:
-        """A matrix's residuals, the scales padded to whole tiles."""
+    def _panel(self, packed: PackedLinear, tiled: TiledLinear, k_chunk: int) -> Activations:
+        """Write the product of a prompt's rows with the matrix and the residuals of some channels."""
+        kind, columns, stored = layer_kind(packed.name), tiled.tiles * LANES, packed.residual
+        assert stored is not None
+        out = self._matrix(kind, packed.shape[0])
+        residual = self._residual(packed.name, stored, columns)
+        if stored.scales is None:
+            scales = self._constant(f"{packed.name}.derived", lambda: residual_scales(stored))
+            residual = residual._replace(scales=self._widened(f"{packed.name}.residual_scales", scales, columns))
+        self._emit(
+            op.Panel(
+                weights=tiled.weights,
+                x=self._rounded(),
+                out=out.place,
+                bias=0 if packed.bias is None else self._widened(f"{packed.name}.bias", packed.bias, columns),
+                accumulate=False,
+                residual=residual,
+                kept=self._kept(packed, k_chunk),
+            ),
+            kind=kind,
+        )
+        return replace(out, instruction=len(self._program) - 1)
 
-        def halves() -> npt.NDArray[Any]:
+    def _kept(self, packed: PackedLinear, k_chunk: int) -> int:
+        """Address of what says which channels the rows of a prompt share: uint8 [K padded to 32], 255 or 0."""
+
+        def make() -> npt.NDArray[np.uint8]:
+            assert packed.mean_square is not None
+            kept: npt.NDArray[np.uint8] = aligned_zeros((padded(packed.shape[1], BLOCK),), np.uint8)
+            kept[static_channels(np.asarray(packed.mean_square), k_chunk)] = 255
+            return kept
+
+        return _address(self._constant(f"{packed.name}.kept.{k_chunk}", make))
+
+    def _residual(self, name: str, residual: PackedResidual, columns: int) -> op.Residual:
+        """A matrix's residuals: rows that begin at a cache line, scales padded to whole tiles."""
+
+        def rows() -> npt.NDArray[Any]:
             stored = np.asarray(residual.codes)
-            wide = aligned_zeros((stored.shape[0], columns), np.float16)
+            width = columns if residual.bits == 16 else stored.shape[1]
+            wide = self._arena.zeros((stored.shape[0], padded(width, LINE // stored.itemsize)), stored.dtype)
             wide[:, : stored.shape[1]] = stored
             return wide
 
-        pad = residual.bits == 16 and residual.codes.shape[1] < columns
-        codes = self._constant(f"{name}.residual", halves if pad else lambda: np.asarray(residual.codes))
+        codes = self._constant(f"{name}.residual", rows)
         scales = 0 if residual.scales is None else self._widened(f"{name}.residual_scales", residual.scales, columns)
-        return op.Residual(_address(codes), scales, residual.bits, codes.strides[0])
+        return op.Residual(_address(codes), scales, residual.bits, codes.strides[0], codes.shape[0])
 
     def _basis(self, layer: int) -> tuple[int, int]:
         """Addresses of a layer's reflection and mean key; 0 where keys are not turned."""
@@ -346,7 +397,7 @@ class PlanOperations:
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         if name not in self._buffers:
-            self._buffers[name] = aligned_zeros(shape, dtype)
+            self._buffers[name] = self._arena.zeros(shape, dtype)
         assert self._buffers[name].shape == shape
         return self._buffers[name]
 
@@ -359,7 +410,7 @@ class PlanOperations:
         """Address of a constant vector that is zero-padded to `width`."""
 
         def widen() -> npt.NDArray[Any]:
-            wide = aligned_zeros((width,), values.dtype)
+            wide = self._arena.zeros((width,), values.dtype)
             wide[: values.size] = values
             return wide
 

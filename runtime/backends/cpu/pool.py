@@ -43,6 +43,7 @@ class Pool:
         self._parameters = parameters_of(control)
         self._crew = Crew(threads)
         self._depth = 0
+        self._program: npt.NDArray[np.int64] | None = None
         self._workers: list[threading.Thread] = []
 
     def prepare(self) -> None:
@@ -68,23 +69,36 @@ class Pool:
 
         Args:
             program: int64 [instructions, WIDTH]; the arrays whose addresses it holds have to be alive. One that is not
-                linked yet (`runtime.backends.cpu.link`) is linked first.
+                linked yet (`runtime.backends.cpu.link`) is linked first; who changes the program of the last step links
+                it himself.
             token: Whether it decodes one token, as all that are said to do. As many threads share it as make these
                 come fastest, and all of them any other program.
         """
+        if program is not self._program:
+            self._take(program)
+        if self._depth:
+            self._run(token=token)
+        else:
+            with self.session():
+                self._run(token=token)
+
+    def _take(self, program: npt.NDArray[np.int64]) -> None:
+        """Make a program the one that threads run."""
         if not is_linked(program):
             link(program, self.threads)
-            assert most_scratch(program) <= self._parameters["scratch_stride"]
+        assert most_scratch(program) <= self._parameters["scratch_stride"]
         self._parameters["program"], self._parameters["instructions"] = int(program.ctypes.data), len(program)
-        with self.session():
-            wanted = self._crew.size if token else self.threads
-            if self._control[sync.ACTIVE] != wanted:
-                set_active(self._address, wanted)
-            self._parameters["first"] = (int(self._control[sync.TURN]) >> 32) + 1 & 0xFFFFFFFF
-            began = time.perf_counter()
-            execute(self._address, 0)
-            if token:
-                self._crew.token(time.perf_counter() - began)
+        self._program = program
+
+    def _run(self, *, token: bool) -> None:
+        wanted = self._crew.size if token else self.threads
+        if self._control[sync.ACTIVE] != wanted:
+            set_active(self._address, wanted)
+        self._parameters["first"] = (int(self._control[sync.TURN]) >> 32) + 1 & 0xFFFFFFFF
+        began = time.perf_counter()
+        execute(self._address, 0)
+        if token:
+            self._crew.token(time.perf_counter() - began)
 
     def _start(self) -> None:
         self._control[[sync.DONE, sync.SLEEPERS]] = 0

@@ -29,20 +29,12 @@ import numpy as np
 import numpy.typing as npt
 
 from models.packed import PackedLinear
+from runtime.backends.cpu.arena import Arena
 from runtime.backends.cpu.data.arrangements import padded as padded
 from runtime.backends.cpu.data.instructions import Weights
 from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES
 from runtime.backends.cpu.machine.emit import LANES
 from runtime.backends.cpu.units import repacking
-
-
-def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A zeroed C-contiguous array that starts at a multiple of 64 bytes."""
-    kind = np.dtype(dtype)
-    size = int(np.prod(shape)) * kind.itemsize
-    raw = np.zeros(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(kind).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,27 +75,28 @@ class TiledLinear:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def _tiled_rows(values: npt.NDArray[Any], tiles: int) -> npt.NDArray[Any]:
+def _tiled_rows(values: npt.NDArray[Any], tiles: int, arena: Arena) -> npt.NDArray[Any]:
     """[N, G] -> [tiles, G, 16], zero-padded."""
-    out = aligned_zeros((tiles, values.shape[1], LANES), values.dtype)
+    out = arena.zeros((tiles, values.shape[1], LANES), values.dtype)
     full = np.zeros((tiles * LANES, values.shape[1]), values.dtype)
     full[: values.shape[0]] = values
     out[:] = full.reshape(tiles, LANES, -1).transpose(0, 2, 1)
     return out
 
 
-def _tiled_codebooks(codebook: npt.NDArray[np.int8], tiles: int) -> npt.NDArray[np.int8]:
+def _tiled_codebooks(codebook: npt.NDArray[np.int8], tiles: int, arena: Arena) -> npt.NDArray[np.int8]:
     """[N, 2^bits] -> [tiles, 16, 2^bits], zero-padded."""
-    out: npt.NDArray[np.int8] = aligned_zeros((tiles, LANES, codebook.shape[1]), np.int8)
+    out: npt.NDArray[np.int8] = arena.zeros((tiles, LANES, codebook.shape[1]), np.int8)
     out.reshape(tiles * LANES, -1)[: codebook.shape[0]] = codebook
     return out
 
 
-def tile_linear(linear: PackedLinear) -> TiledLinear:
+def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     """Repack a matrix.
 
     Args:
         linear: The stored matrix; 3 or 4 bits, group_size a multiple of 32.
+        arena: Where the tiles go.
 
     Raises:
         ValueError: other bits or group size.
@@ -114,7 +107,7 @@ def tile_linear(linear: PackedLinear) -> TiledLinear:
         raise ValueError(f"{linear.name} has groups of {linear.group_size}; the CPU kernels need a multiple of {BLOCK}")
     N, K = linear.shape
     tiles, blocks = padded(N, LANES) // LANES, padded(K, BLOCK) // BLOCK
-    codes = aligned_zeros((tiles, blocks, BLOCK_BYTES[linear.bits]), np.uint8)
+    codes = arena.zeros((tiles, blocks, BLOCK_BYTES[linear.bits]), np.uint8)
     words = np.ascontiguousarray(linear.codes)
     repack = (repacking.UNIFORM if linear.codebook is None else repacking.CODEBOOK)[linear.bits]
     repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
@@ -125,7 +118,7 @@ def tile_linear(linear: PackedLinear) -> TiledLinear:
         groups=-(-K // linear.group_size),
         group_blocks=linear.group_size // BLOCK,
         codes=codes,
-        scales=_tiled_rows(np.asarray(linear.scales), tiles),
-        zeros=None if linear.zeros is None else _tiled_rows(np.asarray(linear.zeros), tiles),
-        codebooks=None if linear.codebook is None else _tiled_codebooks(np.asarray(linear.codebook), tiles),
+        scales=_tiled_rows(np.asarray(linear.scales), tiles, arena),
+        zeros=None if linear.zeros is None else _tiled_rows(np.asarray(linear.zeros), tiles, arena),
+        codebooks=None if linear.codebook is None else _tiled_codebooks(np.asarray(linear.codebook), tiles, arena),
     )

@@ -18,7 +18,7 @@ from models.packed import PackedLinear
 from models.rope import tables
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.linear import ReferenceLinear
-from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
+from runtime.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
 from runtime.errors import InvalidActivationError
 from runtime.kv.basis import key_bases
 from runtime.kv.kinds import KINDS, CacheKind
@@ -109,6 +109,12 @@ class ReferenceDecoder:
             linear.set_k_chunk(k_chunk)
         self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
 
+    def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
+        """See `runtime.decoder.Decoder.set_prompt_k_chunk`."""
+        for linear in self.linears.values():
+            linear.set_prompt_k_chunk(prompt_k_chunk)
+        self.options = replace(self.options, prompt_k_chunk=prompt_k_chunk)
+
     def session(self) -> AbstractContextManager[None]:
         """Nothing to keep ready: torch has threads of its own."""
         return nullcontext()
@@ -132,7 +138,7 @@ class _Pass(Operations[torch.Tensor]):
         decoder.cache.begin(step.slots, step.positions, flush=step.flush)
         self._decoder = decoder
         self._spec = decoder.spec
-        self._compensate, self._draft = step.compensate, step.draft
+        self._way, self._draft = compensation_of(step, decoder.options), step.draft
         self._tokens = torch.from_numpy(np.asarray(step.tokens, np.int64))
         self._slots = torch.from_numpy(np.asarray(step.slots, np.int64))
         self._positions = torch.from_numpy(np.asarray(step.positions, np.int64))
@@ -146,7 +152,7 @@ class _Pass(Operations[torch.Tensor]):
         return rms_norm(x, self._decoder.norms[name], self._spec.norm_eps)
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self._decoder.linears[name](x, self._linear_positions, compensated=self._compensate)
+        return self._decoder.linears[name](x, self._linear_positions, way=self._way)
 
     def split(self, x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         ends = np.cumsum(widths).tolist()

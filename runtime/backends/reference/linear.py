@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from models.packed import PackedLinear
-from runtime.decoder import DecoderOptions
+from runtime.decoder import DecoderOptions, Way
 from runtime.errors import RequestError
 from runtime.operations import channels as budget
-from runtime.operations.compensate import compensate, dequantize_residual
+from runtime.operations.compensate import compensate, compensate_together, dequantize_residual
 from runtime.operations.linear import dequantize, gemv
 from runtime.operations.select import approximate, exact
 
@@ -26,6 +27,7 @@ class ReferenceLinear:
     def __init__(self, packed: PackedLinear, index: int, options: DecoderOptions) -> None:
         self._width = packed.shape[1]
         self._index = index
+        self._by_rows = budget.layer_kind(packed.name) == "head"  # in prompts as well
         self._options = options
         self._weight = dequantize(packed)
         self._bias = None if packed.bias is None else torch.from_numpy(np.array(packed.bias, np.float32))
@@ -35,7 +37,9 @@ class ReferenceLinear:
         """Sum of the recall of every selection so far."""
         self.selections = 0
         """Number of selections measured so far."""
+        self._shared: torch.Tensor | None = None
         self.set_k_chunk(options.k_chunk)
+        self.set_prompt_k_chunk(options.prompt_k_chunk)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int) -> None:
         """Compensate so many channels from now on.
@@ -46,27 +50,48 @@ class ReferenceLinear:
         self._k_chunk = budget.k_chunk_of(k_chunk, self._packed.name)
         if self._k_chunk == 0:
             return
+        rank_maximum, mean_square = self._statistics(f"k_chunk is {self._k_chunk}")
+        if self._options.select == "approx":
+            k = budget.total_budget(self._width, self._k_chunk)
+            self._buckets = budget.buckets(rank_maximum, k)
+        elif self._options.select == "static":
+            self._static = torch.from_numpy(budget.static_channels(mean_square, self._k_chunk)).long()
+
+    def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
+        """Compensate the rows of prompts together by so many channels from now on.
+
+        Raises:
+            RequestError: compensation is asked for, and the model keeps no residuals.
+        """
+        k_chunk = budget.k_chunk_of(prompt_k_chunk, self._packed.name)
+        self._in_prompts, self._shared = k_chunk > 0, None
+        if k_chunk:
+            _, mean_square = self._statistics(f"k_chunk of prompts is {k_chunk}")
+            self._shared = torch.from_numpy(budget.static_channels(mean_square, k_chunk)).long()
+
+    def _statistics(self, asked: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Rank maxima and mean squares of the input, for compensation; the residuals are there afterwards.
+
+        Raises:
+            RequestError: the model keeps no residuals.
+        """
         packed = self._packed
         if packed.residual is None or packed.rank_maximum is None or packed.mean_square is None:
             raise RequestError(
-                f"k_chunk is {self._k_chunk}, but {packed.name} was stored without residuals; use k_chunk 0, or "
-                "quantize the model again with residual bits"
+                f"{asked}, but {packed.name} was stored without residuals; use 0, or quantize the model again with "
+                "residual bits"
             )
         if self._residual is None:
             self._residual = dequantize_residual(packed.residual, packed.shape[0])
-        if self._options.select == "approx":
-            k = budget.total_budget(self._width, self._k_chunk)
-            self._buckets = budget.buckets(packed.rank_maximum, k)
-        elif self._options.select == "static":
-            self._static = torch.from_numpy(budget.static_channels(packed.mean_square, self._k_chunk)).long()
+        return packed.rank_maximum, packed.mean_square
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, compensated: bool) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way) -> torch.Tensor:
         """The layer's output.
 
         Args:
             x: float32 [M, K].
             positions: int64 [M], position of every row in its sequence (the random selector's counter).
-            compensated: Whether error compensation applies.
+            way: How error compensation applies.
 
         Returns:
             float32 [M, N].
@@ -75,7 +100,11 @@ class ReferenceLinear:
             InvalidActivationError: a NaN or infinity where channels are to be selected.
         """
         base = gemv(x, self._weight, self._bias)
-        if not compensated or self._k_chunk == 0 or self._residual is None:
+        if way == "none" or self._residual is None:
+            return base
+        if way == "together" and not self._by_rows:
+            return base if self._shared is None else compensate_together(base, x, self._shared, self._residual)
+        if self._k_chunk == 0 or (way == "together" and not self._in_prompts):
             return base
         channels = self._select(x, positions)
         if self._options.measure_recall:

@@ -11,6 +11,7 @@ from runtime.backends.triton import card
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS, KVKind
+from runtime.operations.channels import layer_kind
 from runtime.problem import Problem
 from runtime.weights import Weights
 
@@ -29,17 +30,20 @@ class TritonBackend:
     label = "the GPU backend"
     kinds = tuple(KINDS)
     untuned: Problem | None = None
+    prompt_levels = (1024, 512, 256, 128, 64, 32, 16)
 
     def probe(self) -> Presence:
         """See `runtime.backend.Backend.probe`."""
         return card.look()
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
-        """See `runtime.backend.Backend.footprint`. Residuals stay in main memory."""
+        """See `runtime.backend.Backend.footprint`. Residuals stay in main memory, but for two layers' of a prompt."""
+        values = [N * K for N, K in (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())]
+        staged = 2 * sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
         return Footprint(
             weight_bytes=sizes.weight_bytes,
             residual_bytes=sizes.residual_bytes if compensated else 0,
-            overhead_bytes=_DRIVER_BYTES,
+            overhead_bytes=_DRIVER_BYTES + (staged if compensated else 0),
         )
 
     def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:

@@ -15,7 +15,7 @@ from models.architecture import forward
 from runtime.backends.triton.forward import Buffers, Pass
 from runtime.backends.triton.kernels.select import Selection, recall, select
 from runtime.backends.triton.model import GpuModel, Linear
-from runtime.decoder import DecoderOptions, Float32Array, Step, check_step
+from runtime.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, RequestError
 from runtime.operations.channels import LAYER_KINDS, k_chunk_of
 from runtime.weights import Weights
@@ -78,6 +78,7 @@ class TritonDecoder:
         self._buffers = Buffers(self._model, options.max_rows)
         self._on_gpu = self._device.type == "cuda"
         self._side = torch.cuda.Stream(self._device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._model.set_prompt_k_chunk(options.prompt_k_chunk, self._side)
         pinned = self._on_gpu
         self._inputs = torch.zeros((3, 1), dtype=torch.int32, pin_memory=pinned)
         self._logits = torch.zeros((1, self.spec.vocab_size), pin_memory=pinned)
@@ -132,6 +133,12 @@ class TritonDecoder:
         self._model.set_k_chunk(k_chunk, n_tb or {})
         self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
 
+    @_explained
+    def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
+        """See `runtime.decoder.Decoder.set_prompt_k_chunk`."""
+        self._model.set_prompt_k_chunk(prompt_k_chunk, self._side)
+        self.options = replace(self.options, prompt_k_chunk=prompt_k_chunk)
+
     def session(self) -> AbstractContextManager[None]:
         """Nothing to keep ready: the device waits for free."""
         return nullcontext()
@@ -143,7 +150,8 @@ class TritonDecoder:
 
     def _decode(self, step: Step) -> Float32Array:
         """One token: launched the first time, so that every kernel is compiled, then captured, then replayed."""
-        key = (int(step.compensate), int(step.draft), *self._setting())
+        way = compensation_of(step, self.options)
+        key = (int(way != "none"), int(step.draft), *self._setting())
         if key not in self._graphs:
             logits = self._launch(step)
             while len(self._graphs) >= _GRAPHS:
@@ -151,7 +159,7 @@ class TritonDecoder:
             selections = [
                 linear.selection for linear in self._model.linears.values()
             ]  # the graph holds their addresses
-            self._graphs[key] = (self._capture(compensate=step.compensate, draft=step.draft), selections)
+            self._graphs[key] = (self._capture(way, draft=step.draft), selections)
             return logits
         for i, values in enumerate((step.tokens, step.slots, step.positions)):
             self._inputs[i, 0] = int(values[0])
@@ -159,14 +167,14 @@ class TritonDecoder:
         torch.cuda.current_stream(self._device).synchronize()
         return self._logits.numpy()
 
-    def _capture(self, *, compensate: bool, draft: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, way: Way, *, draft: bool) -> torch.cuda.CUDAGraph:
         """Capture a decoded token, from the inputs in page-locked memory to the logits in page-locked memory."""
         buffers, graph = self._buffers, torch.cuda.CUDAGraph()
         buffers.logit_rows[:1] = 0
         with torch.cuda.graph(graph):
             for i, values in enumerate((buffers.tokens, buffers.slots, buffers.positions)):
                 values[:1].copy_(self._inputs[i], non_blocking=True)
-            run = Pass(self._model, buffers, M=1, R=1, compensated=compensate, draft=draft, side=self._side)
+            run = Pass(self._model, buffers, M=1, R=1, way=way, draft=draft, side=self._side)
             logits = run.finish(forward(run, self.spec))
             self._logits.copy_(logits, non_blocking=True)
             self._flag.copy_(buffers.flag, non_blocking=True)
@@ -185,7 +193,7 @@ class TritonDecoder:
             buffers,
             M=M,
             R=R,
-            compensated=step.compensate,
+            way=compensation_of(step, self.options),
             draft=step.draft,
             side=self._side,
             watch=watch,

@@ -5,7 +5,8 @@ follows; head norms, rotation and the cache's append. Launches are asynchronous 
 would have to wait for, so that the whole step can be captured in a CUDA graph.
 
 A linear layer's compensation runs on a second stream beside the base product and writes a buffer of its own; the kernel
-that reads the layer's output adds the two. So nothing depends on which of them ends first.
+that reads the layer's output adds the two. So nothing depends on which of them ends first. The rows of a prompt are
+compensated together: residuals arrive on that stream, and their product follows the base product.
 
 Source: QDEC §4.1 (Fig. 6), §4.3.
 """
@@ -28,8 +29,10 @@ from runtime.backends.triton.kernels.gemv import gemv
 from runtime.backends.triton.kernels.head import finish
 from runtime.backends.triton.kernels.norm import add_norm
 from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
+from runtime.backends.triton.kernels.together import multiply
 from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.workspace import Workspace
+from runtime.decoder import Way
 from runtime.operations.channels import layer_kind
 
 Watch = Callable[[Linear, torch.Tensor, torch.Tensor], None]
@@ -110,7 +113,7 @@ class Pass(Operations[Value]):
         buffers: Holds the step's inputs, and takes everything else.
         M: Rows.
         R: Rows whose logits are wanted.
-        compensated: Whether error compensation applies.
+        way: How error compensation applies.
         draft: Whether attention reads what a draft reads.
         side: The second stream; None runs everything on the current one.
         watch: Sees every selecting layer's input, and the positions of its rows.
@@ -123,14 +126,16 @@ class Pass(Operations[Value]):
         *,
         M: int,
         R: int,
-        compensated: bool,
+        way: Way,
         draft: bool,
         side: torch.cuda.Stream | None,
         watch: Watch | None = None,
     ) -> None:
         self._model, self._spec, self._buffers = model, model.spec, buffers
-        self._M, self._R, self._compensated, self._draft = M, R, compensated, draft
+        self._M, self._R, self._way, self._draft = M, R, way, draft
         self._side, self._watch = side, watch
+        if way == "together":
+            model.staging.begin()
 
     def embed(self) -> Value:
         """See `models.architecture.Operations`."""
@@ -155,7 +160,14 @@ class Pass(Operations[Value]):
         out = self._buffers.output(kind, M, N)
         if not M:
             return Value(out)
-        if not self._compensated or linear.selection is None:
+        if self._way == "together" and linear.shared is not None:
+            dec = self._buffers.compensation(kind, M, N)
+            product(linear, x.tensor, out, self._buffers)
+            shared, staged = linear.shared, self._model.staging.take()
+            multiply(x.tensor, shared.channels, staged, shared.residual.scales, shared.residual.bits, dec)
+            return Value(out, dec)
+        by_rows = self._way == "rows" or (self._way == "together" and linear.by_rows)
+        if not by_rows or linear.selection is None:
             product(linear, x.tensor, out, self._buffers)
             return Value(out)
         dec, positions = self._buffers.compensation(kind, M, N), self._positions(x)

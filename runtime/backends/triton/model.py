@@ -16,11 +16,12 @@ from runtime.backends.triton.kernels.rope import Basis
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import REMEDY, GpuResidual, PageLockError, load_residuals, page_locked
+from runtime.backends.triton.staging import Shared, Staging
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
 from runtime.kv.basis import key_bases
 from runtime.kv.kinds import KINDS
-from runtime.operations.channels import k_chunk_of, layer_kind
+from runtime.operations.channels import k_chunk_of, layer_kind, static_channels
 from runtime.problem import Problem
 from runtime.weights import Weights
 from tuner.candidates import n_tb_candidates
@@ -48,6 +49,10 @@ class Linear:
     """How its channels are chosen; None where it is not compensated."""
     n_tb: int = 0
     """Thread blocks of its compensation."""
+    shared: Shared | None = None
+    """What the rows of a prompt share of its residuals; None where they are not compensated together."""
+    by_rows: bool = False
+    """Whether a prompt's rows are compensated as decoded tokens are: the head's, where prompts are compensated."""
 
 
 class GpuModel:
@@ -70,6 +75,8 @@ class GpuModel:
             for index, name in enumerate(spec.linear_names())
             for packed in (weights.linear(name),)
         }
+        self.staging = Staging([], device, None)
+        """Brings residuals of a prompt's layers to the device."""
         self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.norm_names()}
         self.table = self._table(weights)
         self.cos, self.sin = (self._move(table) for table in tables(spec.rope, options.context))
@@ -100,12 +107,7 @@ class GpuModel:
             RequestError: k_chunk or n_tb is malformed, or the model keeps no residuals.
         """
         wanted = {name: k_chunk_of(k_chunk, name) for name in self.linears}
-        for name, number in wanted.items():
-            if number and self.linears[name].packed.residual is None:
-                raise RequestError(
-                    f"k_chunk is {number}, but {name} was stored without residuals; use k_chunk 0, or quantize the "
-                    "model again with residual bits"
-                )
+        self._check_residuals(wanted)
         blocks = {name: self._blocks(linear, n_tb) for name, linear in self.linears.items()}
         self._load_residuals([name for name, number in wanted.items() if number])
         options = self.options
@@ -121,10 +123,53 @@ class GpuModel:
                     device=self.device,
                 )
 
+    def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int, stream: torch.cuda.Stream | None) -> None:
+        """Compensate the rows of prompts together by so many channels.
+
+        Args:
+            prompt_k_chunk: As in `DecoderOptions`.
+            stream: The stream that fetches; None: the current one.
+
+        Raises:
+            RequestError: it is malformed, or the model keeps no residuals.
+            torch.OutOfMemoryError: the device has no room for the residuals of a layer.
+        """
+        wanted = {name: k_chunk_of(prompt_k_chunk, name) for name in self.linears}
+        self._check_residuals(wanted)
+        blocks = [name for name, number in wanted.items() if number and layer_kind(name) != "head"]
+        self._load_residuals(blocks)
+        for linear in self.linears.values():
+            linear.shared, linear.by_rows = None, False
+        self.staging = Staging([], self.device, None)  # so that the former one's room is free for the new one
+        shared = {name: self._shared(self.linears[name], wanted[name]) for name in blocks}
+        self.staging = Staging([found for found in shared.values() if found is not None], self.device, stream)
+        for name, linear in self.linears.items():
+            linear.shared = shared.get(name)
+            linear.by_rows = layer_kind(name) == "head" and wanted[name] > 0
+
     def close(self) -> None:
         """Release what can be released before the last reference goes."""
         self.linears.clear()
         self.cache.close()
+
+    def _check_residuals(self, wanted: Mapping[str, int]) -> None:
+        """Raise a `RequestError` where a layer is to be compensated and has no residuals."""
+        for name, number in wanted.items():
+            if number and self.linears[name].packed.residual is None:
+                raise RequestError(
+                    f"k_chunk is {number}, but {name} was stored without residuals; use k_chunk 0, or quantize the "
+                    "model again with residual bits"
+                )
+
+    def _shared(self, linear: Linear, k_chunk: int) -> Shared | None:
+        """What rows share of a layer; None where its residuals found no page-locked memory."""
+        if linear.residual is None:
+            return None
+        assert linear.packed.mean_square is not None
+        chosen = static_channels(np.asarray(linear.packed.mean_square), k_chunk)
+        whole = chosen.size == linear.packed.shape[1]
+        channels = None if whole else torch.from_numpy(chosen).to(self.device)
+        return Shared(residual=linear.residual, channels=channels)
 
     def _load_residuals(self, names: Sequence[str]) -> None:
         """Bring residuals into page-locked memory that are wanted for the first time."""

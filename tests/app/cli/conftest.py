@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from app.cli.main import app
 from app.cli.services import Services
+from models.catalogue import KnownModel
 from models.progress import Cancelled, ProgressCallback
 from models.recipe import Recipe
 from models.store import Store, StoredModel, StoredModelInfo
+from tests.models.gguf.making import random_model, write_gguf
 from tuner.bandwidth import ReadBandwidth
 from tuner.detect import MemoryInfo
 
@@ -98,6 +100,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GGUF file whose weights are low-bit; tests must not write to it."""
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.Q8_0.gguf", random_model("Llama"), kind="Q8_0")
+
+
 @pytest.fixture
 def checkpoint_maker() -> Callable[..., Path]:
     """`write_checkpoint`."""
@@ -121,6 +129,7 @@ class TinyServices(Services):
         self.packed = packed
         self.snapshot = cache / "models--some--tiny" / "snapshots" / "abc123"
         self.pulled: list[tuple[str, str | None]] = []
+        self.fetched: list[str] = []
         self.quantized: list[Recipe] = []
         self.available = 8 << 30
 
@@ -147,6 +156,14 @@ class TinyServices(Services):
         if not self.snapshot.exists():
             shutil.copytree(self.checkpoint, self.snapshot)
         return self.snapshot
+
+    def fetch(self, model: KnownModel, progress: ProgressCallback, cancelled: Cancelled) -> Path:
+        self.fetched.append(model.name)
+        file = self.snapshot.parent / model.file
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_gguf(file, random_model("Llama"), kind="Q4_1")
+        return file
 
     def quantize(self, checkpoint: Path, recipe: Recipe, **options: Any) -> StoredModelInfo:
         self.quantized.append(recipe)

@@ -86,6 +86,70 @@ def test_a_checkpoint_of_the_same_size_is_not_taken_for_the_old_one(
     assert "mine-rtn-4bit" in error("run", folder, *SHORT)
 
 
+def test_a_gguf_file_is_quantized_on_first_use_only(answer: Answer, services: Any, gguf_file: Path) -> None:
+    for _ in range(2):
+        assert answer("run", gguf_file, *SHORT)["model"] == "tiny.Q8_0-rtn-4bit"
+    assert len(services.quantized) == 1
+
+
+def test_another_gguf_file_of_that_name_is_another_model(
+    error: Callable[..., str], answer: Answer, gguf_file: Path, tmp_path: Path
+) -> None:
+    answer("run", gguf_file, *SHORT)
+    other = tmp_path / gguf_file.name
+    content = gguf_file.read_bytes()
+    other.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "tiny.Q8_0-rtn-4bit" in error("run", other, *SHORT)
+
+
+def test_show_says_what_the_source_s_weights_are(
+    answer: Answer, run: Callable[..., Any], gguf_file: Path, stored: str
+) -> None:
+    name = answer("quantize", gguf_file, "--bits", 3)["name"]
+    found = answer("show", name)
+    assert found["source"] == "tiny.Q8_0.gguf"
+    assert found["source_types"].keys() == {"Q8_0"}
+    assert "Q8_0 100 % (low-bit already)" in run("show", name).stdout
+    assert answer("show", stored)["source_types"] is None
+
+
+def test_a_gguf_file_is_evaluated_in_its_own_precision(answer: Answer, gguf_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog " * 4)
+    found = answer("eval", gguf_file, "--text", tmp_path / "text", "--full-precision")
+    assert found["tokens"] > 60
+    assert found["perplexity"] > 1
+
+
+def test_a_folder_of_gguf_files(error: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert "model.gguf" in error("run", tmp_path, "hi")
+    assert "is cut off" in error("run", tmp_path / "model.gguf", "hi")
+
+
+def test_a_file_that_is_no_model(error: Callable[..., str], services: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model at all")
+    assert "is not a GGUF file" in error("run", tmp_path / "notes.txt", "hi")
+    assert not services.store().root.exists()
+
+
+def test_a_short_name_is_fetched_and_quantized_once(answer: Answer, services: Any) -> None:
+    for _ in range(2):
+        assert answer("run", "smollm2-135m", *SHORT)["model"] == "smollm2-135m"
+    assert services.fetched == ["smollm2-135m"]
+    assert len(services.quantized) == 1
+    assert answer("show", "smollm2-135m")["source"] == "smollm2-135m"
+
+
+def test_a_short_name_in_other_verbs(answer: Answer, run: Callable[..., Any], services: Any) -> None:
+    pulled = answer("pull", "smollm2-135m")
+    assert Path(pulled["path"]).stat().st_size == pulled["bytes"]
+    assert run("pull", "smollm2-135m").stdout == f"{pulled['path']}\n"
+    assert "--revision" in run("pull", "smollm2-135m", "--revision", "main", code=2).stderr
+    assert answer("quantize", "smollm2-135m", "--bits", 3)["name"] == "smollm2-135m-rtn-3bit"
+    assert answer("run", "smollm2-135m", *SHORT)["model"] == "smollm2-135m"
+    assert answer("quantize", "smollm2-135m", "--force", "--name", "again")["name"] == "again"
+
+
 def test_a_hub_name_is_downloaded_and_quantized_once(answer: Answer, services: Any) -> None:
     for _ in range(2):
         assert answer("run", "some/tiny", *SHORT)["model"] == "some/tiny-rtn-4bit"
@@ -103,8 +167,10 @@ def test_progress_of_a_first_use_goes_to_standard_error(run: Callable[..., Any],
     ("name", "said"),
     [
         ("smal", "did you mean small?"),
-        ("entirely-different", "there are: demo, small"),
+        ("entirely-different", "there are: demo, smollm2-135m, small"),
+        ("smollm2", "did you mean smollm2-135m?"),
         ("./nowhere", "there is no folder ./nowhere"),
+        ("nowhere.gguf", "there is no file nowhere.gguf"),
         ("/nowhere/at/all", "there is no folder /nowhere/at/all"),
         ("../../nowhere", "there is no folder ../../nowhere"),
         ("a/b/c", "owner/name"),

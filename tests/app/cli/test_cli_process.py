@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PROGRAM = (sys.executable, "-c", "from app.cli.main import main; main()")
+PROGRAM = (sys.executable, "-c", "from app.cli.start import main; main()")
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_program.py")))
 VERBS = ("run", "pull", "quantize", "list", "ls", "show", "rm", "serve", "eval", "bench", "doctor", "config")
 HEAVY = ("torch", "transformers", "pydantic", "rich", "numpy", "numba", "huggingface_hub", "textual", "httpx", "psutil")
@@ -65,7 +65,7 @@ def test_the_terminal_ui_needs_a_terminal() -> None:
     assert "needs a terminal" in err
 
 
-def test_completion_offers_stored_models(small: str, isolated_home: Path) -> None:
+def test_completion_offers_stored_models_and_short_names(small: str, isolated_home: Path) -> None:
     environment = {
         **os.environ,
         "_LOWBIT_CHAT_COMPLETE": "complete_bash",
@@ -74,7 +74,7 @@ def test_completion_offers_stored_models(small: str, isolated_home: Path) -> Non
     }
     code, out, _ = finish(start(*PROGRAM, env=environment))
     assert code == 0
-    assert out.split() == ["small"]
+    assert out.split() == ["smollm2-135m", "small"]
 
 
 def test_a_pipe_in_and_a_pipe_out(small: str) -> None:

@@ -119,6 +119,18 @@ def test_eval_cuts_the_text(answer: Answer, text: Path) -> None:
     assert answer("eval", "demo", "--text", text, "--max-tokens", 50)["tokens"] == 49
 
 
+def test_eval_as_a_chat(answer: Answer, text: Path) -> None:
+    span = ("--text", text, "--window", 64, "--stride", 32, "--max-tokens", 160)
+    plain = answer("eval", "demo", *span, "--k-chunk", 0)
+    chat = answer("eval", "demo", *span, "--k-chunk", 0, "--as-chat")
+    every = answer("eval", "demo", *span, "--k-chunk", 1024, "--as-chat")
+    full = answer("eval", "demo", *span, "--full-precision", "--as-chat")
+    assert chat.keys() == plain.keys()
+    assert plain["tokens"] == 159
+    assert chat["tokens"] == every["tokens"] == full["tokens"] == 128
+    assert every["nll_sum"] != chat["nll_sum"]
+
+
 def test_eval_with_compensation(answer: Answer, text: Path) -> None:
     plain = answer("eval", "demo", "--text", text, "--k-chunk", 0)
     some = answer("eval", "demo", "--text", text, "--k-chunk", 512, "--kv", "int8")

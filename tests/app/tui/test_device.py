@@ -17,6 +17,7 @@ from app.tui.recent import KEPT, Recent
 from app.tui.screens.device import DeviceScreen
 from app.tui.widgets.knee_chart import KneeChart, at, axis, plot
 from runtime.problem import Problem
+from runtime.wire.device import PromptTuning
 from runtime.wire.requests import TuneRequest
 from tuner.curve import Curve
 
@@ -174,6 +175,9 @@ def test_thread_blocks_are_shown_where_there_are_any(runtime: Any, tuned_to: Cal
     assert layer_rows(found)[3][1] == "–"
     assert layer_rows(tuned_to(5.0))[0] == ["layer", "k_chunk"]
     assert dict(tuning_lines(found))["slowdown"] == "4.6 % predicted · 4.2 % measured"
+    assert "prompts" not in dict(tuning_lines(found))
+    prompts = PromptTuning(budget_percent=20, k_chunk=1024, measured_slowdown_percent=7.64, tokens=512)
+    assert dict(tuning_lines(found, prompts))["prompts"] == prompts.words
     curves = [Curve(kind="qkv", n_tb=n_tb, points=((0, 1.0),)) for n_tb in (2, 8, 24)]
     assert chosen_curve(curves, 8).n_tb == 8
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from app.conversation import Statistics
@@ -133,6 +135,9 @@ def test_what_compensation_costs_gets_a_line_of_its_own_where_it_would_not_fit()
         tokens=412, tokens_per_s=58.1, first_after_s=0.21, context_used=1300, context=8192, bits=3.0,
         k_chunk={"qkv": 41, "o": 48}, slowdown_percent=4.21, memory_bytes=812_000_000,
     )  # fmt: skip
+    assert figures.compensation_parts(replace(statistics, k_chunk=None, prompt_slowdown_percent=8.06)) == [
+        "first word 8.1 % later"
+    ]
     first = "412 tokens · 58.1 tok/s · first after 0.21 s · context 1.3k of 8.2k"
     assert figures.statistics_lines(statistics, 200) == (f"{first} · k_chunk 41–48 · slowdown 4.2 % · 3-bit · 812 MB")
     assert figures.statistics_lines(statistics, 104) == f"{first} · k_chunk 41–48 · slowdown 4.2 %"

@@ -10,7 +10,7 @@ from typing import Any
 from textual.widgets import Button, Input, Select, Static, TextArea
 
 from app import settings
-from app.tui.screens.dialogs import ConfirmDialog, FolderSuggester, QuantizeDialog, folder_problem
+from app.tui.screens.dialogs import CheckpointSuggester, ConfirmDialog, QuantizeDialog, checkpoint_problem
 from app.tui.screens.models import ModelsScreen
 from app.tui.screens.settings import SettingsScreen
 from runtime.wire.requests import LoadRequest, QuantizeRequest
@@ -275,10 +275,12 @@ async def test_the_header_opens_the_models(stage: Callable[..., Any], runtime: A
         await s.until(lambda: s.app.screen is s.app.chat)
 
 
-async def test_folders_are_completed(tmp_path: Path) -> None:
+async def test_folders_and_gguf_files_are_completed(tmp_path: Path) -> None:
     (tmp_path / "alpha").mkdir()
     (tmp_path / "file").write_text("")
-    suggest = FolderSuggester().get_suggestion
+    (tmp_path / "model.gguf").write_text("")
+    suggest = CheckpointSuggester().get_suggestion
+    assert await suggest(f"{tmp_path}/m") == f"{tmp_path}/model.gguf"
     assert await suggest(f"{tmp_path}/al") == f"{tmp_path}/alpha"
     assert await suggest(f"{tmp_path}/fi") is None
     assert await suggest("no slash") is None
@@ -286,9 +288,48 @@ async def test_folders_are_completed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
-    assert folder_problem(" ") == "Name a folder."
-    assert "no folder" in str(folder_problem(str(tmp_path / "x")))
-    assert "config.json" in str(folder_problem(str(tmp_path)))
-    assert folder_problem("a\0b") is not None
+    assert checkpoint_problem(" ") == "Name a folder or a GGUF file."
+    assert "no folder" in str(checkpoint_problem(str(tmp_path / "x")))
+    assert "config.json" in str(checkpoint_problem(str(tmp_path)))
+    assert checkpoint_problem("a\0b") is not None
     (tmp_path / "config.json").write_text("{}")
-    assert folder_problem(f" {tmp_path} ") is None
+    assert checkpoint_problem(f" {tmp_path} ") is None
+
+
+def test_a_file_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGU")
+    assert "not a GGUF file" in str(checkpoint_problem(str(file)))
+    assert "model.gguf" in str(checkpoint_problem(str(tmp_path)))
+    file.write_bytes(b"GGUF and more")
+    assert checkpoint_problem(f" {file} ") is None
+    assert checkpoint_problem("smollm2-135m") is None
+
+
+async def test_a_gguf_file_is_quantized(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF and more")
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        await open_models(s)
+        await s.pilot.press("q")
+        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        s.app.screen.query_one(Input).value = str(tmp_path / "model.gguf")
+        await s.pilot.press("enter")
+        await s.until(lambda: runtime.named("quantize"))
+        assert runtime.named("quantize") == [QuantizeRequest(source=str(tmp_path / "model.gguf"))]
+
+
+async def test_a_known_model_is_fetched_made_and_loaded(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        await open_models(s)
+        await s.shows("smollm2-135m")
+        await s.pilot.press("end")
+        await s.shows("Enter fetches 98 MB")
+        await s.pilot.press("enter")
+        await s.until(lambda: s.app.session.status.model == "smollm2-135m")
+        assert runtime.named("quantize") == [QuantizeRequest(source="smollm2-135m", name="smollm2-135m")]
+        assert s.app.screen is s.app.chat
+        assert settings.load().model == "smollm2-135m"
+        await open_models(s)
+        assert s.app.screen.query_one("ModelTable").row_count == len(runtime.entries)

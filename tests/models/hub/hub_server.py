@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-LARGE = (".safetensors", "tokenizer.json")
+LARGE = (".safetensors", "tokenizer.json", ".gguf")
 PIECE = 16 << 10
 
 

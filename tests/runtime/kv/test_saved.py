@@ -99,6 +99,7 @@ def test_a_file_comes_back_bit_for_bit(kv: KVKind, length: int, spec: Any, tmp_p
         ({"recipe": {"bits": 3, "method": "rtn"}}, "another recipe"),
         ({"spec": {}}, "another architecture"),
         ({"kind": {"name": "int8"}}, "another kind of cache"),
+        ({"prompts": {"qkv": 1024}}, "another compensation of prompts"),
         ({"layout": "abacus-1"}, r"another backend or layout \(abacus-1\)"),
         ({"version": "0.0"}, r"another version of the program \(0\.0\)"),
         ({"model": "x", "version": "y"}, "another model, another version"),
@@ -325,7 +326,7 @@ def test_a_file_that_cannot_be_read_goes_with_any_chat(
     three: tuple[SavedCaches, dict[str, Path]], tmp_path: Path
 ) -> None:
     _, files = three
-    files["two"].write_bytes(files["two"].read_bytes().replace(b'"format":2', b'"format":1'))
+    files["two"].write_bytes(files["two"].read_bytes().replace(b'"format":3', b'"format":1'))
     assert saved_folder.forget(tmp_path, chat="one").files == 2
     assert list(tmp_path.iterdir()) == [files["None"]]
 

@@ -6,12 +6,15 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
 from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation_file
+from models import fetch
+from models.catalogue import KNOWN
 from models.errors import CheckpointError, QuantizationError, StoreError
 from models.progress import Progress, ignore_progress, never_cancelled
 from models.store import Store
@@ -32,6 +35,7 @@ from runtime.server.making import StoreWorkshop
 from runtime.server.security import Security
 from runtime.wire.answers import Holding
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
+from tests.models.gguf.making import random_model, write_gguf
 
 BUNDLE = Bundle(models={"demo": demo_path()}, calibration=calibration_file(), evaluation=evaluation_file())
 
@@ -235,6 +239,28 @@ def test_without_a_word_the_loaders_compensation_applies(
         assert expected is not None or set(loaded.k_chunk.values()) == {7}
 
 
+def test_prompts_have_a_budget_of_their_own(catalogue: StoreCatalogue, clock: Clock, tmp_path: Path) -> None:
+    loader = StoreLoader(catalogue, tmp_path / "profiles", chats=tmp_path / "chats")
+    request = LoadRequest(model="demo", k_chunk=7, prompt_budget=100, context=256)
+    loaded = loader.load(request, ignore_progress, never_cancelled)
+    try:
+        engine: Any = loaded.engine
+        assert loaded.prompts is not None
+        assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (1024, 1024)
+        list(engine.generate([5, 6, 7], SamplingOptions(max_tokens=1)))
+        saved = engine._conversations.saved
+        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=100), ignore_progress, never_cancelled)
+        assert engine._conversations.saved is saved
+        assert any(engine._conversations.tokens(slot) for slot in range(4))
+        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=0), ignore_progress, never_cancelled)
+        assert loaded.prompts is not None
+        assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (0, 0)
+        assert engine._conversations.saved is not saved, "files of the other compensation are not read"
+        assert not any(engine._conversations.tokens(slot) for slot in range(4)), "what it had read is dropped"
+    finally:
+        loaded.engine.close()
+
+
 def test_a_load_that_cannot_be_tuned_says_why(loader: StoreLoader, clock: Clock) -> None:
     request = LoadRequest(model="demo", budget=10, context=64, backend="reference")
     loaded = loader.load(request, ignore_progress, never_cancelled)
@@ -327,7 +353,20 @@ def test_a_model_is_made_of_a_folder(store: Store, bits: float) -> None:
     assert "three" in [info.name for info in store.list()]
 
 
-@pytest.mark.parametrize("source", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c"])
+def test_a_model_is_made_of_a_known_one(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / KNOWN["smollm2-135m"].file, random_model("Llama"), kind="Q4_1")
+    monkeypatch.setattr(
+        fetch, "fetch", lambda model, its_store, *_: {("smollm2-135m", store): file}[model.name, its_store]
+    )
+    workshop = StoreWorkshop(store, BUNDLE)
+    assert workshop.pull("smollm2-135m", None, ignore_progress, never_cancelled) == str(file)
+    request = QuantizeRequest(source="smollm2-135m", name="smollm2-135m")
+    assert workshop.quantize(request, ignore_progress, never_cancelled).name == "smollm2-135m"
+    made = workshop.quantize(QuantizeRequest(source=str(file), bits=3), ignore_progress, never_cancelled)
+    assert made.name == "smollm2-135m-rtn-3bit"
+
+
+@pytest.mark.parametrize("source", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c", "a/b.gguf"])
 def test_a_source_that_is_nothing(store: Store, source: str) -> None:
     with pytest.raises(CheckpointError, match="there is no folder"):
         StoreWorkshop(store, BUNDLE).quantize(QuantizeRequest(source=source), ignore_progress, never_cancelled)

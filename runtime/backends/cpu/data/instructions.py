@@ -78,6 +78,15 @@ class Gather(NamedTuple):
     """float32."""
 
 
+class Check(NamedTuple):
+    """Say that the step has failed where a wanted row holds a number that is not finite."""
+
+    x: Matrix
+    """float32, the rows whose logits are wanted."""
+    channels: int
+    """A multiple of 16."""
+
+
 class Input(NamedTuple):
     """What a matrix product reads, and the instructions before it write: rows in float32 and in INT8."""
 
@@ -202,6 +211,8 @@ class Residual(NamedTuple):
     """2, 4, 8 or 16."""
     stride: int = 0
     """Bytes from one input channel's row to the next."""
+    rows: int = 0
+    """K, rows."""
 
 
 class Linear(NamedTuple):
@@ -227,6 +238,25 @@ class Linear(NamedTuple):
     """The activations in float32."""
     chosen: Matrix = Matrix(0, 0)
     """int32, the channels."""
+
+
+class Panel(NamedTuple):
+    """A matrix product of a prompt's rows, with residuals added to the weights (`runtime.operations.panel`)."""
+
+    weights: Weights
+    """The matrix."""
+    x: Quantized
+    """What it is multiplied with."""
+    out: Matrix
+    """float32."""
+    bias: int
+    """Address of float32 [N padded to 16]; 0 = none."""
+    accumulate: bool
+    """Whether the product is added to what `out` holds."""
+    residual: Residual
+    """Of the matrix, with scales also where it holds halves."""
+    kept: int
+    """Address of uint8 [K padded to 32]: 255 for an input channel that is compensated, else 0."""
 
 
 class Stored(NamedTuple):
@@ -337,15 +367,17 @@ class Restore(NamedTuple):
     """How many."""
 
 
-Instruction = Embed | Gather | Norm | Gate | Merge | Select | Linear | Heads | Attend | Flush | Restore
+Instruction = Embed | Gather | Check | Norm | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore
 OPERATIONS: Final[tuple[type[Instruction], ...]] = (
     Embed,
     Gather,
+    Check,
     Norm,
     Gate,
     Merge,
     Select,
     Linear,
+    Panel,
     Heads,
     Attend,
     Flush,
@@ -365,10 +397,10 @@ header_at = view("header", HEADER)
 """The header of the instruction at an address."""
 changing_header_at = view("changing_header", HEADER, changes=True)
 """Likewise for code that runs longer than one instruction."""
-embed_at, gather_at, norm_at, gate_at, merge_at = map(_view, (Embed, Gather, Norm, Gate, Merge))
+embed_at, gather_at, check_at, norm_at, gate_at, merge_at = map(_view, (Embed, Gather, Check, Norm, Gate, Merge))
 """The instruction at an address; so are the others."""
 select_at, linear_at, heads_at, attend_at = map(_view, (Select, Linear, Heads, Attend))
-flush_at, restore_at = map(_view, (Flush, Restore))
+panel_at, flush_at, restore_at = map(_view, (Panel, Flush, Restore))
 
 
 def header_of(words: npt.NDArray[np.int64]) -> Any:

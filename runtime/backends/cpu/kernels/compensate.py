@@ -1,7 +1,7 @@
 """Error compensation on the CPU: a gather of residual rows from RAM, in float32.
 
-Residuals stay in the canonical packing of the file (input-channel-major, so one salient channel is one contiguous row)
-and are read through the page cache, never copied.
+Residuals stay in the canonical packing of the file (input-channel-major, so one salient channel is one contiguous row),
+copied once into huge pages (`runtime.backends.cpu.arena`): a row is short and lies anywhere.
 
 Rows are added four at a time while the next four come into the cache. At 4 bits, the usual width, 128 outputs of a row
 are a vector of 16 words: field j of all of them, shifted to the top of a float's mantissa under the exponent of 1, is
@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import register_jitable
 
+from runtime.backends.cpu.arena import LINE
 from runtime.backends.cpu.data.instructions import Residual
 from runtime.backends.cpu.machine.emit import (
     FLOATS,
@@ -73,18 +74,52 @@ class Columns(NamedTuple):
     stop: int
 
 
-@numba.njit(nogil=True)
-def fetch_ahead(residual: Residual, salient: Salient, columns: Columns) -> None:
-    """Ask for what compensation will read, before the product, whose time hides that of memory.
+class Ahead(NamedTuple):
+    """What compensation will read, to be asked for while the product runs, whose time hides that of memory.
 
-    The rows lie apart in main memory, each in a page of its own: read one by one they cost more than they weigh.
+    Rows lie apart in main memory: read one by one they cost more than they weigh, and asked for all at once they hold
+    up the weights.
     """
-    first = residual.codes + columns.start * residual.bits // 8
-    size = (columns.stop - columns.start) * residual.bits // 8
-    for i in range(salient.count):
-        row = first + residual.stride * numba.int64(get_int(salient.chosen + 4 * i))
-        for line in range(0, size, 64):
-            prefetch(row + line)
+
+    residual: Residual
+    salient: Salient
+    first: int
+    """Byte of a row that its part begins at."""
+    lines: int
+    """Cache lines of a row's part."""
+
+
+@numba.njit(nogil=True)
+def ahead_of(residual: Residual, salient: Salient, columns: Columns) -> Ahead:
+    """What compensation will read for some columns."""
+    first, last = columns.start * residual.bits // 8 & -LINE, columns.stop * residual.bits // 8
+    return Ahead(residual, salient, first, (last - first + LINE - 1) // LINE)
+
+
+@numba.njit(nogil=True)
+def fetch(ahead: Ahead, start: int, stop: int) -> None:
+    """Ask for lines start .. stop - 1, counted row by row."""
+    row, line = start // ahead.lines, start % ahead.lines
+    at = _row(ahead, row) + LINE * line
+    for _ in range(start, stop):
+        prefetch(at)
+        line, at = line + 1, at + LINE
+        if line == ahead.lines:
+            row, line = row + 1, 0
+            at = _row(ahead, row)
+
+
+@numba.njit(nogil=True)
+def fetch_scales(residual: Residual, columns: Columns) -> None:
+    """Ask for the scales of some columns."""
+    if residual.scales != 0:
+        for at in range(2 * columns.start, 2 * columns.stop, LINE):
+            prefetch(residual.scales + at)
+
+
+@numba.njit(nogil=True)
+def _row(ahead: Ahead, row: int) -> int:
+    return ahead.residual.codes + ahead.first + ahead.residual.stride * _channel(ahead.salient, row)
 
 
 @define(floats16, types.int64)

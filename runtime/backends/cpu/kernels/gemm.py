@@ -36,7 +36,15 @@ from runtime.backends.cpu.machine.emit import (
     splat,
     words16,
 )
-from runtime.backends.cpu.machine.vector import fill, load_halves, load_unsigned, mul, store_floats, zero_floats
+from runtime.backends.cpu.machine.vector import (
+    fill,
+    load_floats,
+    load_halves,
+    load_unsigned,
+    mul,
+    store_floats,
+    zero_floats,
+)
 
 ROW_BLOCKS = (1, 4, 8, 16)
 """Rows that a product handles at once."""
@@ -159,3 +167,30 @@ gemm_entries_tile_4, gemm_entries_tile_8 = _entry_tile(4), _entry_tile(8)
 """Sixteen outputs of 4 or 8 rows with decoded entries; arguments as `gemm_entries_tile_16`."""
 gemm_entries_tile_16 = _entry_tile(16)
 """Sixteen outputs of 16 rows with a tile whose codes are decoded entries (`runtime.backends.cpu.kernels.lookup`)."""
+
+
+def _panel_tile(rows: int) -> Any:
+    zeros_of, multiply, finish = _zeros(rows), _multiply(8, rows), _finish(rows)
+
+    @numba.njit(nogil=True)
+    def gemm(tile: Tile, x: Quantized, out: int) -> None:
+        for m in range(rows):
+            store_floats(out + 64 * m, zero_floats())
+        start, group, blocks = 0, 0, tile.blocks
+        while start < blocks:
+            stop = min(start + tile.group_blocks, blocks)
+            sums = zeros_of()
+            for block in range(start, stop):
+                sums = multiply(sums, tile.codes + block * ENTRY_BYTES, x.codes + BLOCK * rows * block)
+            step, shift = load_floats(tile.scales + 64 * group), load_floats(tile.levels + 64 * group)
+            finish(sums, step, shift, x.scales + 4 * rows * group, x.shifts + 4 * rows * group, out)
+            start, group = stop, group + 1
+
+    return gemm
+
+
+gemm_panel_tile_4, gemm_panel_tile_8 = _panel_tile(4), _panel_tile(8)
+"""Sixteen outputs of 4 or 8 rows with a panel; arguments as `gemm_panel_tile_16`."""
+gemm_panel_tile_16 = _panel_tile(16)
+"""Sixteen outputs of 16 rows with a tile whose codes are a panel's (`runtime.backends.cpu.kernels.panel`); its scales
+and levels are float32 [G, 16]."""

@@ -14,13 +14,14 @@ import numpy as np
 from runtime.backends.cpu.data.instructions import Border
 from runtime.backends.cpu.machine.vector import (
     absolute,
+    bytes_at_most,
     choose,
     count_bits,
     fill,
     fill_from,
+    fill_words,
     get_int,
     get_word,
-    lanes_at_most,
     lanes_below,
     load_floats,
     lowest_bit,
@@ -31,7 +32,7 @@ from runtime.backends.cpu.machine.vector import (
     stack_words_128,
     stack_words_1024,
     steps_down,
-    store_words,
+    store_bytes,
     sub,
 )
 from runtime.operations.channels import BUCKETS, HALF
@@ -126,7 +127,7 @@ def select_approx(chunk: Chunk, border: Border) -> bool:
 
     Source: QDEC §4.3, Fig. 8.
     """
-    buckets = stack_words_1024()  # int32 [1024]
+    buckets = stack_words_128()  # int8 [1024], of whole vectors of 64
     start, width = chunk.start, chunk.width
     vectors = (width + 15) // 16
     finite = True
@@ -139,7 +140,9 @@ def select_approx(chunk: Chunk, border: Border) -> bool:
         finite = finite and ordinary & 0xFFFF == 0xFFFF
         above = steps_down(mul(sub(value, borders), uppers), numba.int32(HALF - 1))
         below = steps_down(mul(value, lowers), numba.int32(BUCKETS - 1))
-        store_words(buckets + 64 * v, fill_from(choose(value, border.b15, above, below), inside, numba.int32(BUCKETS)))
+        store_bytes(buckets + 16 * v, fill_from(choose(value, border.b15, above, below), inside, numba.int32(BUCKETS)))
+    for v in range(vectors, (width + 63) // 64 * 4):
+        store_bytes(buckets + 16 * v, fill_words(numba.int32(BUCKETS)))
     _write_buckets(buckets, chunk)
     return finite
 
@@ -147,7 +150,7 @@ def select_approx(chunk: Chunk, border: Border) -> bool:
 @numba.njit(nogil=True)
 def _write_buckets(buckets: int, chunk: Chunk) -> None:
     """Write the channels of the lowest buckets."""
-    vectors, k = (chunk.width + 15) // 16, chunk.k
+    vectors, k = (chunk.width + 63) // 64, chunk.k
     # The first bucket up to which there are enough: five halvings instead of a histogram.
     low, high = 0, BUCKETS - 1
     while low < high:
@@ -159,8 +162,8 @@ def _write_buckets(buckets: int, chunk: Chunk) -> None:
     room = k - (_count_up_to(buckets, vectors, low - 1) if low > 0 else 0)
     taken = 0
     for v in range(vectors):
-        certain = lanes_at_most(buckets + 64 * v, numba.int32(low - 1))
-        lanes = lanes_at_most(buckets + 64 * v, numba.int32(low))
+        certain = bytes_at_most(buckets + 64 * v, numba.int32(low - 1))
+        lanes = bytes_at_most(buckets + 64 * v, numba.int32(low))
         while lanes != 0:
             lane = lowest_bit(lanes)
             lanes &= lanes - 1
@@ -168,16 +171,16 @@ def _write_buckets(buckets: int, chunk: Chunk) -> None:
                 if room == 0:
                     continue
                 room -= 1
-            set_int(chunk.out + 4 * taken, numba.int32(chunk.start + 16 * v + lane))
+            set_int(chunk.out + 4 * taken, numba.int32(chunk.start + 64 * v + lane))
             taken += 1
 
 
 @numba.njit(nogil=True)
 def _count_up_to(buckets: int, vectors: int, limit: int) -> int:
-    """How many of the buckets, int32 [16 * vectors], are <= limit."""
+    """How many of the buckets, int8 [64 * vectors], are <= limit."""
     total = 0
     for v in range(vectors):
-        total += count_bits(lanes_at_most(buckets + 64 * v, numba.int32(limit)))
+        total += count_bits(bytes_at_most(buckets + 64 * v, numba.int32(limit)))
     return total
 
 

@@ -233,6 +233,12 @@ def choose(b: Builder, x: Any, limit: Any, at_least: Any, below: Any) -> Any:
     return b.select(b.fcmp_ordered(">=", x, splat(b, limit, FLOATS)), at_least, below)
 
 
+@define(words16, types.int32)
+def fill_words(b: Builder, value: Any) -> Any:
+    """The integer in every lane."""
+    return splat(b, value, WORDS)
+
+
 @define(words16, words16, types.int64, types.int32)
 def fill_from(b: Builder, x: Any, first: Any, value: Any) -> Any:
     """X with `value` in lane `first` and all lanes after it."""
@@ -251,10 +257,17 @@ def _lane_mask(b: Builder, truth: Any) -> Any:
     return b.zext(b.bitcast(truth, I16), I64)
 
 
+@define(types.void, types.int64, words16)
+def store_bytes(b: Builder, address: Any, value: Any) -> None:
+    """Store sixteen integers from -128 to 127 as a byte each."""
+    b.store(b.trunc(value, ir.VectorType(I8, 16)), pointer(b, address), align=1)
+
+
 @define(types.int64, types.int64, types.int32)
-def lanes_at_most(b: Builder, address: Any, limit: Any) -> Any:
-    """Bit i is set where the i-th of the sixteen integers at the address is <= limit."""
-    return _lane_mask(b, b.icmp_signed("<=", load(b, WORDS, address, 4), splat(b, limit, WORDS)))
+def bytes_at_most(b: Builder, address: Any, limit: Any) -> Any:
+    """Bit i is set where the i-th of the 64 signed bytes at the address is <= limit, from -128 to 127."""
+    bytes64 = ir.VectorType(I8, 64)
+    return b.bitcast(b.icmp_signed("<=", load(b, bytes64, address, 1), splat(b, b.trunc(limit, I8), bytes64)), I64)
 
 
 @define(types.int64, floats16, types.float32)

@@ -15,9 +15,11 @@ from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, sha
 from runtime.backends.cpu.kernels.compensate import (
     Columns,
     Salient,
+    ahead_of,
     compensate,
     compensate_halves,
-    fetch_ahead,
+    fetch,
+    fetch_scales,
     gather_2,
     gather_4,
     gather_8,
@@ -48,7 +50,7 @@ from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES, decode_tile_3, deco
 from runtime.backends.cpu.machine.unit import call_5, compiled_unit
 from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
 
-_TILE = 16 * 64
+TILE_BYTES = 16 * 64
 """Bytes at the start of the scratch that hold a tile of 16 rows of outputs. After them, one after the other, a tile's
 decoded entries and compensation's sums."""
 
@@ -56,11 +58,11 @@ decoded entries and compensation's sums."""
 def linear_scratch(linear: Linear) -> int:
     """Bytes of scratch that a thread needs for the instruction."""
     entries = ENTRY_BYTES * linear.weights.blocks if linear.weights.codebooks else 0
-    return _TILE + max(entries, sums_bytes(16 * linear.weights.tiles) if linear.total else 0)
+    return TILE_BYTES + max(entries, sums_bytes(16 * linear.weights.tiles) if linear.total else 0)
 
 
 @numba.njit(nogil=True)
-def _write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
+def write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
     """Write, or add, sixteen outputs of a row."""
     out = linear.out.at + row * linear.out.stride + 64 * tile
     if linear.bias != 0:
@@ -71,11 +73,18 @@ def _write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
 
 
 @numba.njit(nogil=True)
-def _row_block_at(linear: Linear, row: int) -> Quantized:
+def row_block_at(linear: Linear, row: int) -> Quantized:
     """The activations of the row block that begins at a row."""
     x, weights = linear.x, linear.weights
     groups = 4 * row * weights.groups
     return Quantized(x.codes + row * weights.blocks * BLOCK, x.scales + groups, x.shifts + groups)
+
+
+@numba.njit(nogil=True)
+def _salient(linear: Linear, row: int) -> Salient:
+    """The channels of a row that are compensated."""
+    x, chosen = linear.values.at + row * linear.values.stride, linear.chosen.at + row * linear.chosen.stride
+    return Salient(x, chosen, linear.total)
 
 
 def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> tuple[Any, Any]:
@@ -89,17 +98,26 @@ def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> 
     one, four, eight, sixteen = kernels
 
     @register_jitable
-    def one_row(linear: Linear, first: int, last: int) -> None:
+    def one_row(linear: Linear, first: int, last: int, compensated: bool) -> None:
+        ahead = ahead_of(linear.residual, _salient(linear, 0), Columns(16 * first, 16 * last))
+        lines = ahead.lines * linear.total if compensated else 0
+        asked = 0
+        if compensated:
+            fetch_scales(linear.residual, Columns(16 * first, 16 * last))
         for tile in range(first, last):
-            _write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
+            wanted = min(lines, lines * (tile - first + 2) // (last - first))
+            if wanted > asked:
+                fetch(ahead, asked, wanted)
+                asked = wanted
+            write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
 
     @register_jitable
     def several_rows(linear: Linear, first: int, last: int, rows: int, scratch: int) -> None:
         side = row_block(rows)
         for tile in range(first, last):
-            own = prepare(tile_of(linear.weights, tile), scratch + _TILE)
+            own = prepare(tile_of(linear.weights, tile), scratch + TILE_BYTES)
             for row in range(0, rows, side):
-                x = _row_block_at(linear, row)
+                x = row_block_at(linear, row)
                 if side == 16:
                     sixteen(own, x, scratch)
                 elif side == 8:
@@ -107,7 +125,7 @@ def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> 
                 else:
                     four(own, x, scratch)
                 for m in range(min(side, rows - row)):
-                    _write_tile(linear, row + m, tile, load_floats(scratch + 64 * m))
+                    write_tile(linear, row + m, tile, load_floats(scratch + 64 * m))
 
     return one_row, several_rows
 
@@ -153,28 +171,20 @@ _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook
 
 
 @numba.njit(nogil=True)
-def _salient(linear: Linear, row: int) -> Salient:
-    """The channels of a row that are compensated."""
-    x, chosen = linear.values.at + row * linear.values.stride, linear.chosen.at + row * linear.chosen.stride
-    return Salient(x, chosen, linear.total)
-
-
-@numba.njit(nogil=True)
 def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run a LINEAR instruction: a part is a range of whole tiles of 16 output channels."""
     linear = linear_at(i)
     rows = rows_of(control, linear.wanted)
     tiles = linear.weights.tiles
     first, last = share_of_weights(tiles, part, parts) if rows == 1 else share_of(tiles, part, parts)
+    compensated = linear.total > 0 and parameters_at(control).compensate != 0
     if rows == 1:
-        if linear.total > 0 and parameters_at(control).compensate != 0:
-            fetch_ahead(linear.residual, _salient(linear, 0), Columns(16 * first, 16 * last))
-        one_row(linear, first, last)
+        one_row(linear, first, last, compensated)
     else:
         several_rows(linear, first, last, rows, scratch)
-    if linear.total > 0 and last > first and parameters_at(control).compensate != 0:
+    if compensated and last > first:
         for row in range(rows):
-            call_5(header_at(i).inner, i, row, first, last, scratch + _TILE)
+            call_5(header_at(i).inner, i, row, first, last, scratch + TILE_BYTES)
 
 
 @compiled_unit

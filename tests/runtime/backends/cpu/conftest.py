@@ -10,13 +10,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.pool import Pool
-from runtime.backends.cpu.tiles import aligned_zeros, padded
+from runtime.backends.cpu.tiles import padded
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.decoder import DecoderOptions

@@ -19,16 +19,19 @@ from runtime.backends.cpu.link import most_scratch
 from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.reference.linear import ReferenceLinear
-from runtime.decoder import DecoderOptions, Step
+from runtime.decoder import DecoderOptions, Step, Way
 from runtime.errors import BackendError, InvalidActivationError, RequestError
 from runtime.operations import activation
 from runtime.operations.linear import gemv
+from runtime.operations.panel import panel
 from tests.close import Tolerance, assert_close
 
 ROOT = Path(__file__).resolve().parents[4]
 
 
-def step(tokens: Any, start: int, *, slot: int = 0, rows: Any = None, compensate: bool = True) -> Step:
+def step(
+    tokens: Any, start: int, *, slot: int = 0, rows: Any = None, compensate: bool = True, prefill: bool = False
+) -> Step:
     """Rows of one slot at consecutive positions; the logits of all rows unless `rows` names some."""
     count = len(tokens)
     return Step(
@@ -37,20 +40,24 @@ def step(tokens: Any, start: int, *, slot: int = 0, rows: Any = None, compensate
         positions=np.arange(start, start + count, dtype=np.int32),
         logit_rows=np.asarray(range(count) if rows is None else rows, np.int32),
         compensate=compensate,
+        prefill=prefill,
     )
 
 
 class Int8Linear(ReferenceLinear):
-    """The reference's layer as the CPU path computes it: the base product sees activations rounded to INT8."""
+    """The reference's layer as the CPU path computes it: the base product sees activations rounded to INT8, and so does
+    what the rows of a prompt share, in weights that hold the residuals."""
 
     def __init__(self, inner: ReferenceLinear, group_size: int) -> None:
         self.__dict__.update(inner.__dict__)
         self._group_size = group_size
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, compensated: bool) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way) -> torch.Tensor:
         rounded = activation.dequantize(*activation.quantize(x, self._group_size), self._group_size)
+        if way == "together" and self._shared is not None and not self._by_rows:
+            return gemv(rounded, torch.from_numpy(panel(self._packed, self._shared.numpy()).weights()), self._bias)
         correction = gemv(rounded, self._weight) - gemv(x, self._weight)
-        return super().__call__(x, positions, compensated=compensated) + correction
+        return super().__call__(x, positions, way=way) + correction
 
 
 def with_int8_activations(decoder: ReferenceDecoder, group_size: int) -> ReferenceDecoder:
@@ -73,9 +80,9 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kv", ["fp16", "int8"])
+@pytest.mark.parametrize(("kv", "prompt"), [("fp16", 0), ("int8", 0), ("fp16", 1024), ("fp16", 400)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str, kv: Any) -> None:
+def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str, kv: Any, prompt: int) -> None:
     """Equal arithmetic but for the order of additions, so where no INT8 code lies near a tie logits agree to 1e-6.
 
     A difference in the last bit can move a code (of an activation, or of the cache) across a tie, by 1/127 of its
@@ -87,14 +94,16 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str,
     model_changes, spec_changes = SHAPES[shape]
     model = tiny_model(tiny_spec(**spec_changes), **model_changes)
     group_size = model_changes.get("group_size", 32)
-    options = DecoderOptions(kv=kv, context=100, k_chunk=200, select="static", max_rows=40, threads=2)
+    options = DecoderOptions(
+        kv=kv, context=100, k_chunk=200, prompt_k_chunk=prompt, select="static", max_rows=40, threads=2
+    )
     reference = with_int8_activations(ReferenceDecoder(model, options), group_size)
     decoder = CpuDecoder(model, options)
     tokens = np.random.default_rng(3).integers(0, model.spec.vocab_size, 100)
     position = 0
     errors = []
     for count in (37, 1, 1, 3, 7, 40, 1, 1):
-        one = step(tokens[position : position + count], position)
+        one = step(tokens[position : position + count], position, prefill=prompt > 0)
         expected, actual = reference.forward(one), decoder.forward(one)
         assert actual.shape == expected.shape
         errors.append(np.abs(actual - expected).ravel() / expected.std())
@@ -250,11 +259,11 @@ from runtime.decoder import DecoderOptions, Step
 results = []
 for bits, codebook in ((3, False), (4, False), (3, True), (4, True)):
     model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=bits, codebook=codebook)
-    options = DecoderOptions(context=64, k_chunk=64, select="static", kv="int8", threads=2)
+    options = DecoderOptions(context=64, k_chunk=64, prompt_k_chunk=700, select="static", kv="int8", threads=2)
     decoder = CpuDecoder(model, options)
-    for count in (19, 1, 3, 7):
+    for count, prefill in ((19, False), (1, False), (3, True), (7, False), (33, True)):
         numbers = np.arange(count, dtype=np.int32)
-        one = Step(tokens=numbers + 1, slots=numbers * 0, positions=numbers, logit_rows=numbers)
+        one = Step(tokens=numbers + 1, slots=numbers * 0, positions=numbers, logit_rows=numbers, prefill=prefill)
         results.append(decoder.forward(one).tolist())
 print(json.dumps({"variant": decoder.variant, "logits": results}))
 """
@@ -286,3 +295,51 @@ def test_every_variant_computes_the_same(best_variant: dict[str, Any], variant: 
     assert result["variant"] == variant
     for actual, expected in zip(result["logits"], best_variant["logits"], strict=True):
         assert_close(actual, expected, Tolerance(atol=2e-4, why="float additions fused in one place or another"))
+
+
+def test_a_prompt_is_compensated_together_however_it_is_cut(tiny_model: Any) -> None:
+    """All residuals in 8 bits give nearly the full-precision model; cut elsewhere, rows meet the same weights."""
+    model = tiny_model(bits=3, residual_bits=8)
+    tokens = np.arange(1, 24)
+
+    def logits(cut: int, **changes: Any) -> Any:
+        decoder = CpuDecoder(model, DecoderOptions(context=40, max_rows=40, threads=2, **changes))
+        parts = [step(tokens[:cut], 0, prefill=True), step(tokens[cut:], cut, prefill=True)]
+        return np.concatenate([np.array(decoder.forward(part)) for part in parts])
+
+    everything: dict[str, Any] = {"k_chunk": {"head": 1024}, "prompt_k_chunk": 1024}
+    whole = logits(9, **everything)
+    assert_close(logits(15, **everything), whole, Tolerance(span=0.02, why="INT8 codes near a tie"))
+    plain = CpuDecoder(model, DecoderOptions(context=40, max_rows=40, threads=2, k_chunk=1024))
+    exact = np.array(plain.forward(step(tokens, 0)))
+    lost = np.abs(logits(9) - exact).mean()
+    assert np.abs(whole - exact).mean() < 0.15 * lost
+
+
+def test_a_prompt_of_one_row_is_compensated_as_a_decoded_token(tiny_model: Any) -> None:
+    decoder = CpuDecoder(tiny_model(bits=3), DecoderOptions(context=8, k_chunk=100, prompt_k_chunk=1024))
+    decoded = np.array(decoder.forward(step([5], 0)))
+    assert_close(decoder.forward(step([5], 0, prefill=True)), decoded, "exact")
+    decoder.set_prompt_k_chunk(0)
+    without = np.array(decoder.forward(step([5], 0, compensate=False)))
+    assert_close(decoder.forward(step([5], 0, prefill=True)), without, "exact")
+    assert np.abs(without - decoded).max() > 0
+
+
+def test_the_head_of_a_prompt_is_compensated_by_its_own_row(tiny_model: Any) -> None:
+    model = tiny_model(bits=3)
+    found = []
+    for k_chunk, prompt in (({"head": 200}, {"head": 1}), ({"head": 200}, 0), (0, {"head": 1})):
+        decoder = CpuDecoder(model, DecoderOptions(context=8, k_chunk=k_chunk, prompt_k_chunk=prompt))
+        found.append(np.array(decoder.forward(step([5, 6, 7], 0, prefill=True, rows=[2]))))
+    decoded = CpuDecoder(model, DecoderOptions(context=8, k_chunk={"head": 200}))
+    assert_close(found[0], decoded.forward(step([5, 6, 7], 0, rows=[2])), "exact")
+    assert_close(found[1], found[2], "exact")
+    assert np.abs(found[0] - found[1]).max() > 0
+
+
+def test_prompts_of_a_model_without_residuals_cannot_be_compensated(tiny_model: Any) -> None:
+    decoder = CpuDecoder(tiny_model(residual_bits=0), DecoderOptions(context=8))
+    with pytest.raises(RequestError, match="without residuals"):
+        decoder.set_prompt_k_chunk(1024)
+    assert decoder.options.prompt_k_chunk == 0

@@ -21,13 +21,15 @@ from models.checkpoint import Checkpoint
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers import squeezellm
+from runtime.backends.cpu.arena import Arena, aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
-from runtime.backends.cpu.tiles import aligned_zeros, padded, tile_linear
+from runtime.backends.cpu.tiles import padded, tile_linear
 from runtime.operations import activation
 from runtime.operations import channels as budget
 from runtime.operations import compensate as compensation
+from runtime.operations import panel as panels
 from runtime.operations import select as selection
 from runtime.operations.gate import silu_gate
 from runtime.operations.linear import gemv_int8
@@ -121,7 +123,7 @@ def test_matrix_product(
     x = torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32))
     codes, scales = activation.quantize(x, group)
     expected = gemv_int8(codes, scales, linear).numpy()
-    tiled, inputs = tile_linear(linear), Activations(rows, K)
+    tiled, inputs = tile_linear(linear, Arena()), Activations(rows, K)
     inputs.fill(codes.numpy(), scales.numpy(), group)
     before = rng.standard_normal((rows, N)).astype(np.float32)
     wide_bias = aligned_zeros((padded(N, 16),), np.float32)
@@ -139,7 +141,7 @@ def product(machine: Callable[..., Any], linear: PackedLinear, codes: Any, scale
     rows, N = codes.shape[0], linear.shape[0]
     inputs, out = Activations(rows, linear.shape[1]), wide(np.zeros((rows, N), np.float32))
     inputs.fill(codes, scales, linear.group_size)
-    tiled = tile_linear(linear)
+    tiled = tile_linear(linear, Arena())
     machine(rows).run(op.Linear(tiled.weights, inputs.places, False, matrix(out), bias=0, accumulate=False))
     return out[:rows, :N]
 
@@ -360,7 +362,10 @@ def test_compensation(
         codes[:, :N] = linear.residual.codes
     else:
         scales[:N] = linear.residual.scales
-    inputs, tiled = Activations(rows, K), tile_linear(linear)  # zero activations: only the compensation remains
+    inputs, tiled = (
+        Activations(rows, K),
+        tile_linear(linear, Arena()),
+    )  # zero activations: only the compensation remains
     source, out = wide(x), wide(np.zeros((rows, N), np.float32))
     linear_instruction = op.Linear(
         weights=tiled.weights,
@@ -376,3 +381,63 @@ def test_compensation(
     )
     machine(rows).run(linear_instruction)
     assert_close(out[:rows, :N], expected, "sums")
+
+
+@pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("residual_bits", [2, 4, 8, 16])
+@pytest.mark.parametrize(("rows", "N", "K", "group"), [(2, 40, 96, 32), (17, 33, 172, 64), (33, 288, 1088, 128)])
+def test_product_with_residuals_in_the_weights(
+    request: pytest.FixtureRequest,
+    machine: Callable[..., Any],
+    kind: str,
+    bits: int,
+    residual_bits: int,
+    rows: int,
+    N: int,
+    K: int,
+    group: int,
+) -> None:
+    rng = np.random.default_rng(rows + bits)
+    bias = aligned_zeros((padded(N, 16),), np.float32)
+    bias[:N] = rng.standard_normal(N)
+    linear = request.getfixturevalue(kind)(
+        rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=residual_bits
+    )
+    channels = np.sort(rng.permutation(K)[: K * 2 // 3])
+    codes, scales = activation.quantize(torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32)), group)
+    expected = panels.product(codes.numpy(), scales.numpy(), panels.panel(linear, channels), bias[:N])
+    inputs, tiled = Activations(rows, K), tile_linear(linear, Arena())
+    inputs.fill(codes.numpy(), scales.numpy(), group)
+    residual_scales = aligned_zeros((16 * tiled.tiles,), np.float16)
+    residual_scales[:N] = panels.residual_scales(linear.residual)
+    stored = linear.residual.codes
+    if residual_bits == 16:
+        stored = aligned_zeros((K, 16 * tiled.tiles), np.float16)
+        stored[:, :N] = linear.residual.codes
+    kept = aligned_zeros((padded(K, 32),), np.uint8)
+    kept[channels] = 255
+    before = rng.standard_normal((rows, N)).astype(np.float32)
+    for accumulate in (False, True):
+        out = wide(before, rows)
+        place = op.Residual(address(stored), address(residual_scales), residual_bits, stored.strides[0], K)
+        operands = (tiled.weights, inputs.places, matrix(out), address(bias), accumulate, place, address(kept))
+        machine(rows).run(op.Panel(*operands))
+        assert_close(out[:rows, :N], expected + (before if accumulate else 0), "sums")
+        assert np.isnan(out[rows:]).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [(0, 0), (0, 95), (2, 17)])
+def test_a_number_that_is_not_finite_fails_the_step(
+    machine: Callable[..., Any], value: float, place: tuple[int, int]
+) -> None:
+    x = aligned_zeros((4, 96), np.float32)
+    x[:] = 3e38
+    x[3] = np.nan  # no row whose logits are wanted
+    driver = machine(5, logit_rows=3)
+    driver.run(op.Check(matrix(x), 96))
+    assert not driver.failed
+    x[place] = value
+    driver.run(op.Check(matrix(x), 96))
+    assert driver.failed

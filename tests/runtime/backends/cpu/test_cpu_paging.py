@@ -15,11 +15,11 @@ import torch
 
 import assets
 from models.store import StoredModel
+from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuStore
 from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.pool import Pool
-from runtime.backends.cpu.tiles import aligned_zeros
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS, PARTS, KVKind, Part

@@ -161,7 +161,7 @@ def test_a_cache_needs_its_own_kernels_only() -> None:
     assert gear4 - kcvt4 == {attention.corrected_pages_4, paging.flush_corrected}
     assert kcvt4 - gear4 == {attention.pages_4, paging.flush}
     assert {unit.name for unit in half & int8} == {
-        *("execute", "set_active", "embed", "gather", "norm", "gate", "merge", "attend"),
+        *("execute", "set_active", "embed", "gather", "check", "norm", "gate", "merge", "attend"),
     }
 
 

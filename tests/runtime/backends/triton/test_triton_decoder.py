@@ -14,7 +14,7 @@ from runtime.backends.reference.linear import ReferenceLinear
 from runtime.backends.triton import model as placing
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.residual import LoadedResiduals
-from runtime.decoder import DecoderOptions, Step
+from runtime.decoder import DecoderOptions, Step, Way
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kv.kinds import PARTS
 from tests.close import Tolerance, assert_close
@@ -45,7 +45,14 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def step(
-    tokens: Any, start: int, *, slot: int = 0, rows: Any = None, compensate: bool = True, draft: bool = False
+    tokens: Any,
+    start: int,
+    *,
+    slot: int = 0,
+    rows: Any = None,
+    compensate: bool = True,
+    prefill: bool = False,
+    draft: bool = False,
 ) -> Step:
     """Rows of one slot at consecutive positions; the logits of the last unless `rows` names some."""
     count = len(tokens)
@@ -55,6 +62,7 @@ def step(
         positions=np.arange(start, start + count, dtype=np.int32),
         logit_rows=np.asarray([count - 1] if rows is None else rows, np.int32),
         compensate=compensate,
+        prefill=prefill,
         draft=draft,
     )
 
@@ -65,8 +73,8 @@ class HalfLinear(ReferenceLinear):
     def __init__(self, inner: ReferenceLinear) -> None:
         self.__dict__.update(inner.__dict__)
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, compensated: bool) -> torch.Tensor:
-        return super().__call__(x.half().float(), positions, compensated=compensated)
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way) -> torch.Tensor:
+        return super().__call__(x.half().float(), positions, way=way)
 
 
 def reference(model: Any, options: DecoderOptions) -> ReferenceDecoder:
@@ -110,6 +118,28 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str
         assert found.shape == wanted.shape
         if wanted.size:
             assert_logits(found, wanted)
+
+
+@pytest.mark.parametrize("prompt", [{"qkv": 300, "o": 1024, "gate_up": 700, "down": 300, "head": 1}, {"o": 1024}])
+@pytest.mark.parametrize("shape", ["3bit", "head-dim-80", "codebooks-3bit"])
+def test_prompts_match_the_reference(
+    tiny_model: Any, tiny_spec: Any, device: str, shape: str, prompt: dict[str, int]
+) -> None:
+    """Some channels and all of them, residuals of 4, 16 and 8 bits, and a prompt's single row."""
+    build, changes = SHAPES[shape]
+    model = tiny_model(tiny_spec(**{**SMALL, **changes}), **build)
+    options = DecoderOptions(context=16, max_rows=6, k_chunk=300, prompt_k_chunk=prompt, select="static")
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    for one in (
+        step([5, 9, 3, 47, 12], 0, rows=[1, 4], prefill=True),
+        step([17, 4], 5, prefill=True),
+        step([18], 7, prefill=True),
+        step([17], 8),
+    ):
+        assert_logits(np.array(ours.forward(one)), theirs.forward(one))
+    plain = TritonDecoder(model, DecoderOptions(context=16, max_rows=6), device)
+    first = step([5, 9, 3, 47, 12], 0, rows=[1, 4], prefill=True)
+    assert np.abs(np.array(plain.forward(first)) - np.array(ours.forward(first))).max() > 0
 
 
 PROMPT = {"int8": 70, "int4": 70, "hierarchical": 256, "kivi2": 128, "gear4": 128}

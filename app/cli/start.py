@@ -1,0 +1,29 @@
+"""The `lowbit-chat` program: the terminal UI, or the command line.
+
+Without a word behind it there is nothing to parse. The command line and what it parses with are not imported then, so
+that the screen stands sooner.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from app.cli.output import NAME, at_a_terminal
+
+
+def main() -> None:
+    """The `lowbit-chat` program."""
+    if len(sys.argv) > 1 or not at_a_terminal():
+        from app.cli.main import main as command_line
+
+        command_line()
+        return
+    from app.cli.errors import explained, in_one_line
+    from app.tui import run
+
+    try:
+        status = run()
+    except explained() as error:
+        print(f"{NAME}: {in_one_line(error)}", file=sys.stderr)
+        status = 1
+    sys.exit(status)

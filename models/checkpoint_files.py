@@ -1,0 +1,197 @@
+"""What a checkpoint's files say, whatever their format: configuration, tensors, tokenizer.
+
+Two formats exist: a folder with a Hugging Face checkpoint (safetensors, in one file or sharded), and a GGUF file. Of a
+folder, config.json and the headers of the shards are read; weights are read only when asked for. Nothing in either is
+ever executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from models.errors import CheckpointError
+from models.families import family_of, spec_from_config
+from models.families.family import Family
+from models.shard import ShardTensor, read_header
+from models.spec import ModelSpec
+
+SINGLE = "model.safetensors"
+"""The weights of a checkpoint in one file."""
+INDEX = "model.safetensors.index.json"
+"""Which shard holds which tensor, for a checkpoint in several files."""
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+_DOWNLOAD_AGAIN = "Download the model again."
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint that has not been read yet."""
+
+    @property
+    def path(self) -> Path:
+        """The file that holds it."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Its name in that file."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Its format as the file calls it, `BF16` or `Q4_K`."""
+        ...
+
+    def check_readable(self) -> None:
+        """See that its format is one that can be read. Raises UnsupportedModelError where it is not."""
+        ...
+
+    def read(self) -> torch.Tensor:
+        """Read it. Raises CheckpointError where the file is gone or shorter than it was."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFiles:
+    """What the files of a checkpoint say."""
+
+    path: Path
+    """The folder, or the GGUF file."""
+    configuration: Mapping[str, bytes]
+    """Content of config.json, and of generation_config.json where there is one."""
+    spec: ModelSpec
+    """The architecture as they describe it."""
+    family: Family
+    """Its family."""
+    described_in: str
+    """What errors call what describes it."""
+    remedy: str
+    """What to do where tensors and description do not fit."""
+    entries: Mapping[str, StoredTensor]
+    """Tensors by their names in Hugging Face's format."""
+    weights: tuple[Path, ...]
+    """The files that hold them, in the order of their names."""
+    own_name: Callable[[str], str] = str
+    """What the files call a tensor that has this name in Hugging Face's format."""
+    tokenizer: Callable[[], Mapping[str, bytes]] | None = None
+    """Makes the files of the tokenizer, by name; None where they lie in the folder."""
+    types: Mapping[str, int] | None = None
+    """Number of weights by the type that they are stored in, most first, where the format has low-bit ones."""
+
+
+def read_folder(folder: Path) -> CheckpointFiles:
+    """Read what describes the weights of a Hugging Face checkpoint.
+
+    Raises:
+        UnsupportedModelError: The architecture, or an option of it, is not one this program runs.
+        CheckpointError: A file is missing, damaged or foreign.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: there is no such folder. Name a folder with a Hugging Face checkpoint, or a GGUF file."
+        )
+    small = {name: folder / name for name in (CONFIG, GENERATION_CONFIG)}
+    if not small[CONFIG].exists() and (found := gguf_files(folder)):
+        raise CheckpointError(f"{folder}: holds GGUF files ({', '.join(found[:4])}). Name one of them.")
+    config = _read_table(small[CONFIG])
+    generation = _read_table(small[GENERATION_CONFIG]) if small[GENERATION_CONFIG].exists() else None
+    source = str(small[CONFIG])
+    spec = spec_from_config(config, generation, source=source)
+    entries = _read_entries(folder)
+    return CheckpointFiles(
+        path=folder,
+        configuration={name: path.read_bytes() for name, path in small.items() if path.exists()},
+        spec=spec,
+        family=family_of(config, source=source),
+        described_in=CONFIG,
+        remedy=f"Weights and {CONFIG} must come from the same model. {_DOWNLOAD_AGAIN}",
+        entries=entries,
+        weights=tuple(sorted({entry.path for entry in entries.values()})),
+    )
+
+
+def gguf_files(folder: Path) -> list[str]:
+    """Names of the GGUF files in a folder."""
+    return sorted(path.name for path in folder.glob("*.gguf") if path.is_file())
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """Parse a JSON file that holds an object."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: there is no such file. Name a folder with a Hugging Face checkpoint "
+            "(config.json and *.safetensors), or a GGUF file."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged, not a JSON file ({error}). {_DOWNLOAD_AGAIN}") from error
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path}: is damaged, not a JSON object. {_DOWNLOAD_AGAIN}")
+    return table
+
+
+def _read_entries(folder: Path) -> dict[str, ShardTensor]:
+    """Every tensor of the checkpoint. The single file wins over an index, as in transformers."""
+    if (folder / SINGLE).exists():
+        return read_header(folder / SINGLE)
+    if not (folder / INDEX).exists():
+        raise CheckpointError(_no_weights(folder))
+    weight_map = _read_table(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX}: is damaged, it has no weight_map. {_DOWNLOAD_AGAIN}")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{folder / INDEX}: names '{name}', which is not a safetensors file beside it.")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing[:4])}"
+            f"{', …' if len(missing) > 4 else ''}. Download the rest of the model."
+        )
+    entries: dict[str, ShardTensor] = {}
+    for name in names:
+        held = read_header(folder / name)
+        claimed = {key for key, shard in weight_map.items() if shard == name}
+        absent = sorted(claimed - held.keys())
+        if absent:
+            raise CheckpointError(
+                f"{folder / name}: the tensor '{absent[0]}' is missing, which {INDEX} says it holds. {_DOWNLOAD_AGAIN}"
+            )
+        entries |= {key: held[key] for key in claimed}
+    return entries
+
+
+def _no_weights(folder: Path) -> str:
+    """What to say about a folder without safetensors that can be read."""
+    present = {path.name for path in folder.iterdir() if path.is_file()}
+    stray = sorted(name for name in present if name.endswith(".safetensors"))
+    if stray:
+        return (
+            f"{folder}: there is neither {SINGLE} nor {INDEX} (found: {', '.join(stray[:4])}). "
+            "Download the model's Hugging Face files completely."
+        )
+    pickled = sorted(name for name in present if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
+    if pickled:
+        return (
+            f"{folder}: the weights are pickled ({', '.join(pickled[:4])}), which can run code when read and is not "
+            "supported. Take a version of the model in safetensors, or convert it with transformers' save_pretrained."
+        )
+    if found := gguf_files(folder):
+        return f"{folder}: holds GGUF files ({', '.join(found[:4])}) and no safetensors. Name one of them."
+    return f"{folder}: there are no weights ({SINGLE} or shards with {INDEX}). Download the model's safetensors files."

@@ -1,0 +1,183 @@
+"""The tensors of a GGUF file under their names in Hugging Face's format, and in its order of rows."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from models.errors import CheckpointError, UnsupportedModelError
+from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
+
+_READ_AS = dict(zip(WHOLE_TYPES, (torch.float32, torch.float16, torch.bfloat16), strict=True))
+"""What weights that are not low-bit are read as. The others are read as float16, whose rounding is far below theirs."""
+LOW_BIT_TYPES = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+)
+"""Types that the `gguf` package dequantizes."""
+
+_OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_FUSED_BLOCK = {**_BLOCK, "ffn_up": "mlp.gate_up_proj"}
+"""In Phi-3, whose ffn_up holds gate and up."""
+_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Not weights: tables that config.json holds in Hugging Face's format."""
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<part>weight|bias)")
+_PIECE = 1 << 20
+"""Weights that are dequantized at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensor:
+    """A tensor of a GGUF file as a Hugging Face checkpoint holds it."""
+
+    path: Path
+    """The file."""
+    info: TensorInfo
+    """Where it is, and what it is."""
+    heads: int = 0
+    """Number of heads whose rows llama.cpp keeps in another order; 0: in the usual one."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        return self.info.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.info.shape
+
+    @property
+    def dtype(self) -> str:
+        """Its type, `Q4_K`."""
+        return self.info.kind
+
+    def check_readable(self) -> None:
+        """See that its type is one that can be read.
+
+        Raises:
+            UnsupportedModelError: it is not.
+        """
+        if self.dtype not in WHOLE_TYPES and self.dtype not in LOW_BIT_TYPES:
+            raise UnsupportedModelError(
+                f"{self.path}: the tensor '{self.name}' is stored as {self.dtype}, which cannot be read (it can: "
+                f"{', '.join((*WHOLE_TYPES, *LOW_BIT_TYPES))}). Take another conversion of the model."
+            )
+
+    def read(self) -> torch.Tensor:
+        """Dequantize the tensor, a piece at a time. The file is mapped while that lasts.
+
+        Returns:
+            float32, float16 or bfloat16 where it is stored so, else float16.
+
+        Raises:
+            UnsupportedModelError: its type cannot be read.
+            CheckpointError: the file is gone, or shorter than it was.
+        """
+        from gguf import GGMLQuantizationType, dequantize
+
+        self.check_readable()
+        kind = GGMLQuantizationType[self.dtype]
+        width = self.shape[-1]
+        rows = math.prod(self.shape[:-1])
+        tensor = torch.empty(rows, width, dtype=_READ_AS.get(self.dtype, torch.float16))
+        stored = self._mapped().reshape(rows, -1)
+        step = max(1, _PIECE // width)
+        for start in range(0, rows, step):
+            piece = np.require(dequantize(stored[start : start + step], kind), requirements="W")
+            tensor[start : start + step] = torch.from_numpy(piece).view(-1, width)
+        return self._in_order(tensor.view(self.shape))
+
+    def _mapped(self) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
+        """Its bytes."""
+        try:
+            if self.path.stat().st_size < self.info.offset + self.info.size:
+                raise CheckpointError(f"{self.path}: ends within the tensor '{self.name}'. {DOWNLOAD_AGAIN}")
+            return np.memmap(self.path, np.uint8, "r", self.info.offset, (self.info.size,))
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}). {DOWNLOAD_AGAIN}") from error
+
+    def _in_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Undo llama.cpp's order of rows: it rotates neighbours (0, 1), Hugging Face halves (0, D / 2)."""
+        if not self.heads:
+            return tensor
+        pairs = tensor.view(self.heads, -1, 2, *self.shape[1:])
+        return pairs.transpose(1, 2).reshape(self.shape)
+
+
+def tensors_of(header: Header, architecture: str, heads: Mapping[str, int]) -> dict[str, GgufTensor]:
+    """All tensors of a file under their names in Hugging Face's format; tables of rotary factors under their own.
+
+    Args:
+        header: The file's.
+        architecture: `general.architecture`.
+        heads: Number of heads by module (`self_attn.q_proj`) where their rows stand in llama.cpp's order.
+
+    Raises:
+        CheckpointError: there is a tensor that the architecture does not know.
+    """
+    tensors: dict[str, GgufTensor] = {}
+    blocks = _FUSED_BLOCK if architecture == "phi3" else _BLOCK
+    for name, info in header.tensors.items():
+        if name in _FACTORS:
+            tensors[name] = GgufTensor(path=header.path, info=info)
+            continue
+        match = _NAME.fullmatch(name)
+        module = None
+        if match is not None:
+            module = (_OUTER if match["layer"] is None else blocks).get(match["module"])
+        if match is None or module is None:
+            raise CheckpointError(
+                f"{header.path}: the tensor '{name}' has no place in a {architecture} model as this program knows "
+                "them. Choose another conversion of the model."
+            )
+        prefix = "" if match["layer"] is None else f"model.layers.{int(match['layer'])}."
+        tensors[f"{prefix}{module}.{match['part']}"] = GgufTensor(
+            path=header.path, info=info, heads=heads.get(module, 0)
+        )
+    return tensors
+
+
+def name_in_file(name: str, architecture: str) -> str:
+    """What a GGUF file calls a tensor that has this name in Hugging Face's format."""
+    blocks = _FUSED_BLOCK if architecture == "phi3" else _BLOCK
+    for own, module in _OUTER.items():
+        if name.startswith(f"{module}."):
+            return own + name.removeprefix(module)
+    _, _, layer, rest = name.split(".", 3)
+    module, _, part = rest.rpartition(".")
+    return f"blk.{layer}.{next(own for own, theirs in blocks.items() if theirs == module)}.{part}"
+
+
+def weights_by_type(tensors: Iterable[GgufTensor]) -> dict[str, int]:
+    """Number of weights that are stored in each type, most first; vectors are left out."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        if len(tensor.shape) > 1:
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

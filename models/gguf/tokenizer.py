@@ -1,0 +1,215 @@
+"""The tokenizer of a GGUF file as the tokenizer.json and tokenizer_config.json of Hugging Face's format.
+
+Three kinds exist in models of the supported architectures: byte-level BPE (`gpt2`), sentencepiece's BPE, which merges
+by scores (`llama`), and sentencepiece's Unigram (`t5`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from models.errors import CheckpointError, UnsupportedModelError
+from models.families.fields import Fields
+from models.gguf.header import Header
+from models.gguf.pretokenizers import PRE_TOKENIZERS
+from models.gguf.vocabulary import UNKNOWN, Vocabulary, list_of, read_vocabulary
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+_REMEDY = "Take another conversion of the model."
+_SPACE = "▁"
+"""How sentencepiece writes a space."""
+_KINDS = ("gpt2", "llama", "t5")
+
+
+def check_tokenizer(header: Header) -> str:
+    """See that a file's tokenizer is of a known kind and cuts texts in a known way. Returns the kind.
+
+    Raises:
+        UnsupportedModelError: it is not.
+        CheckpointError: the file does not say.
+    """
+    fields = _fields(header)
+    kind = fields.text("tokenizer.ggml.model")
+    if kind not in _KINDS:
+        raise UnsupportedModelError(
+            f"{header.path}: the tokenizer '{kind}' (tokenizer.ggml.model) is not supported (supported: "
+            f"{', '.join(_KINDS)}). Choose another model."
+        )
+    name = fields.text("tokenizer.ggml.pre", "")
+    if kind == "gpt2" and not name:
+        raise UnsupportedModelError(
+            f"{header.path}: does not say how texts are cut before they are encoded (tokenizer.ggml.pre is missing, as "
+            "in conversions made before May 2024). Take a newer conversion of the model."
+        )
+    if kind == "gpt2" and name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"{header.path}: the pre-tokenizer '{name}' (tokenizer.ggml.pre) is not known (known: "
+            f"{', '.join(PRE_TOKENIZERS)}). Take the model's Hugging Face checkpoint."
+        )
+    return kind
+
+
+def tokenizer_files(header: Header) -> dict[str, bytes]:
+    """The files of a GGUF file's tokenizer by their names.
+
+    Raises:
+        UnsupportedModelError: the kind of tokenizer, or its way of cutting texts, is not known.
+        CheckpointError: it is missing or damaged.
+    """
+    vocabulary, kind = read_vocabulary(header), check_tokenizer(header)
+    try:
+        if kind == "gpt2":
+            tokenizer, begins, ends = _byte_level(header, vocabulary)
+        elif kind == "llama":
+            tokenizer, begins, ends = _sentencepiece_bpe(header, vocabulary)
+        else:
+            tokenizer, begins, ends = _unigram(header, vocabulary)
+        _add_tokens(tokenizer, header, vocabulary, kind)
+        _enclose(tokenizer, vocabulary, _flag(header, "add_bos_token", begins), _flag(header, "add_eos_token", ends))
+        content = tokenizer.to_str()
+    except (CheckpointError, UnsupportedModelError):
+        raise
+    except Exception as error:  # tokenizers raises Exception itself
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{header.path}: the tokenizer cannot be read ({reason}). {_REMEDY}") from error
+    return {
+        TOKENIZER: content.encode(),
+        TOKENIZER_CONFIG: json.dumps(_config(header, vocabulary), ensure_ascii=False, indent=2).encode(),
+    }
+
+
+def _byte_level(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
+    """BPE over bytes. Returns the tokenizer, and whether texts begin and end with special tokens by default."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    way = PRE_TOKENIZERS[_fields(header).text("tokenizer.ggml.pre")]
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in list_of(header, "merges", str))]
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=way.ignore_merges))
+    if way.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in way.patterns]
+    space = _flag(header, "add_space_prefix", False)
+    last = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=way.gpt2)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, last])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, way.add_bos, False
+
+
+def _sentencepiece_bpe(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
+    """BPE that merges what gives the token with the best score; characters that it doesn't know become bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    ids = vocabulary.ids
+    merges = _merges(ids, _scores(header, vocabulary))
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=_unknown(vocabulary), fuse_unk=True, byte_fallback=True))
+    prefix = _flag(header, "add_space_prefix", True)
+    before = [normalizers.Prepend(_SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", _SPACE)])
+    after = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
+    )
+    return tokenizer, True, False
+
+
+def _merges(ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, best score first; of those for the same token, the longest left part."""
+    found = []
+    for token, index in ids.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                found.append((-scores[index], -cut, index, left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _unigram(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
+    """Sentencepiece's Unigram: the most probable of all ways to write a text with the tokens."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    unknown = _unknown(vocabulary)
+    scored = list(zip(vocabulary.tokens, _scores(header, vocabulary), strict=True))
+    tokenizer = Tokenizer(models.Unigram(scored, None if unknown is None else vocabulary.ids[unknown], False))
+    steps: list[Any] = []
+    charsmap = list_of(header, "precompiled_charsmap", int, default=[])
+    if charsmap:
+        steps.append(normalizers.Precompiled(bytes(value & 0xFF for value in charsmap)))
+    if _flag(header, "remove_extra_whitespaces", False):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if steps:
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if _flag(header, "add_space_prefix", True) else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(_SPACE, prepend_scheme=scheme)
+    return tokenizer, False, True
+
+
+def _scores(header: Header, vocabulary: Vocabulary) -> list[float]:
+    scores = list_of(header, "scores", float)
+    if len(scores) != len(vocabulary.tokens):
+        raise CheckpointError(
+            f"{header.path}: has {len(vocabulary.tokens)} tokens and {len(scores)} scores. They do not belong "
+            f"together. {_REMEDY}"
+        )
+    return scores
+
+
+def _unknown(vocabulary: Vocabulary) -> str | None:
+    """The token for what the vocabulary can't write."""
+    if "unk_token" in vocabulary.named:
+        return vocabulary.named["unk_token"]
+    return next((t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == UNKNOWN), None)
+
+
+def _add_tokens(tokenizer: Tokenizer, header: Header, vocabulary: Vocabulary, kind: str) -> None:
+    """Tell which tokens are found in a text before anything else happens to it."""
+    from tokenizers import AddedToken
+
+    # Phi-3's own tokenizer takes the blanks after special tokens away; that is not in the file.
+    strips = kind == "llama" and header.metadata.get("general.architecture") == "phi3"
+    kept = {vocabulary.named.get(name) for name in ("bos_token", "unk_token")} | {"<|endoftext|>"}
+    tokenizer.add_special_tokens(
+        [AddedToken(t, rstrip=strips and t not in kept, normalized=False, special=True) for t in vocabulary.special]
+    )
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in vocabulary.user_defined])
+
+
+def _enclose(tokenizer: Tokenizer, vocabulary: Vocabulary, begins: bool, ends: bool) -> None:
+    """Have texts begin and end with special tokens."""
+    from tokenizers import processors
+
+    begin = vocabulary.named.get("bos_token") if begins else None
+    end = vocabulary.named.get("eos_token") if ends else None
+    around = [token for token in (begin, end) if token is not None]
+    if around:
+        parts = [part for part in (begin, "$A", end) if part is not None]
+        pair = [*parts, *("$B:1" if part == "$A" else f"{part}:1" for part in parts)]
+        tokens = [(token, vocabulary.ids[token]) for token in dict.fromkeys(around)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=parts, pair=pair, special_tokens=tokens)
+
+
+def _config(header: Header, vocabulary: Vocabulary) -> dict[str, Any]:
+    fields = _fields(header)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **vocabulary.named,
+    }
+    if header.metadata.get("tokenizer.chat_template"):
+        config["chat_template"] = fields.text("tokenizer.chat_template")
+    return config
+
+
+def _flag(header: Header, key: str, default: bool) -> bool:
+    return _fields(header).flag(f"tokenizer.ggml.{key}", default)
+
+
+def _fields(header: Header) -> Fields:
+    return Fields(table=header.metadata, source=str(header.path), remedy=_REMEDY)

@@ -1,0 +1,29 @@
+"""The instruction that looks at what a step has computed."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from runtime.backends.cpu.data.instructions import check_at
+from runtime.backends.cpu.data.step import rows_of, share_of
+from runtime.backends.cpu.machine.sync import FAILED, write_word
+from runtime.backends.cpu.machine.unit import compiled_unit
+from runtime.backends.cpu.machine.vector import absolute, lanes_below, load_floats
+
+_FINITE = np.float32(3.4028235e38)
+"""The largest of them."""
+_ALL = 0xFFFF
+
+
+@compiled_unit
+def check(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
+    """Say that the step has failed where a wanted row holds a number that is not finite."""
+    check = check_at(i)
+    first, last = share_of(check.channels // 16, part, parts)
+    for row in range(rows_of(control, 1)):
+        x, finite = check.x.at + row * check.x.stride, numba.int64(_ALL)
+        for v in range(first, last):
+            finite &= lanes_below(absolute(load_floats(x + 64 * v)), _FINITE)
+        if finite != _ALL:
+            write_word(control + 8 * FAILED, 1)

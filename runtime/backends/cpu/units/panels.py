@@ -1,0 +1,177 @@
+"""The PANEL instruction: a matrix product of a prompt's rows, with residuals added to the weights.
+
+Each tile of 16 output channels is unpacked once, residuals included, and meets all rows. So what compensation costs is
+in proportion to the weights, not to weights times rows: nothing that a hundred rows would notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+from numba.extending import register_jitable
+
+from runtime.backends.cpu.data.instructions import Panel, Weights, header_at, panel_at
+from runtime.backends.cpu.data.step import rows_of, share_of
+from runtime.backends.cpu.kernels.gemm import gemm_panel_tile_4, gemm_panel_tile_8, gemm_panel_tile_16, row_block
+from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES, Tile
+from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES, decode_tile_3, decode_tile_4
+from runtime.backends.cpu.kernels.panel import ENTRIES, LINE, block_of, copy_lines, factors_of
+from runtime.backends.cpu.machine.unit import call_4, compiled_unit
+from runtime.backends.cpu.machine.vector import (
+    div,
+    fill,
+    load_floats,
+    load_halves,
+    load_unsigned,
+    maximum,
+    store_floats,
+)
+from runtime.backends.cpu.units.products import TILE_BYTES, row_block_at, write_tile
+from runtime.operations.panel import ENTRY_TOP, LEAST_STEP
+
+_FACTORS = 2 * 64
+"""Bytes of a group's steps and shifts."""
+
+
+class Areas(NamedTuple):
+    """Where things are in a thread's scratch, after the outputs of a row block."""
+
+    codes: int
+    """Of a tile's panel, `ENTRY_BYTES` a block."""
+    lines: int
+    """Of the residuals of some tiles, `LINE` bytes an input channel."""
+    steps: int
+    """Of float32 [G, 16]."""
+    shifts: int
+    """Likewise."""
+
+
+@numba.njit(nogil=True)
+def _areas(weights: Weights, scratch: int) -> Areas:
+    codes = scratch + TILE_BYTES
+    lines = codes + ENTRY_BYTES * weights.blocks
+    steps = lines + LINE * BLOCK * weights.blocks
+    return Areas(codes, lines, steps, steps + 64 * weights.groups)
+
+
+def panel_scratch(panel: Panel) -> int:
+    """Bytes of scratch that a thread needs for the instruction."""
+    weights = panel.weights
+    return TILE_BYTES + (ENTRY_BYTES + LINE * BLOCK) * weights.blocks + _FACTORS * weights.groups
+
+
+@compiled_unit
+def multiply_panel(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the PANEL instruction at address i: a part is a range of whole tiles of 16 output channels."""
+    panel = panel_at(i)
+    weights, rows = panel.weights, rows_of(control, 0)
+    side, areas = row_block(rows), _areas(weights, scratch)
+    own = Tile(areas.codes, areas.steps, areas.shifts, weights.blocks, weights.group_blocks)
+    first, last = share_of(weights.tiles, part, parts)
+    for tile in range(first, last):
+        call_4(header_at(i).inner, i, tile, tile == first, scratch)
+        for row in range(0, rows, side):
+            x = row_block_at(panel, row)
+            if side == 16:
+                gemm_panel_tile_16(own, x, scratch)
+            elif side == 8:
+                gemm_panel_tile_8(own, x, scratch)
+            else:
+                gemm_panel_tile_4(own, x, scratch)
+            for m in range(min(side, rows - row)):
+                write_tile(panel, row + m, tile, load_floats(scratch + 64 * m))
+
+
+def _groups(bits: int, residual_bits: int) -> Any:
+    """Writes the panel of a tile whose base has codes of some bits, or `ENTRIES`."""
+    write_block, uniform = block_of(bits, residual_bits), bits != ENTRIES
+    block_bytes, top = (BLOCK_BYTES[bits], (1 << bits) - 1) if uniform else (ENTRY_BYTES, ENTRY_TOP)
+    residual_top = (1 << min(residual_bits, 8)) - 1
+
+    @register_jitable
+    def write(panel: Panel, tile: int, base: int, lines: int, areas: Areas) -> None:
+        weights = panel.weights
+        own_scale = load_halves(panel.residual.scales + 32 * tile)
+        inverse = div(fill(numba.float32(1.0)), maximum(own_scale, fill(numba.float32(LEAST_STEP))))
+        scale, zero = load_halves(weights.scales + 32 * tile), fill(numba.float32(ENTRY_TOP // 2))
+        for group in range(weights.groups):
+            if uniform:
+                number = tile * weights.groups + group
+                scale, zero = load_halves(weights.scales + 32 * number), load_unsigned(weights.zeros + 16 * number)
+            factors = factors_of(scale, zero, own_scale, top, residual_top)
+            store_floats(areas.steps + 64 * group, factors.step)
+            store_floats(areas.shifts + 64 * group, factors.shift)
+            start = group * weights.group_blocks
+            for block in range(start, min(start + weights.group_blocks, weights.blocks)):
+                write_block(
+                    base + block * block_bytes,
+                    lines + block * (LINE * BLOCK),
+                    panel.kept + block * BLOCK,
+                    factors.base,
+                    factors.residual,
+                    factors.start,
+                    inverse,
+                    areas.codes + block * ENTRY_BYTES,
+                )
+
+    return write
+
+
+def _build(residual_bits: int) -> Any:
+    """Writes the panel of a tile, whatever its base is."""
+    write_3, write_4, write_entries = (_groups(bits, residual_bits) for bits in (3, 4, ENTRIES))
+    tile_bytes = 2 * residual_bits
+
+    @register_jitable
+    def build(i: int, tile: int, fresh: int, scratch: int) -> None:
+        panel = panel_at(i)
+        weights, areas = panel.weights, _areas(panel.weights, scratch)
+        column = tile * tile_bytes
+        if fresh != 0 or column % LINE == 0:
+            copy_lines(panel.residual, column // LINE * LINE, BLOCK * weights.blocks, areas.lines)
+        lines = areas.lines + column % LINE
+        base = weights.codes + tile * weights.blocks * (64 * weights.bits)
+        books = weights.codebooks + tile * (16 << weights.bits)
+        if weights.codebooks != 0:
+            if weights.bits == 3:
+                decode_tile_3(base, books, weights.blocks, areas.codes)
+            else:
+                decode_tile_4(base, books, weights.blocks, areas.codes)
+            write_entries(panel, tile, areas.codes, lines, areas)
+        elif weights.bits == 3:
+            write_3(panel, tile, base, lines, areas)
+        else:
+            write_4(panel, tile, base, lines, areas)
+
+    return build
+
+
+_build_2, _build_4, _build_8, _build_16 = map(_build, (2, 4, 8, 16))
+
+
+@compiled_unit
+def panel_2(i: int, tile: int, fresh: int, scratch: int) -> None:
+    """Write the panel of a tile of the PANEL instruction at address i, with residuals of 2 bits.
+
+    Args: the tile; 1 where the scratch does not hold the residuals of the tile before it, else 0; and the scratch.
+    """
+    _build_2(i, tile, fresh, scratch)
+
+
+@compiled_unit
+def panel_4(i: int, tile: int, fresh: int, scratch: int) -> None:
+    """Likewise with residuals of 4 bits."""
+    _build_4(i, tile, fresh, scratch)
+
+
+@compiled_unit
+def panel_8(i: int, tile: int, fresh: int, scratch: int) -> None:
+    """Likewise with residuals of 8 bits."""
+    _build_8(i, tile, fresh, scratch)
+
+
+@compiled_unit
+def panel_16(i: int, tile: int, fresh: int, scratch: int) -> None:
+    """Likewise with residuals in half precision."""
+    _build_16(i, tile, fresh, scratch)

@@ -1,0 +1,89 @@
+"""Residuals of a prompt's layers on their way to the device, one layer ahead of the products that need them.
+
+Two buffers take turns: while a layer is computed from one, the next layer's residuals arrive in the other, on a stream
+of their own. So the link is busy all the time, and costs only what is longer than the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from runtime.backends.triton.kernels.together import stage
+from runtime.backends.triton.residual import GpuResidual
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What the rows of a prompt share of a layer's residuals."""
+
+    residual: GpuResidual
+    """The residuals."""
+    channels: torch.Tensor | None
+    """int32 [k] on the device, ascending; None: all channels."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and words that are brought to the device."""
+        K, words = self.residual.codes.shape
+        return (K if self.channels is None else self.channels.numel()), words
+
+
+class Staging:
+    """Brings residuals to the device, in the order in which a step's layers run.
+
+    Args:
+        layers: What each layer shares, in that order.
+        device: Where to.
+        stream: The stream that fetches; None: the current one, without overlapping.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for the buffers.
+    """
+
+    def __init__(self, layers: Sequence[Shared], device: torch.device, stream: torch.cuda.Stream | None) -> None:
+        self._layers, self._stream = layers, stream
+        largest = max((rows * words for rows, words in (layer.shape for layer in layers)), default=0)
+        self._buffers = [torch.empty(largest, dtype=torch.int32, device=device) for _ in range(2)]
+        self._arrived: list[torch.cuda.Event | None] = [None, None]
+        self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def begin(self) -> None:
+        """Fetch the first layer's; a step begins."""
+        self._next = 0
+        self._fetch(0)
+
+    def take(self) -> torch.Tensor:
+        """The next layer's residuals, int32 [k, words], good until the call after the next; fetches what follows."""
+        own = self._next
+        arrived = self._arrived[own % 2]
+        if arrived is not None:
+            torch.cuda.current_stream().wait_event(arrived)
+        self._next += 1
+        if self._next < len(self._layers):
+            self._fetch(self._next)
+        return self._place(own)
+
+    def _place(self, number: int) -> torch.Tensor:
+        rows, words = self._layers[number].shape
+        return self._buffers[number % 2][: rows * words].view(rows, words)
+
+    def _fetch(self, number: int) -> None:
+        """Begin to fetch a layer's, once all that was launched so far, the last reader of its buffer, is done."""
+        layer, to = self._layers[number], self._place(number)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if layer.channels is None:
+                to.copy_(layer.residual.codes, non_blocking=True)
+            else:
+                stage(layer.residual.codes, layer.channels, to)
+            if self._stream is not None:
+                self._arrived[number % 2] = self._stream.record_event()

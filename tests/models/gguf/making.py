@@ -1,0 +1,173 @@
+"""GGUF files of tiny models, written with the `gguf` package as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3"}
+"""`general.architecture` by `model_type`."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 0.01,  # large enough to be seen in the logits
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def random_model(family: str, **changes: Any) -> Any:
+    """A small model of transformers whose every parameter matters: biases and norms too are random."""
+    import transformers
+
+    torch.manual_seed(sum(map(ord, family)))
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.3)
+            else:
+                parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[1]))
+    return model
+
+
+def write_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
+    """Byte-level BPE over single letters: `size` tokens, the first three special ones."""
+    tokens = ["<unk>", "<s>", "</s>", "Ġ", "th", *LETTERS]
+    tokens += [f"[PAD{index}]" for index in range(len(tokens), size)]
+    kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (2 + len(LETTERS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([*kinds, *([gguf.TokenType.UNUSED] * (size - len(kinds)))])
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    *,
+    kind: str = "F32",
+    metadata: Mapping[str, Any] | None = None,
+    left_out: tuple[str, ...] = (),
+) -> Path:
+    """Write a model of transformers.
+
+    Args:
+        path: The file.
+        model: The model.
+        kind: Type of its matrices; norms and biases are F32 always.
+        metadata: Further values by their whole keys.
+        left_out: Tensors that are not written, by their names in the file.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
+    writer.add_type("model")
+    describe(writer, config)
+    write_tokenizer(writer, config.vocab_size)
+    for key, value in (metadata or {}).items():
+        add(writer, key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], config.num_hidden_layers)
+    for name, tensor in tensors_of(model).items():
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None
+        if own not in left_out:
+            dtype = gguf.GGMLQuantizationType[kind if tensor.ndim > 1 else "F32"]
+            writer.add_tensor(own, gguf.quantize(tensor, dtype), raw_dtype=dtype)
+    for name, factors in rotary_factors(config).items():
+        writer.add_tensor(f"{name}.weight", factors)
+    finish(writer)
+    return path
+
+
+def describe(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Write what llama.cpp's converter writes of a configuration."""
+    rope = config.rope_parameters
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim != config.hidden_size // config.num_attention_heads:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    window = getattr(config, "sliding_window", None)
+    if config.model_type in ("phi3", "mistral"):
+        writer.add_sliding_window(window or 0)
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        stretch = config.max_position_embeddings / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(original)))
+
+
+def rotary_factors(config: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Tables of factors by the names that files give them."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "longrope":
+        return {f"rope_factors_{side}": np.array(rope[f"{side}_factor"], np.float32) for side in ("short", "long")}
+    if rope["rope_type"] != "llama3":
+        return {}
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    width = 2 * len(scaled)
+    plain = 1.0 / rope["rope_theta"] ** (np.arange(0, width, 2) / width)
+    return {"rope_freqs": (plain / scaled.numpy()).astype(np.float32)}
+
+
+def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Weights by their names in Hugging Face's format; rows of q and k of a Llama in llama.cpp's order."""
+    config, found = model.config, {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.float().numpy()
+        if ARCHITECTURES[config.model_type] == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
+            array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
+        found[name] = array
+    return found
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Write a value, in place of an earlier one of that key."""
+    for data in writer.kv_data:
+        data.pop(key, None)
+    if value is None:
+        return
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,244 @@
+"""GGUF files as checkpoints: every architecture comes back as it was, and whatever is wrong is told in one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from models.checkpoint import Checkpoint
+from models.errors import CheckpointError, UnsupportedModelError
+from models.gguf.tensors import name_in_file
+from models.oracle import Oracle
+from tests.close import Tolerance, assert_close
+from tests.models.gguf.making import SIZES, random_model, write_gguf
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.05 * i for i in range(6)],
+    "long_factor": [1.5 + 0.7 * i for i in range(6)],
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 16,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3.1": ("Llama", {"rope_parameters": LLAMA3, "head_dim": 32}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 5, "head_dim": 12}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "phi3": ("Phi3", {}),
+    "phi3-window": ("Phi3", {"sliding_window": 5}),
+    "phi4-mini": (
+        "Phi3",
+        {"rope_parameters": LONGROPE, "tie_word_embeddings": True, "original_max_position_embeddings": 16},
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small lose more by waiting for a second thread than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return random_model("Llama")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_comes_back(case: str, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    model = random_model(family, **changes)
+    checkpoint = Checkpoint.open(write_gguf(tmp_path / "model.gguf", model))
+    tokens = torch.randint(0, SIZES["vocab_size"], (2, 23), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(tokens).logits
+    assert expected.std() > 0.3
+    assert_close(Oracle(checkpoint).logits(tokens), expected, "model")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_the_folder_is(case: str, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    model = random_model(family, **changes)
+    model.save_pretrained(tmp_path / "folder")
+    folder = Checkpoint.open(tmp_path / "folder")
+    file = Checkpoint.open(write_gguf(tmp_path / "model.gguf", model))
+    assert torch.equal(file.embedding(), folder.embedding())
+    for name in folder.spec.norm_names():
+        assert torch.equal(file.vector(name), folder.vector(name))
+    for name in folder.spec.linear_names():
+        for ours, theirs in zip(file.linear(name), folder.linear(name), strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or torch.equal(ours, theirs)
+    if "rope" not in str(changes):  # tables of factors stand for what made them
+        assert file.spec == replace(folder.spec, family="llama" if case == "mistral" else folder.spec.family)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_the_type_of_the_weights_is_known(kind: str, llama: Any, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_gguf(tmp_path / "model.gguf", llama, kind=kind))
+    weights = sum(tensor.numel() for tensor in llama.state_dict().values() if tensor.ndim > 1)
+    assert checkpoint.files.types == {kind: weights}
+    weight, _ = checkpoint.linear("layers.1.down")
+    assert weight.dtype == (torch.bfloat16 if kind == "BF16" else torch.float16)
+    expected = llama.state_dict()["model.layers.1.mlp.down_proj.weight"]
+    assert_close(weight.float(), expected, Tolerance(span=0.1, why="a step of four bits"))
+
+
+def test_the_configuration_names_ends_that_the_file_does_not(llama: Any, tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", "<|im_end|>", "Ġ", *(f"[PAD{index}]" for index in range(5, 64))]
+    kinds = [3, 3, 3, 3, *([1] * 60)]
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eot_token_id": 4}
+    checkpoint = Checkpoint.open(write_gguf(tmp_path / "model.gguf", llama, metadata=metadata))
+    assert checkpoint.spec.eos_token_ids == (2, 4, 3)
+    assert checkpoint.spec.bos_token_id == 1
+
+
+def test_names_are_those_of_the_package() -> None:
+    for architecture in ("llama", "qwen2", "qwen3", "phi3"):
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 7)
+        spec_names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+        spec_names += [
+            f"model.layers.6.{part}.weight" for part in ("input_layernorm", "self_attn.o_proj", "mlp.down_proj")
+        ]
+        fused = ["self_attn.qkv_proj", "mlp.gate_up_proj"]
+        separate = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
+        for part in fused if architecture == "phi3" else separate:
+            spec_names.append(f"model.layers.6.{part}.weight")
+        for name in spec_names:
+            assert name_in_file(name, architecture) == names.get_name(name, try_suffixes=(".weight",))
+
+
+def test_rotating_channels_come_back_to_the_last_one(tmp_path: Path) -> None:
+    """30 / 44 of 44 channels, cut to a whole number, would be 29."""
+    model = random_model("Phi3", hidden_size=176, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    file = write_gguf(tmp_path / "model.gguf", model, metadata={"phi3.rope.dimension_count": 30})
+    assert Checkpoint.open(file).spec.rope.rotary_dim == 30
+
+
+FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"general.architecture": "gemma3"}, "'gemma3' is not supported"),
+    "adapter": ({"general.type": "adapter"}, "no model, but 'adapter'"),
+    "split": ({"split.count": 3, "split.no": 1}, "one of 3 parts"),
+    "experts": ({"llama.expert_count": 8}, "'llama.expert_count' is 8"),
+    "softcap": ({"llama.attn_logit_softcapping": 50.0}, "softcapping' is 50.0"),
+    "yarn": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rotary scaling 'yarn'"),
+    "pre-tokenizer": ({"tokenizer.ggml.pre": "martian"}, "the pre-tokenizer 'martian'"),
+    "values": ({"llama.attention.value_length": 8}, "keys of 16 and values of 8"),
+    "partial": ({"llama.rope.dimension_count": 8}, "of which 8 rotate"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_what_is_not_run_here(case: str, llama: Any, tmp_path: Path) -> None:
+    metadata, said = FOREIGN[case]
+    file = write_gguf(tmp_path / "model.gguf", llama, metadata=metadata)
+    with pytest.raises(UnsupportedModelError, match=said) as raised:
+        Checkpoint.open(file)
+    assert str(file) in str(raised.value)
+
+
+def test_windows_of_qwen_are_not_guessed(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", random_model("Qwen2"), metadata={"qwen2.attention.sliding_window": 8})
+    with pytest.raises(UnsupportedModelError, match="sliding_window"):
+        Checkpoint.open(file)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"llama.embedding_length": None}, "'llama.embedding_length' is missing"),
+    "text": ({"llama.block_count": "two"}, "'llama.block_count' is 'two'"),
+    "by-layer": ({"llama.attention.head_count": [4, 4]}, r"head_count' is \[4, 4\]"),
+    "nothing-said": ({"general.architecture": None}, "'general.architecture' is missing"),
+    "heads": ({"llama.attention.head_count_kv": 3}, "num_key_value_heads"),
+    "no-tokens": ({"tokenizer.ggml.tokens": None}, "no tokenizer"),
+    "token-types": ({"tokenizer.ggml.token_type": [1, 1]}, "64 tokens and 2 types"),
+    "more-tokens": (
+        {"tokenizer.ggml.tokens": ["a"] * 65, "tokenizer.ggml.token_type": [1] * 65},
+        "65 tokens and embeddings for 64",
+    ),
+    "no-kind": ({"tokenizer.ggml.model": None}, "'tokenizer.ggml.model' is missing"),
+    "bos": ({"tokenizer.ggml.bos_token_id": 64}, "one of 64 tokens"),
+    "wider": (
+        {"llama.embedding_length": 128, "llama.attention.key_length": 16},
+        r"token_embd.weight' has shape \[64, 64\]",
+    ),
+    "shorter": ({"llama.block_count": 1}, "blk.1.attn_q.weight' has no place in a llama model of 1 layers"),
+    "longer": ({"llama.block_count": 3}, "blk.2.attn_norm.weight' is missing"),
+    "absurd": ({"llama.block_count": 2**32 - 1}, "block_count"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_metadata_that_cannot_be(case: str, llama: Any, tmp_path: Path) -> None:
+    metadata, said = WRONG[case]
+    file = write_gguf(tmp_path / "model.gguf", llama, metadata=metadata)
+    with pytest.raises(CheckpointError, match=said) as raised:
+        Checkpoint.open(file)
+    assert str(file) in str(raised.value)
+    assert "config.json" not in str(raised.value)
+
+
+def test_a_missing_tensor_has_the_file_s_own_name(llama: Any, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", llama, left_out=("blk.1.ffn_gate.weight",))
+    with pytest.raises(CheckpointError, match=r"'blk\.1\.ffn_gate\.weight' is missing from model\.gguf"):
+        Checkpoint.open(file)
+
+
+def test_an_unknown_tensor(llama: Any, tmp_path: Path) -> None:
+    model = random_model("Qwen3", head_dim=16)
+    file = write_gguf(tmp_path / "model.gguf", model, metadata={"general.architecture": "qwen3"})
+    assert Checkpoint.open(file).spec.qk_norm
+    metadata = {key.replace("qwen3", "llama"): value for key, value in _described(file).items()}
+    renamed = write_gguf(tmp_path / "renamed.gguf", model, metadata={**metadata, "general.architecture": "llama"})
+    with pytest.raises(CheckpointError, match=r"attn_.*_norm\.weight' has no place in a llama model"):
+        Checkpoint.open(renamed)
+
+
+def _described(file: Path) -> dict[str, Any]:
+    fields = gguf.GGUFReader(file).fields
+    return {key: field.contents() for key, field in fields.items() if key.startswith("qwen3.")}
+
+
+def test_a_folder_of_gguf_files_names_them(tmp_path: Path) -> None:
+    (tmp_path / "a-Q4_K_M.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"a-Q4_K_M\.gguf"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SIZES)
+    )
+    with pytest.raises(CheckpointError, match=r"a-Q4_K_M\.gguf"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.data
+def test_logits_of_smollm2_equal_those_of_the_converted_folder(smollm2_gguf: Path, smollm2_hf: Path) -> None:
+    ours, theirs = Checkpoint.open(smollm2_gguf), Checkpoint.open(smollm2_hf)
+    tokens = torch.randint(0, 49152, (1, 48), generator=torch.Generator().manual_seed(0))
+    found, expected = Oracle(ours, resident=False).logits(tokens), Oracle(theirs, resident=False).logits(tokens)
+    assert expected.std() > 1
+    assert float((found - expected).abs().max()) <= 1e-3

@@ -1,0 +1,214 @@
+"""Headers of GGUF files: what the package wrote is read, and a damaged file gives one error, nothing else."""
+
+from __future__ import annotations
+
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from models.checkpoint import Checkpoint
+from models.errors import CheckpointError, ModelError, UnsupportedModelError
+from models.gguf import tensors as module
+from models.gguf.header import Header, read_header
+from models.gguf.tensors import LOW_BIT_TYPES, WHOLE_TYPES, GgufTensor
+from models.gguf.tokenizer import tokenizer_files
+from tests.models.gguf.making import finish, random_model, write_gguf
+
+VALUES: dict[str, Any] = {
+    "a.bool": True,
+    "a.uint32": 7,
+    "a.float32": 0.5,
+    "a.string": "naïve 🙂",
+    "a.array": [1, 2, 3],
+    "a.texts": ["a", "", "日本"],
+    "a.numbers": [0.5, -1.0],
+    "a.flags": [True, False],
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf", random_model("Llama"), metadata=VALUES)
+
+
+def header_bytes(file: Path) -> int:
+    return int(gguf.GGUFReader(file).data_offset)
+
+
+def test_values_and_tensors_are_those_of_the_package(file: Path) -> None:
+    header, theirs = read_header(file), gguf.GGUFReader(file)
+    known = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
+    assert dict(header.metadata) == known
+    assert {key: header.metadata[key] for key in VALUES} == VALUES
+    found = {name: (tensor.shape, tensor.kind, tensor.offset, tensor.size) for name, tensor in header.tensors.items()}
+    assert found == {
+        tensor.name: (tuple(tensor.shape.tolist()[::-1]), tensor.tensor_type.name, tensor.data_offset, tensor.n_bytes)
+        for tensor in theirs.tensors
+    }
+
+
+def test_another_alignment(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "file.gguf", "llama")
+    writer.add_custom_alignment(256)
+    for name in ("a", "b"):
+        writer.add_tensor(name, np.full((2, 3), ord(name), np.float32))
+    finish(writer)
+    header = read_header(tmp_path / "file.gguf")
+    assert [tensor.offset % 256 for tensor in header.tensors.values()] == [0, 0]
+    assert _read(header, "b").unique().tolist() == [98.0]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"<!doctype html><p>Not found", "does not begin with 'GGUF'"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
+        (b"GGUF", "is cut off"),
+        (b"GGUF" + struct.pack("<I", 1), "version 1 of the GGUF format .* Take a newer"),
+        (b"GGUF" + struct.pack("<I", 4), "version 4 .* does not know yet"),
+        (b"GGUF" + struct.pack(">I", 3), "big-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "is cut off"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**63) + b"key", "a key of the metadata"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sI", 3, b"key", 99), "'key' has type 99"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, 8, 2**61), "within 'key'"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, 9, 1), "list of type 9"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIQ2s", 3, b"key", 8, 2, b"\xff\xff"), "UTF-8"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * struct.pack("<Q3sIB", 3, b"key", 0, 1), "'key' twice"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sI", 1, b"t", 9), "9 dimensions"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 8, 77, 0), "type 77"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 8, 2, 0), "rows of 8"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 2**62, 0, 0), "'t' ends at byte"),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q17sII", 17, b"general.alignment", 4, 48),
+            "alignment is 48",
+        ),
+    ],
+)
+def test_what_is_no_good_header(content: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.gguf"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=said) as raised:
+        read_header(file)
+    assert str(raised.value).startswith(str(file))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="No such file"):
+        read_header(tmp_path / "nothing.gguf")
+
+
+def test_a_file_cut_anywhere_says_so(file: Path, tmp_path: Path) -> None:
+    content, cut = file.read_bytes(), tmp_path / "cut.gguf"
+    for length in [*range(5, header_bytes(file), 97), header_bytes(file), len(content) - 1]:
+        cut.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match="is cut off"):
+            Checkpoint.open(cut)
+
+
+def test_a_file_cut_after_it_was_opened(file: Path, tmp_path: Path) -> None:
+    shrinking = tmp_path / "shrinking.gguf"
+    shrinking.write_bytes(file.read_bytes())
+    checkpoint = Checkpoint.open(shrinking)
+    with shrinking.open("rb+") as open_file:
+        open_file.truncate(header_bytes(file) + 1000)
+    with pytest.raises(CheckpointError, match="ends within the tensor"):
+        checkpoint.linear("layers.1.down")
+    shrinking.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.linear("layers.1.down")
+
+
+def test_any_damage_to_the_header_is_explained(file: Path, tmp_path: Path) -> None:
+    """Whatever a byte becomes, the file is read or refused; nothing else is raised, and nothing goes on for ever."""
+    content, damaged = file.read_bytes(), tmp_path / "damaged.gguf"
+    generator = random.Random(0)
+    refused: list[str] = []
+    for _ in range(400):
+        position = generator.randrange(4, header_bytes(file))
+        changed = bytes([content[position] ^ (1 << generator.randrange(8))])
+        damaged.write_bytes(content[:position] + changed + content[position + 1 :])
+        try:
+            Checkpoint.open(damaged)
+            tokenizer_files(read_header(damaged))
+        except ModelError as error:
+            refused.append(str(error))
+    assert len(refused) > 100
+    assert all(str(damaged) in said for said in refused)
+
+
+def test_every_type_of_the_package_is_known() -> None:
+    readable = {kind.name for kind in gguf.quants._type_traits} | {"F16", "F32"}
+    assert readable == {*LOW_BIT_TYPES, *WHOLE_TYPES}
+
+
+@pytest.mark.parametrize("kind", [*LOW_BIT_TYPES, *WHOLE_TYPES])
+def test_every_type_is_read_in_pieces(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bytes that nobody quantized: small ones, so that no scale is infinite or not a number."""
+    dtype = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[dtype]
+    rows, width = 7, 512
+    data = np.random.default_rng(0).integers(0, 0x30, (rows, width // block * size), np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "file.gguf", "llama")
+    writer.add_tensor("t", data, raw_dtype=dtype, raw_shape=data.shape)
+    finish(writer)
+    expected = torch.from_numpy(np.array(gguf.dequantize(data, dtype)))
+    monkeypatch.setattr(module, "_PIECE", 3 * width)
+    found = _read(read_header(tmp_path / "file.gguf"), "t")
+    assert found.shape == (rows, width)
+    assert found.isfinite().all()
+    assert torch.equal(found, expected.to(found.dtype))
+    assert found.dtype == {"F32": torch.float32, "BF16": torch.bfloat16}.get(kind, torch.float16)
+
+
+def test_a_type_that_is_no_weight(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "file.gguf", "llama")
+    writer.add_tensor("t", np.zeros((2, 4), np.int32))
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match="'t' is stored as I32"):
+        _read(read_header(tmp_path / "file.gguf"), "t")
+
+
+def _read(header: Header, name: str) -> torch.Tensor:
+    return GgufTensor(path=header.path, info=header.tensors[name]).read()
+
+
+READ = """
+import re, sys
+from pathlib import Path
+import gguf, torch
+from models.gguf.header import read_header
+from models.gguf.tensors import GgufTensor
+
+torch.set_num_threads(1)
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+header = read_header(Path(sys.argv[1]))
+small, large = (GgufTensor(path=header.path, info=header.tensors[name]) for name in ("small", "large"))
+small.read()
+before = peak()
+held = large.read()
+print(peak() - before - held.nbytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_a_large_tensor_is_read_in_the_memory_of_its_result_and_its_map(tmp_path: Path) -> None:
+    """Dequantized at once it would take four times its result beside it."""
+    writer = gguf.GGUFWriter(tmp_path / "file.gguf", "llama")
+    sizes = {"small": 64, "large": 8192}
+    for name, rows in sizes.items():
+        data = np.zeros((rows, 4096 // 32 * 18), np.uint8)
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.Q4_0, raw_shape=data.shape)
+    finish(writer)
+    command = [sys.executable, "-c", READ, str(tmp_path / "file.gguf")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
+    mapped = 8192 * 4096 // 32 * 18
+    assert int(done.stdout) <= mapped + 40 * 2**20

