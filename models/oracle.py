@@ -29,8 +29,8 @@ Trace = Callable[[str, Tensor, Tensor], None]
 """Called with a linear layer's name, its input [B, S, K] and its output [B, S, N] after the layer ran."""
 
 
-KeyObserver = Callable[[int, Tensor], None]
-"""Called with a block's number and its keys as attention reads them, rotated: [B, H_kv, S, D]."""
+KeyObserver = Callable[[int, Tensor, Tensor], None]
+"""Called with a block's number, its queries [B, H, S, D] and its keys [B, H_kv, S, D], both rotated."""
 
 
 AttentionObserver = Callable[[int, Tensor], None]
@@ -83,7 +83,7 @@ class Oracle:
         weights: A checkpoint, or anything else that provides `Weights`.
         dtype: Of weights and activations: float32 or bfloat16. Norms and softmax are float32 inside.
         observe: Sees the input of every linear layer; None for no observer.
-        observe_keys: Sees the keys of every block.
+        observe_keys: Sees the queries and keys of every block.
         observe_attention: Sees the attention that tokens receive in every block; takes [B, H, S, T] to compute.
         trace: Sees input and output of every linear layer; with it, what `block` does is recorded for autograd.
         resident: Whether weights stay in memory once used. If not, only those of the block (or table, or head) that
@@ -269,7 +269,7 @@ class _Operations(architecture.Operations[Tensor]):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         queries, keys, values = (self._heads(x).transpose(1, 2) for x in (q, k, v))  # [B, H or H_kv, S, D]
         if self.oracle.observe_keys is not None:
-            self.oracle.observe_keys(layer, keys)
+            self.oracle.observe_keys(layer, queries, keys)
         first = int(self.positions[0]) if self.cache is None else 0  # position of the first key
         if self.cache is not None:
             end = int(self.positions[-1]) + 1

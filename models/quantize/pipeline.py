@@ -18,6 +18,7 @@ from models.progress import Cancelled, Progress, ProgressCallback
 from models.quantize import copies, fisher
 from models.quantize.allocation import allocate
 from models.quantize.chat import ChatLinear, finer, trials
+from models.quantize.keys import KeyMoments
 from models.quantize.matrix import quantize_matrix, stored_tensors
 from models.quantize.outer import quantize_outer
 from models.quantize.quality import Quality, summarize
@@ -224,7 +225,8 @@ class Pipeline:
             smooth_attention(working, streams.largest_keys(working, layer, step))
         if self.recipe.method in SCALED:
             scale_block(working, streams.observe(working, layer, self.recipe, step), self.recipe, step)
-        statistics = streams.run_full(working, layer, self.recipe, step)
+        keys = KeyMoments(checkpoint.spec, layer)
+        statistics = streams.run_full(working, layer, self.recipe, keys, step)
         linears: dict[str, PackedLinear] = {}
         tried: dict[str, ChatLinear] = {}
         other = finer(self.recipe) if streams.low else None
@@ -244,6 +246,7 @@ class Pipeline:
         tensors = {name: working.vector(name).numpy() for name in checkpoint.spec.block_norms(layer)}
         for linear in linears.values():
             tensors |= stored_tensors(linear)
+        tensors |= keys.tensors()
         work.save_tensors(layout.block_file(layer), tensors)
         work.save_streams(layer + 1, streams.tensors())
         if self.recipe.method in SENSITIVITIES:

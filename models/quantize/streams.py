@@ -17,6 +17,7 @@ from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.oracle import Oracle, Weights
 from models.quantize.chat import ChatLinear
+from models.quantize.keys import KeyMoments
 from models.quantize.precision import fast_products
 from models.quantizers import SECOND_MOMENTS
 from models.quantizers.groups import FloatArray
@@ -119,7 +120,7 @@ class Streams:
         spec = weights.spec
         largest = torch.zeros(spec.num_kv_heads, spec.head_dim)
 
-        def look(_: int, keys: torch.Tensor) -> None:
+        def look(_: int, _queries: torch.Tensor, keys: torch.Tensor) -> None:
             torch.maximum(largest, keys.abs().amax((0, 2)), out=largest)
 
         oracle = Oracle(weights, resident=False, observe_keys=look)
@@ -129,7 +130,7 @@ class Streams:
         return largest.numpy()
 
     def run_full(
-        self, weights: Weights, layer: int, recipe: Recipe, watch: Callable[[], None]
+        self, weights: Weights, layer: int, recipe: Recipe, keys: KeyMoments, watch: Callable[[], None]
     ) -> dict[str, InputStatistics]:
         """Pass the full-precision streams through a block.
 
@@ -137,6 +138,7 @@ class Streams:
             weights: Have the block.
             layer: Which block.
             recipe: Says what the statistics are for.
+            keys: Counts the calibration text's keys and queries.
             watch: Called after each batch; may raise to stop.
 
         Returns:
@@ -146,7 +148,7 @@ class Streams:
             QuantizationError: an activation is NaN or infinite.
         """
         statistics = _no_statistics(weights.spec, layer, recipe)
-        self.calibration = _look(weights, layer, self.calibration, statistics, watch)
+        self.calibration = _look(weights, layer, self.calibration, statistics, watch, keys)
         self.full = _pass(Oracle(weights, resident=False), layer, self.full, watch)
         return statistics
 
@@ -198,8 +200,9 @@ def _look(
     batches: Batches,
     statistics: Mapping[str, InputStatistics],
     watch: Callable[[], None],
+    keys: KeyMoments | None = None,
 ) -> Batches:
-    """Pass batches through a block, and add the inputs of its linear layers to their statistics.
+    """Pass batches through a block, and count the inputs of its linear layers, queries and keys in their statistics.
 
     Tokens count by `models.salience`: as often as they are looked at, once by themselves and then by the attention they
     receive; and what a layer adds to the residual stream is relative to the stream, the output of `o` to the block's
@@ -211,6 +214,7 @@ def _look(
         weights,
         resident=False,
         observe=inputs.__setitem__,
+        observe_keys=None if keys is None else keys.observe,
         observe_attention=lambda _, attention: received.append(attention),
     )
     outputs = []
