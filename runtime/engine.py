@@ -34,8 +34,8 @@ from runtime.tokenizer import Detokenizer, Tokenizer
 
 TURN_POLL_S = 0.05
 """How often a waiting generation looks whether it has been cancelled."""
-LENT_TOKENS = 512
-"""Steps that whoever measures the decoder may run in a row."""
+LENT_TOKENS = 128
+"""Tokens that whoever measures the decoder may put into slot 0, unless more are asked for."""
 CONTEXT_TOKENS = 8
 """Prompt tokens that the detokenizer sees before the answer, so that a continuation keeps its leading space."""
 
@@ -151,14 +151,14 @@ class Engine:
             self._conversations.forget(chat)
 
     @contextmanager
-    def lent(self) -> Iterator[Decoder]:
-        """While entered, the decoder is the caller's, who may run steps in slot 0, up to `LENT_TOKENS` of them.
+    def lent(self, tokens: int = LENT_TOKENS) -> Iterator[Decoder]:
+        """While entered, the decoder is the caller's, who may put so many tokens into slot 0.
 
         Conversations stay: what was in slot 0 moves to another one. Where all are in use, the one unused for longest
         gives way, and is written to disk first if it is worth a file.
         """
         with self._turn:
-            self._conversations.vacate(0, min(self.context, LENT_TOKENS))
+            self._conversations.vacate(0, min(self.context, tokens))
             try:
                 yield self.decoder
             finally:

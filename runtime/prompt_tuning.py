@@ -219,6 +219,17 @@ def prompts_within_budget(
     return found, None
 
 
+def is_known(decoder: Decoder, model: TunedModel, *, budget_percent: float, profiles: ProfileStore) -> bool:
+    """Whether it needs no measuring what a budget buys for a loaded model's prompts."""
+    from tuner.prompts import PromptStore
+
+    runner = backend(decoder.backend)
+    if not budget_percent or obstacle(runner, model, decoder.options.context) is not None:
+        return True
+    key = profile_key(runner.device(decoder.options), decoder.backend, model, budget_percent)
+    return PromptStore(profiles.folder).find(key) is not None
+
+
 def prompt_tuning_of(profile: PromptProfile, *, cached: bool) -> PromptTuning:
     """What a profile says, for people and programs."""
     return PromptTuning(

@@ -154,9 +154,7 @@ def _stored(
     finally:
         decoder.close()
     about = {"kv": load.kv, "bits": model.recipe.bits, "k_chunk": k_chunk, "select": load.select}
-    if span.as_chat:
-        about["prompt_k_chunk"] = prompts
-    return result, about
+    return result, {**about, "prompt_k_chunk": prompts}
 
 
 def _compensated(
@@ -209,4 +207,4 @@ def _full_precision(
             checkpoint, tokens, window, stride, progress, interrupt.cancelled, as_chat=span.as_chat
         )
     bits = 8 * checkpoint.embedding().element_size()
-    return result, {"kv": None, "bits": bits, "k_chunk": None, "select": None}
+    return result, {"kv": None, "bits": bits, "k_chunk": None, "select": None, "prompt_k_chunk": None}

@@ -173,7 +173,6 @@ def _summary(engine: Engine, model: StoredModel, text: str, finish_reason: str, 
         "bits": model.recipe.bits,
         "kv": decoder.options.kv,
         "k_chunk": k_chunk_by_type(decoder.options.k_chunk),
-        "prompt_k_chunk": k_chunk_by_type(decoder.options.prompt_k_chunk),
         "speculation": None,
     }
 

@@ -15,7 +15,7 @@ from runtime.decoder import Decoder
 from runtime.errors import Cancelled
 from runtime.kv.saved_folder import SavedCaches, forget, holding
 from runtime.problem import Problem
-from runtime.prompt_tuning import prompts_within_budget
+from runtime.prompt_tuning import PROMPT_TOKENS, is_known, prompts_within_budget
 from runtime.server.catalogue import Bundle, StoreCatalogue
 from runtime.server.inspecting import MachineInspector
 from runtime.server.interfaces import LoadedModel
@@ -208,12 +208,14 @@ class StoreLoader:
         force: bool = False,
     ) -> LoadedModel:
         """Compensate prompts as far as their budget pays for. What decoding's budget was told is not told again."""
-        with _engine(loaded).lent() as decoder:
+        engine, percent, profiles = _engine(loaded), compensation.prompt_percent, ProfileStore(self._profiles)
+        known = not force and is_known(engine.decoder, model, budget_percent=percent, profiles=profiles)
+        with engine.lent(0 if known else PROMPT_TOKENS) as decoder:
             found, problem = prompts_within_budget(
                 decoder,
                 model,
-                budget_percent=compensation.prompt_percent,
-                profiles=ProfileStore(self._profiles),
+                budget_percent=percent,
+                profiles=profiles,
                 force=force,
                 progress=progress,
                 cancelled=cancelled,

@@ -114,11 +114,12 @@ def test_an_answer_from_prompt_to_end_of_sequence(spec: ModelSpec, tokenizer: To
     assert engine.reason == "a test"
 
 
-def test_prefill_is_chunked_and_uncompensated_decode_is_compensated(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+def test_prefill_is_chunked_and_told_from_decoding(spec: ModelSpec, tokenizer: Tokenizer) -> None:
     engine, script = make(spec, tokenizer, "abc", prompt=20)
     list(engine.generate(list(range(50, 70)), greedy()))
     assert [step.tokens.size for step in script.steps] == [8, 8, 4, 1, 1, 1]
-    assert [step.compensate for step in script.steps] == [False] * 3 + [True] * 3
+    assert [step.prefill for step in script.steps] == [True] * 3 + [False] * 3
+    assert all(step.compensate for step in script.steps)
     assert [step.logit_rows.tolist() for step in script.steps] == [[], [], [3], [0], [0], [0]]
     assert np.concatenate([step.positions for step in script.steps]).tolist() == list(range(23))
     assert np.concatenate([step.tokens for step in script.steps]).tolist() == [*range(50, 70), *script.answer]

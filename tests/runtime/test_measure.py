@@ -75,7 +75,8 @@ def test_the_steps_of_a_measurement() -> None:
         list(range(16, 20)),
         *([position] for position in range(20, 25)),
     ]
-    assert [step.compensate for step in measured] == [False] * 3 + [True] * 5
+    assert [step.prefill for step in measured] == [True] * 3 + [False] * 5
+    assert all(step.compensate for step in measured)
     assert [list(step.logit_rows) for step in measured] == [[], [], [3], *([[0]] * 5)]
     assert [int(step.tokens[0]) for step in measured[3:]] == [20, 21, 22, 23, 24]  # greedy: each feeds the next
 

@@ -16,7 +16,7 @@ from runtime.backend import Device
 from runtime.backends.cpu.backend import BACKEND
 from runtime.decoder import DecoderOptions, Step
 from runtime.errors import Cancelled, OutOfMemoryError, RequestError
-from runtime.prompt_tuning import PromptTimer, prompts_within_budget, tune_prompts
+from runtime.prompt_tuning import PromptTimer, is_known, prompts_within_budget, tune_prompts
 from runtime.tuning import NoTuningError
 from runtime.wire.device import PromptTuning
 from tuner.profiles import ProfileStore
@@ -115,6 +115,8 @@ def test_the_most_that_a_budget_pays_for(
     assert found.measured_slowdown_percent == pytest.approx(cost)
     assert decoder.options.prompt_k_chunk == level
     assert [report.phase for report in told] == ["tune"]
+    assert is_known(decoder, stored, budget_percent=budget, profiles=ProfileStore(tmp_path))
+    assert not is_known(decoder, stored, budget_percent=budget + 0.5, profiles=ProfileStore(tmp_path))
     before = len(decoder.steps)
     decoder.set_prompt_k_chunk(0)
     again = tune_prompts(decoder, stored, budget_percent=budget, profiles=ProfileStore(tmp_path))

@@ -29,6 +29,7 @@ FIELDS = {
     "measured_slowdown_percent",
     "seconds",
     "cached",
+    "prompts",
 }
 SIMULATED = ("--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--bits", 3, "--method", "awq")
 
@@ -61,6 +62,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_json_object_has_exactly_the_documented_fields(answer: Answer, clock: Clock) -> None:
     found = answer("tune-device", "demo", "--budget", 8)
     assert found.keys() == FIELDS | {"measured"}
+    assert (found["prompts"]["budget_percent"], found["prompts"]["k_chunk"] in (0, 1024)) == (20, True)
     assert (found["budget_percent"], found["n_tb_max"], found["cached"]) == (8, None, False)
     assert found["n_tb"] == dict.fromkeys(KINDS, 0)
     assert set(found["k_chunk"]) == set(KINDS)
@@ -99,6 +101,7 @@ def test_the_budget_of_the_settings_and_the_default(
 def test_a_simulated_device(answer: Answer, run: Callable[..., Any], tmp_path: Path) -> None:
     found = answer("tune-device", *SIMULATED, "--budget", 2.5)
     assert found.keys() == FIELDS | {"simulated"}
+    assert found["prompts"] is None
     assert (found["device"], found["budget_percent"]) == ("rtx-4050m", 2.5)
     assert found["measured_slowdown_percent"] is None
     assert set(found["k_chunk"]) == set(found["n_tb"]) == {"qkv", "o", "gate_up", "down"}

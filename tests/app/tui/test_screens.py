@@ -52,7 +52,7 @@ async def test_perplexity_and_warning_are_shown(stage: Callable[..., Any], runti
         await s.ready()
         await open_models(s)
         await s.shows("12.31 → 99.00")
-        await s.shows("rtn · 3 bits fell apart")
+        await s.shows("gptq · 3 bits fell apart")
         await s.pilot.press("down")
         await s.hides("3 bits fell apart")
 
@@ -72,7 +72,7 @@ async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any
         await s.pilot.press("enter")
         await s.until(lambda: any(entry.name == "mine" for entry in runtime.entries) and not s.app.session.working)
         assert runtime.named("quantize") == [
-            QuantizeRequest(source=str(checkpoint), bits=4.0, method="rtn", smooth_attention=False)
+            QuantizeRequest(source=str(checkpoint), bits=4.0, method="gptq", smooth_attention=False)
         ]
         await s.until(lambda: "12.30 → 12.80" in s.screen_text(), "the new row")
 

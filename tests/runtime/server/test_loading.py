@@ -203,7 +203,11 @@ def test_a_load_is_tuned_to_its_budget(loader: StoreLoader, clock: Clock) -> Non
         loaded.engine.close()
 
 
-@pytest.mark.parametrize("request_", [TuneRequest(budget=10), TuneRequest(k_chunk=8)], ids=["budget", "k_chunk"])
+@pytest.mark.parametrize(
+    "request_",
+    [TuneRequest(budget=10, prompt_budget=0), TuneRequest(k_chunk=8, prompt_budget=0)],
+    ids=["budget", "k_chunk"],
+)
 def test_conversations_survive_tuning(loader: StoreLoader, clock: Clock, request_: TuneRequest) -> None:
     loaded = loader.load(LoadRequest(model="demo", k_chunk=0, context=256), ignore_progress, never_cancelled)
     decoder = loaded.engine.decoder  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from runtime.wire.codec import to_json
 TIMINGS = {
     "k_chunk",
     "slowdown_percent",
+    "prompt_slowdown_percent",
     "ttft_s",
     "prefill_tokens_per_s",
     "decode_tokens_per_s",
