@@ -87,7 +87,8 @@ class InputStatistics:
                 left = [each * weights[part, None] for each in left]
             return magnitudes.max(0)[::-1], squares, left
 
-        with ThreadPoolExecutor(min(len(parts), cpu_count() or 1)) as pool:
+        pieces: list[list[FloatArray]] = []
+        with ThreadPoolExecutor(max(1, min(len(parts), cpu_count() or 1))) as pool:
             for part, (maximum, squares, left) in zip(parts, pool.map(look, parts), strict=True):
                 if not np.isfinite(maximum[0]):  # NaN sorts behind everything
                     raise QuantizationError(
@@ -96,13 +97,14 @@ class InputStatistics:
                     )
                 np.maximum(self.rank_maximum, maximum, out=self.rank_maximum)
                 self.square_sum += squares
-                if left:
-                    self._add_left(left)
+                pieces.append(left)
                 self.tokens += part.stop - part.start
+        if pieces and pieces[0]:
+            self._add_left([np.concatenate(each) for each in zip(*pieces, strict=True)])
 
     def _add_left(self, left: list[FloatArray]) -> None:
         """Take in the activations float32 [t, K] that each level leaves; nothing is left out at the first."""
-        energies = [np.square(each, dtype=np.float64).sum(0) for each in left]
+        energies = [np.einsum("tk,tk->k", each, each).astype(np.float64) for each in left]
         self.restored_sum += energies[0] - energies[-1]
         if self.hessian is None:
             return
