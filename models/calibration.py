@@ -1,4 +1,4 @@
-"""Statistics of a linear layer's input over calibration tokens: what salient-channel selection needs to know.
+"""Statistics of a linear layer's input over calibration tokens: what quantizers and salient-channel selection need.
 
 Source: QDEC §4.3 (Fig. 9) for the rank maxima, §3.3 and Fig. 16 for the mean square; Frantar et al. 2023 (OPTQ) for the
 Hessian.
@@ -6,15 +6,20 @@ Hessian.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from os import cpu_count
 
 import numpy as np
 import numpy.typing as npt
 
 from models.errors import QuantizationError
-from models.salience import FloatArray, without_salient
+from models.salience import FloatArray, levels, without_each
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 19
+"""Activations handled at a time by a thread."""
+_RESTORED_FLOOR = np.float32(0.1)
+"""Added to what is restored of every channel, in units of the mean: other texts restore other channels."""
 
 
 @dataclass(slots=True)
@@ -25,13 +30,15 @@ class InputStatistics:
     """float32 [K]: for every rank r the maximum over tokens of the r-th largest |x|, descending."""
     square_sum: npt.NDArray[np.float64]
     """float64 [K]: sum of x² over tokens."""
-    magnitude_sum: npt.NDArray[np.float64]
-    """float64 [K]: sum of |x| over tokens."""
+    restored_sum: npt.NDArray[np.float64]
+    """float64 [K]: sum of x² over the tokens at which the channel is among those expected to be restored."""
     hessian: FloatArray | None = None
-    """float32 [K, K]: sum of x xᵀ over tokens, the Hessian of the layer's squared output error but for a factor; of x
-    without its salient channels where compensation is expected."""
+    """float32 [K, K]: second moments of x and of x without its salient channels, see `models.salience`: the Hessian of
+    what base quantizers minimize, but for a factor."""
     expected_k_chunk: int = 0
-    """Salient channels per 1024 that the Hessian leaves out, see `models.salience`."""
+    """Salient channels per 1024 that compensation is expected to restore."""
+    shares: tuple[float, ...] | None = None
+    """What each of the levels counts in the Hessian; found from the first tokens."""
     tokens: int = 0
     """Tokens seen."""
 
@@ -42,50 +49,81 @@ class InputStatistics:
         Args:
             width: K.
             second_moments: Whether to gather the Hessian too, 4 K² bytes.
-            expected_k_chunk: Salient channels per 1024 that it leaves out.
+            expected_k_chunk: Salient channels per 1024 that compensation is expected to restore.
         """
-        hessian = np.zeros((width, width), np.float32) if second_moments else None
         return cls(
             rank_maximum=np.zeros(width, np.float32),
             square_sum=np.zeros(width, np.float64),
-            magnitude_sum=np.zeros(width, np.float64),
-            hessian=hessian,
+            restored_sum=np.zeros(width, np.float64),
+            hessian=np.zeros((width, width), np.float32) if second_moments else None,
             expected_k_chunk=expected_k_chunk,
         )
 
-    def add(self, x: FloatArray, name: str) -> None:
+    def add(self, x: FloatArray, name: str, counts: FloatArray | None = None) -> None:
         """Take in activations.
 
         Args:
             x: float32 [..., K].
             name: The linear layer, for the error.
+            counts: float32 [...], not negative: what a squared error at each token counts, for the Hessian and for what
+                is restored; None: the same for all.
 
         Raises:
             QuantizationError: an activation is NaN or infinite.
         """
-        rows = x.reshape(-1, x.shape[-1])
-        step = max(1, _CHUNK // max(1, x.shape[-1]))
-        for start in range(0, rows.shape[0], step):
-            part = np.abs(rows[start : start + step])
-            magnitude = part.sum(0, dtype=np.float64)
-            part.sort(axis=1)
-            if not np.isfinite(part[:, -1]).all():  # NaN sorts behind everything
-                raise QuantizationError(
-                    f"the full-precision model computes NaN or infinity before {name}; the checkpoint is damaged, or "
-                    "its numbers leave the range of its format"
-                )
-            self.rank_maximum = np.maximum(self.rank_maximum, part.max(0)[::-1])
-            self.magnitude_sum += magnitude
-            self.square_sum += np.square(rows[start : start + step]).sum(0, dtype=np.float64)
-            if self.hessian is not None:
-                left = without_salient(rows[start : start + step], self.expected_k_chunk)
-                self.hessian += left.T @ left
-            self.tokens += part.shape[0]
+        rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
+        step = max(1, _CHUNK // max(1, rows.shape[1]))
+        parts = [slice(start, min(start + step, len(rows))) for start in range(0, len(rows), step)]
+        k_chunks = levels(self.expected_k_chunk)
+        weights = None if counts is None else np.sqrt(counts.reshape(-1))
+
+        def look(part: slice) -> tuple[FloatArray, npt.NDArray[np.float64], list[FloatArray]]:
+            own = rows[part]
+            magnitudes = np.abs(own)
+            magnitudes.sort(axis=1)
+            squares = np.square(own, dtype=np.float64).sum(0)
+            left = without_each(own, k_chunks) if self.expected_k_chunk or self.hessian is not None else []
+            if weights is not None:
+                left = [each * weights[part, None] for each in left]
+            return magnitudes.max(0)[::-1], squares, left
+
+        with ThreadPoolExecutor(min(len(parts), cpu_count() or 1)) as pool:
+            for part, (maximum, squares, left) in zip(parts, pool.map(look, parts), strict=True):
+                if not np.isfinite(maximum[0]):  # NaN sorts behind everything
+                    raise QuantizationError(
+                        f"the full-precision model computes NaN or infinity before {name}; the checkpoint is damaged, "
+                        "or its numbers leave the range of its format"
+                    )
+                np.maximum(self.rank_maximum, maximum, out=self.rank_maximum)
+                self.square_sum += squares
+                if left:
+                    self._add_left(left)
+                self.tokens += part.stop - part.start
+
+    def _add_left(self, left: list[FloatArray]) -> None:
+        """Take in the activations float32 [t, K] that each level leaves; nothing is left out at the first."""
+        energies = [np.square(each, dtype=np.float64).sum(0) for each in left]
+        self.restored_sum += energies[0] - energies[-1]
+        if self.hessian is None:
+            return
+        if self.shares is None:
+            totals = [float(energy.sum()) for energy in energies]
+            self.shares = tuple(totals[0] / total if total > 0 else 0.0 for total in totals)
+        import torch
+
+        hessian = torch.from_numpy(self.hessian)
+        for each, share in zip(left, self.shares, strict=True):
+            part = torch.from_numpy(each)
+            hessian.addmm_(part.T, part, alpha=share)
 
     def mean_square(self) -> FloatArray:
         """float32 [K]: mean of x² over tokens."""
         return (self.square_sum / max(1, self.tokens)).astype(np.float32)
 
-    def mean_magnitude(self) -> FloatArray:
-        """float32 [K]: mean of |x| over tokens."""
-        return (self.magnitude_sum / max(1, self.tokens)).astype(np.float32)
+    def restored(self) -> FloatArray | None:
+        """float32 [K]: what of each channel is expected to be restored, 1 on average; None where nothing is."""
+        mean = self.restored_sum.mean() if len(self.restored_sum) else 0.0
+        if not mean > 0:
+            return None
+        found: FloatArray = (self.restored_sum / mean).astype(np.float32)
+        return found + _RESTORED_FLOOR

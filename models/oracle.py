@@ -7,7 +7,7 @@ rows of a batch have the same length. `B` batch, `S` query length, `T` cached le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -29,8 +29,13 @@ Trace = Callable[[str, Tensor, Tensor], None]
 """Called with a linear layer's name, its input [B, S, K] and its output [B, S, N] after the layer ran."""
 
 
-KeyObserver = Callable[[int, Tensor], None]
-"""Called with a block's number and its keys as attention reads them, rotated: [B, H_kv, S, D]."""
+KeyObserver = Callable[[int, Tensor, Tensor], None]
+"""Called with a block's number, its queries [B, H, S, D] and its keys [B, H_kv, S, D], both rotated."""
+
+
+AttentionObserver = Callable[[int, Tensor], None]
+"""Called with a block's number and the attention that each token receives, summed over the tokens that look at it and
+averaged over heads: float32 [B, T]."""
 
 
 class Weights(Protocol):
@@ -78,7 +83,8 @@ class Oracle:
         weights: A checkpoint, or anything else that provides `Weights`.
         dtype: Of weights and activations: float32 or bfloat16. Norms and softmax are float32 inside.
         observe: Sees the input of every linear layer; None for no observer.
-        observe_keys: Sees the keys of every block.
+        observe_keys: Sees the queries and keys of every block.
+        observe_attention: Sees the attention that tokens receive in every block; takes [B, H, S, T] to compute.
         trace: Sees input and output of every linear layer; with it, what `block` does is recorded for autograd.
         resident: Whether weights stay in memory once used. If not, only those of the block (or table, or head) that
             ran last do.
@@ -91,6 +97,7 @@ class Oracle:
         *,
         observe: Observer | None = None,
         observe_keys: KeyObserver | None = None,
+        observe_attention: AttentionObserver | None = None,
         trace: Trace | None = None,
         resident: bool = True,
     ) -> None:
@@ -98,9 +105,10 @@ class Oracle:
         self.dtype = dtype
         self.observe = observe
         self.observe_keys = observe_keys
+        self.observe_attention = observe_attention
         self.trace = trace
-        self.replace: tuple[str, Callable[[Tensor], Tensor]] | None = None
-        """A linear layer's name and what computes its output [B, S, N] from its input [B, S, K] instead."""
+        self.replace: Mapping[str, Callable[[Tensor], Tensor]] = {}
+        """By the name of a linear layer, what computes its output [B, S, N] from its input [B, S, K] instead."""
         self._weights = weights
         self._resident = resident
         self._table: Tensor | None = None
@@ -232,8 +240,8 @@ class _Operations(architecture.Operations[Tensor]):
     def linear(self, x: Tensor, name: str) -> Tensor:
         if self.oracle.observe is not None:
             self.oracle.observe(name, x)
-        if self.oracle.replace is not None and self.oracle.replace[0] == name:
-            return self.oracle.replace[1](x)
+        if name in self.oracle.replace:
+            return self.oracle.replace[name](x)
         weight, bias = self.oracle.parameters(name)
         if weight.dtype == x.dtype:
             y = functional.linear(x, weight, bias)
@@ -261,7 +269,7 @@ class _Operations(architecture.Operations[Tensor]):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         queries, keys, values = (self._heads(x).transpose(1, 2) for x in (q, k, v))  # [B, H or H_kv, S, D]
         if self.oracle.observe_keys is not None:
-            self.oracle.observe_keys(layer, keys)
+            self.oracle.observe_keys(layer, queries, keys)
         first = int(self.positions[0]) if self.cache is None else 0  # position of the first key
         if self.cache is not None:
             end = int(self.positions[-1]) + 1
@@ -269,6 +277,8 @@ class _Operations(architecture.Operations[Tensor]):
             self.cache.values[layer, :, :, self.positions] = values
             keys, values = self.cache.keys[layer, :, :, :end], self.cache.values[layer, :, :, :end]
         mask = self._mask(first, keys.shape[2], self.spec.windows[layer])
+        if self.oracle.observe_attention is not None:
+            self.oracle.observe_attention(layer, _received(queries, keys, mask))
         attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         return attended.transpose(1, 2).flatten(-2)
 
@@ -292,3 +302,11 @@ class _Operations(architecture.Operations[Tensor]):
             seen = distance >= 0
             self.masks[window] = seen if window is None else seen & (distance < window)
         return self.masks[window]
+
+
+def _received(queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+    """Attention that each key receives, float32 [B, T], from queries [B, H, S, D] and keys [B, H_kv, T, D]."""
+    shared = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+    scores = (queries @ shared.transpose(-1, -2)).float() / queries.shape[-1] ** 0.5
+    shares: Tensor = scores.masked_fill_(~mask, -torch.inf).softmax(-1)
+    return shares.sum(2).mean(1)

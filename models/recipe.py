@@ -12,13 +12,15 @@ Method = Literal["rtn", "gptq", "awq", "awq-gptq", "squeezellm"]
 """Base quantizers; `models.quantizers.quantizer` finds the code by the same name."""
 METHODS: tuple[Method, ...] = get_args(Method)
 """All of them."""
-DEFAULT_METHOD: Method = "rtn"
+DEFAULT_METHOD: Method = "gptq"
 """What a model is quantized by unless another is asked for."""
+DEFAULT_GROUP_SIZE = 64
+"""Input channels that share a scale unless another number is asked for."""
 GOOD_FOR: Mapping[Method, str] = {
     "rtn": "plain rounding, fast",
-    "gptq": "errors made up for, slower",
+    "gptq": "errors made up for, best",
     "awq": "spares salient channels",
-    "awq-gptq": "both, best with even levels",
+    "awq-gptq": "both, slower",
     "squeezellm": "levels to fit each row, slowest",
 }
 """What each is good for, in a few words."""
@@ -29,11 +31,12 @@ SMALLEST_BITS, LARGEST_BITS = 3, 4
 RESIDUAL_BITS = (0, 2, 4, 8, 16)
 """Widths of the residuals; 0 keeps none, 16 keeps them in half precision."""
 LARGEST_K_CHUNK = 512
-"""The most salient channels of 1024 that a base quantizer can leave out: it needs others to look at."""
+"""The most salient channels of 1024 that can be expected to be restored: the quantizer needs others to look at."""
 HEAD_BITS = (3, 4)
 """Widths of the output head."""
-EXPECTED_K_CHUNK = 32
-"""What a budget of some percent buys on the GPUs this is made for."""
+EXPECTED_K_CHUNK = 64
+"""The most that a model is made for unless the recipe says otherwise: a budget of some percent buys a quarter of it on
+a processor, all of it on the GPUs this is made for."""
 _LATER = frozenset({"block_bits", "smooth_attention"})
 """Keys that a recipe's JSON object leaves out at their defaults."""
 
@@ -50,15 +53,16 @@ class Recipe:
     """Bits of the linear layers of the blocks: 3, 4, or a number between, the average over blocks of 3 and of 4."""
     block_bits: tuple[int, ...] | None = None
     """Bits of every block, 3 or 4, where `bits` is a number between; None until they are allocated."""
-    group_size: int = 128
+    group_size: int = DEFAULT_GROUP_SIZE
     """Input channels that share a scale and a zero-point; a multiple of 32. With a codebook, those of an activation."""
     residual_bits: int = 4
     """Bits of the residuals W - Ŵ kept in RAM for error compensation: 0 (none), 2, 4, 8 or 16 (half precision)."""
     head_bits: int = 4
     """Bits of the output head."""
     expected_k_chunk: int = EXPECTED_K_CHUNK
-    """Salient channels per 1024 that error compensation is expected to restore when the model runs: base quantizers
-    that work with second moments leave these out (see `models.salience`). Without residuals it counts as 0."""
+    """The most salient channels per 1024 that error compensation is expected to restore when the model runs: base
+    quantizers that work with second moments minimize the error with none, a quarter and all of these restored (see
+    `models.salience`), and residuals are scaled for what is restored. Without residuals it counts as 0."""
     smooth_attention: bool = False
     """Whether key channels are evened out for a KV cache of few bits, at no cost when the model runs."""
 
@@ -121,7 +125,7 @@ class Recipe:
 
     @property
     def left_out(self) -> int:
-        """Salient channels per 1024 that base quantizers leave to compensation."""
+        """The most salient channels per 1024 that quantizers leave to compensation."""
         return self.expected_k_chunk if self.residual_bits else 0
 
     @property

@@ -1,10 +1,19 @@
-"""Which channels error compensation is expected to restore: what base quantizers leave out of their errors.
+"""Which channels error compensation is expected to restore, and what base quantizers minimize therefore.
 
-Compensation adds the residuals of the salient channels of every token, so what is left of a layer's output error is
-that of the other channels: with x̃ = x where channel k is not selected and 0 where it is, (W - Ŵ) x̃ instead of
-(W - Ŵ) x. A base quantizer that minimizes the error over x spends its freedom on channels that need none, and what it
-takes from others for their sake (GPTQ's feedback) is in the way once they are restored. Minimizing it over x̃ gives the
-best base for compensated inference; the statistics differ, nothing else does.
+Compensation adds the residuals of the salient channels of every token. With x̃_k = x where a channel is not among the k
+salient ones of 1024 and 0 where it is, what is left of a layer's output error is (W - Ŵ) x̃_k. k is not one number: a
+prompt has none compensated (or all), a small budget buys a few channels, a large one many. A base that looks at x alone
+moves errors into channels that are then restored, so that others stand alone; one that looks at x̃_k alone leaves the
+largest channels unprotected, whose errors then meet every prompt and inflate the scales of all residuals of a row. So
+base quantizers minimize the sum over a few k (`levels`) of the error that is left, each in units of what plain rounding
+would leave: |(W - Ŵ) x̃_k|² summed over tokens and divided by |x̃_k|² summed over tokens, for the errors of plain
+rounding have about the same size in every channel.
+
+Tokens differ as well, the first of a text most of all: it has activations thousands of times the usual ones in a few
+layers, small ones in others, and receives most of the attention of all tokens (an attention sink), so that its keys and
+values are in every output. It is also rare. So a token counts as often as it is looked at, once by itself and then by
+the attention that it receives. And what a layer adds to the residual stream counts against the stream's size at that
+token, for the next norm divides by it.
 """
 
 from __future__ import annotations
@@ -18,6 +27,11 @@ CHUNK = 1024
 """Input channels of one search for salient ones (QDEC §4.3); the last chunk of a matrix may be narrower."""
 
 
+def levels(expected: int) -> tuple[int, ...]:
+    """The k_chunk that a model is made for, ascending: none, a quarter of what is expected, and all of it."""
+    return tuple(sorted({0, -(-expected // 4), expected}))
+
+
 def without_salient(x: FloatArray, k_chunk: int) -> FloatArray:
     """Activations without those that compensation would take care of.
 
@@ -29,13 +43,20 @@ def without_salient(x: FloatArray, k_chunk: int) -> FloatArray:
     Returns:
         float32 [T, K]; `x` itself where k_chunk is 0.
     """
-    if k_chunk == 0:
-        return x
-    left = x.copy()
+    (left,) = without_each(x, (k_chunk,))
+    return left
+
+
+def without_each(x: FloatArray, k_chunks: tuple[int, ...]) -> list[FloatArray]:
+    """`without_salient` for each of some k_chunk."""
+    found = [x.copy() if k_chunk else x for k_chunk in k_chunks]
     for start in range(0, x.shape[1], CHUNK):
         part = np.abs(x[:, start : start + CHUNK])
         width = part.shape[1]
-        count = -(-width * k_chunk // CHUNK)
-        border = np.partition(part, width - count, axis=1)[:, width - count, None]
-        left[:, start : start + CHUNK][part >= border] = 0
-    return left
+        places = [width - -(-width * k_chunk // CHUNK) for k_chunk in k_chunks]
+        wanted = sorted({place for place in places if place < width})
+        ordered = np.partition(part, wanted, axis=1) if wanted else part
+        for left, place in zip(found, places, strict=True):
+            if place < width:
+                left[:, start : start + CHUNK][part >= ordered[:, place, None]] = 0
+    return found

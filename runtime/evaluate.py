@@ -106,9 +106,8 @@ def perplexity(
     """Perplexity of a decoder; every position is compensated by its own activations, as in decoding.
 
     As a chat, a prompt gets what the engine gives it, and decoding is one token a step. Else many positions make a
-    step; a cache with a window of recent tokens in full precision is seen as decoding sees it where max_rows divides
-    its page (128 tokens; the default does): no step then goes past the point where decoding would quantize the next
-    page.
+    step; a cache with a window of recent tokens in full precision is seen as decoding sees it, for no step goes past
+    the point where decoding would quantize the next page.
 
     Args:
         decoder: The loaded model; slot 0 is used and overwritten.
@@ -199,7 +198,7 @@ def _score_steps(
 
     The window's last token is not run: nothing after it is scored.
     """
-    for at, end, prompt in _steps(part, decoder.options.max_rows, as_chat):
+    for at, end, prompt in _steps(decoder, part, as_chat):
         _check(cancelled)
         wanted = np.arange(max(part.first - 1, at), end)
         step = Step(
@@ -214,13 +213,20 @@ def _score_steps(
             yield negative_log_likelihood(logits, text[wanted + 1])
 
 
-def _steps(part: Window, rows: int, as_chat: bool) -> Iterator[tuple[int, int, bool]]:
-    """First token of each step of a window, the one behind its last, and whether it is one of a prompt's."""
-    for at in range(part.start, part.prompt, rows):
-        yield at, min(at + rows, part.prompt), True
-    rows = 1 if as_chat else rows
-    for at in range(part.prompt, part.end - 1, rows):
-        yield at, min(at + rows, part.end - 1), False
+def _steps(decoder: Decoder, part: Window, as_chat: bool) -> Iterator[tuple[int, int, bool]]:
+    """First token of each step of a window, the one behind its last, and whether it is one of a prompt's.
+
+    The cache says how far a step may go, so each is to be run before the next is asked for.
+    """
+    end, most, cache = part.start, decoder.options.max_rows, decoder.cache
+    if cache is not None:
+        cache.clear(0)
+    while end < part.end - 1:
+        at, prompt = end, end < part.prompt
+        free = most if prompt or cache is None else min(most, cache.rows_until_flush(0))
+        rows = 1 if as_chat and not prompt else free
+        end = min(at + rows, part.prompt if prompt else part.end - 1)
+        yield at, end, prompt
 
 
 def _evaluate(

@@ -231,7 +231,7 @@ def _kv_read(kind: CacheKind, spec: ModelSpec, position: int) -> int:
     pages are cut off as a whole.
     """
     paged = bytes_per_token(kind, spec)
-    recent, half = (kind.keep + kind.page // 2, window_token_bytes(kind, spec)) if kind.windowed else (0, 0)
+    recent, half = (kind.unpaged + kind.page // 2, window_token_bytes(kind, spec)) if kind.windowed else (0, 0)
     total = 0.0
     for window in spec.windows:
         seen = min(position + 1, window or position + 1)

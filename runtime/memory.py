@@ -28,8 +28,8 @@ CONVERSATIONS = 4
 """Sequences whose cache stays at hand where a person chats, if memory allows; they share the pages of one context."""
 _STEP = 64
 """A planned context is a multiple of this, unless it is the model's own maximum."""
-_ADVISED: tuple[KVKind, ...] = ("int8", "int4", "kivi2")
-"""Kinds of cache that advice names: the cheapest of 8, 4 and 2 bits."""
+_ADVISED: tuple[KVKind, ...] = ("int8", "int4")
+"""Kinds of cache that advice names: the cheapest of 8 and of 4 bits. Those of 2 bits lose too much (docs/kv.md)."""
 _CLEARLY_LESS = 0.8
 """Advice names a kind only if it takes less than this share."""
 _MARGIN = 256 * MIB

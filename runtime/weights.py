@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from models.keys import KeyStatistics
 from models.packed import PackedLinear
 from models.spec import ModelSpec
 
@@ -25,6 +26,10 @@ class Weights(Protocol):
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:
         """A norm's weight. float32 [C] or [D]."""
+        ...
+
+    def key_statistics(self, layer: int) -> KeyStatistics | None:
+        """What is known of a block's keys and queries; None where it is not."""
         ...
 
     def embedding(self) -> npt.NDArray[np.float16]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from models.progress import Progress, ProgressCallback
 
 NAME = "lowbit-chat"
+LINE_S = 3.0
+"""Between two lines of progress where standard error is no terminal."""
 
 
 class Output:
@@ -62,7 +65,7 @@ class Output:
 
     @contextmanager
     def progress(self) -> Iterator[ProgressCallback]:
-        """Show reports on standard error: bars on a terminal, else one line for each phase."""
+        """Show reports on standard error: bars on a terminal, else a line for each phase and every few seconds."""
         if not sys.stderr.isatty():
             yield _PhaseLines(self)
             return
@@ -74,16 +77,30 @@ class Output:
 
 
 class _PhaseLines:
-    """One line when a phase begins."""
+    """One line when a phase begins, and every few seconds how far it is and how long the rest will take."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
         self._phase = ""
+        self._begin = self._said = self._first = 0.0
 
     def __call__(self, report: Progress) -> None:
+        now = time.monotonic()
         if report.phase != self._phase:
-            self._phase = report.phase
+            self._phase, self._begin, self._said, self._first = report.phase, now, now, report.done
             self._output.note(report.message)
+        elif report.total and now - self._said >= LINE_S and self._first < report.done < report.total:
+            self._said = now
+            left = (now - self._begin) * (report.total - report.done) / (report.done - self._first)
+            self._output.note(f"{report.message}: {report.done / report.total:.0%}, about {duration(left)} left")
+
+
+def duration(seconds: float) -> str:
+    """A time as a person says it: 40 s, 3 min, 1 h 20 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class _PhaseBars:

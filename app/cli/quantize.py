@@ -13,7 +13,7 @@ from app.cli.errors import CliError
 from app.cli.model import find_checkpoint, quantized
 from app.cli.output import Output, size
 from app.cli.services import DEMO, services_of
-from models.recipe import DEFAULT_METHOD, EXPECTED_K_CHUNK, GOOD_FOR, Method
+from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, EXPECTED_K_CHUNK, GOOD_FOR, Method
 
 METHODS_TOLD = ", ".join(f"{method} ({words})" for method, words in GOOD_FOR.items())
 """The methods and what each is good for."""
@@ -34,7 +34,7 @@ def quantize(
     method: Annotated[Method, typer.Option("--method", help=f"Base quantizer: {METHODS_TOLD}.")] = DEFAULT_METHOD,
     group_size: Annotated[
         int, typer.Option("--group-size", help="Input channels that share a scale; a multiple of 32.")
-    ] = 128,
+    ] = DEFAULT_GROUP_SIZE,
     residual_bits: Annotated[
         int, typer.Option("--residual-bits", help="Bits of the residuals kept in RAM: 0, 2, 4, 8 or 16.")
     ] = 4,
@@ -42,8 +42,9 @@ def quantize(
         int,
         typer.Option(
             "--expect-k-chunk",
-            help="Salient channels per 1024 that compensation is expected to restore: gptq, awq and awq-gptq "
-            "leave them out of what they minimize. 0 for use without compensation.",
+            help="The most salient channels per 1024 that compensation is expected to restore: gptq, awq and awq-gptq "
+            "are made to be good with none, a quarter and all of them restored, and all residuals are scaled for "
+            "these. 0 for use without compensation.",
         ),
     ] = EXPECTED_K_CHUNK,
     smooth_attention: Annotated[
@@ -104,7 +105,8 @@ def quantize(
         f"residuals {size(summary.residual_bytes)}"
     )
     if summary.perplexity_before is not None and summary.perplexity_after is not None:
-        output.text(f"perplexity {summary.perplexity_before:.2f} before, {summary.perplexity_after:.2f} after")
+        before, after = summary.perplexity_before, summary.perplexity_after
+        output.text(f"perplexity as a chat gets it: {before:.2f} before, {after:.2f} after")
 
 
 def read_text(file: Path) -> str:

@@ -52,7 +52,7 @@ def pack(checkpoint: Path, target: Path, *, bits: int = 4) -> StoredModelInfo:
         quantize(
             checkpoint,
             store,
-            Recipe(bits=bits),
+            Recipe(method="rtn", bits=bits, group_size=128),
             name=NAME,
             calibration=dialogues("train", CALIBRATION_CONVERSATIONS),
             evaluation=dialogues("held_out", EVALUATION_CONVERSATIONS),

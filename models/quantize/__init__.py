@@ -40,7 +40,8 @@ def quantize(
         name: Its name; derived from the folder and the recipe if None.
         calibration: Text for the statistics of salient channels and for the method; up to 2048 tokens of it are used,
             8192 where the method needs it. Round-to-nearest of whole bits without residuals needs none.
-        evaluation: Text for the perplexities before and after; up to 1024 tokens of it are used. None measures none.
+        evaluation: Text for the perplexities before and after, as a chat gets them (`models.quantize.chat`); up to 1024
+            tokens of it are used. None measures none.
         force: Whether to replace a model of that name.
         progress: Receives reports.
         cancelled: Asked between pieces of work whether to stop.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from models.oracle import Oracle
 from models.packed import PackedLinear
 from models.packing import RUN
 from models.quantize.allocation import Divergence
+from models.quantize.precision import fast_products
 from models.quantize.streams import Batches, normed
 from models.quantize.working import WorkingBlock
 from models.quantizers.dequantize import dequantize, dequantize_residual
@@ -33,9 +35,9 @@ from models.spec import LAYER_TYPES
 K_CHUNKS = (0, 4, 32, 256)
 """Where losses are measured. Between 4 and 256 they fall about evenly with the logarithm of k_chunk; the first few
 channels are most of what there is to win."""
-TOKENS = 512
+TOKENS = 256
 """Most tokens of the calibration text that the copies see."""
-LENGTH = 64
+LENGTH = 32
 """Tokens of a sequence: many short ones see more kinds of text than a few long ones."""
 STATES_BYTES = 128 << 20
 """Most room for the hidden states of all copies; wide models use fewer tokens."""
@@ -83,6 +85,19 @@ def advance(
     if not copies:
         return
     untouched = torch.stack([states[0] for states in copies])  # [B, S, C]
+    with fast_products():
+        _pass(working, layer, linears, copies, untouched, watch)
+
+
+def _pass(
+    working: WorkingBlock,
+    layer: int,
+    linears: Mapping[str, PackedLinear],
+    copies: Batches,
+    untouched: torch.Tensor,
+    watch: Callable[[], None],
+) -> None:
+    """`advance`, with the untouched model's states [B, S, C] together."""
     oracle = Oracle(working, resident=False)
     for states, passed in zip(copies, oracle.block(layer, untouched), strict=True):
         states[0] = passed
@@ -90,7 +105,7 @@ def advance(
         watch()
         own = slice(1 + index * len(K_CHUNKS), 1 + (index + 1) * len(K_CHUNKS))
         name = f"layers.{layer}.{kind}"
-        oracle.replace = (name, lambda x, linear=linears[name]: _compensated(linear, x))
+        oracle.replace = {name: partial(_compensated, linears[name])}
         together = torch.stack([states[own] for states in copies], 1)  # [K_CHUNKS, B, S, C]
         passed = oracle.block(layer, together.flatten(0, 1)).view_as(together)
         for states, part in zip(copies, passed.unbind(1), strict=True):

@@ -30,7 +30,7 @@ class MatrixQuantizer:
         name: The linear layer, for example `layers.0.qkv`.
         shape: (N, K).
         recipe: How to quantize.
-        hessian: Second moments of the layer's inputs, for a method that needs them.
+        statistics: Of the layer's inputs, with second moments for a method that needs them.
         sensitivity: Of the loss to each weight [N, K], for a method that needs it.
 
     Raises:
@@ -42,8 +42,8 @@ class MatrixQuantizer:
         name: str,
         shape: tuple[int, int],
         recipe: Recipe,
+        statistics: InputStatistics,
         *,
-        hessian: FloatArray | None = None,
         sensitivity: npt.NDArray[np.floating] | None = None,
     ) -> None:
         self.name = name
@@ -51,9 +51,11 @@ class MatrixQuantizer:
         self.recipe = recipe
         self.bits = recipe.layer_bits(name)
         try:
-            self._quantize = quantizer(recipe.method, hessian=hessian, sensitivity=sensitivity)
+            self._quantize = quantizer(recipe.method, hessian=statistics.hessian, sensitivity=sensitivity)
         except QuantizationError as error:
             raise QuantizationError(f"{name}: {error}") from error
+        self._statistics = statistics
+        self._restored = statistics.restored()
         rows, width = shape
         groups = 1 if recipe.codebook else -(-width // recipe.group_size)
         self._codes = np.empty((rows, packed_width(width, self.bits)), np.int32)
@@ -74,7 +76,7 @@ class MatrixQuantizer:
         step = max(1, _PIECE // max(1, width) // RUN) * RUN
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
-    def add(self, rows: slice, weight: FloatArray) -> FloatArray:
+    def add(self, rows: slice, weight: FloatArray) -> tuple[FloatArray, FloatArray | None]:
         """Quantize some rows.
 
         Args:
@@ -82,7 +84,7 @@ class MatrixQuantizer:
             weight: Those rows, float32 [n, K].
 
         Returns:
-            Ŵ of those rows, float32 [n, K].
+            Ŵ of those rows, float32 [n, K], and R as it is stored, float32 [n, K], or None.
 
         Raises:
             QuantizationError: a weight is NaN or infinite, or out of range.
@@ -93,10 +95,10 @@ class MatrixQuantizer:
             self._codes[rows] = pack(found.codes, self.bits)
             self._scales[rows] = found.scales
             self._keep(rows, found)
-            self._add_residual(rows, weight - dequantized)
+            residual = self._add_residual(rows, weight - dequantized)
         except QuantizationError as error:
             raise QuantizationError(f"{self.name}: {error}") from error
-        return dequantized
+        return dequantized, residual
 
     def _keep(self, rows: slice, found: Codes) -> None:
         """Store what stands beside codes and scales."""
@@ -107,21 +109,23 @@ class MatrixQuantizer:
             assert self._zeros is not None
             self._zeros[rows] = found.zeros
 
-    def _add_residual(self, rows: slice, residual: FloatArray) -> None:
+    def _add_residual(self, rows: slice, residual: FloatArray) -> FloatArray | None:
         bits = self.recipe.residual_bits
         if self._residual is None:
-            return
+            return None
         if self._residual_scales is None:
             self._residual[:, rows] = residual.T
-            return
-        quantized = quantize_residual(residual, bits)
+            return residual
+        quantized = quantize_residual(residual, bits, self._restored)
         words = pack(quantized.codes.T, bits)
         start = rows.start // RUN * bits
         self._residual[:, start : start + words.shape[1]] = words
         self._residual_scales[rows] = quantized.scales
+        return quantized.dequantize()
 
-    def finish(self, bias: torch.Tensor | None, statistics: InputStatistics) -> PackedLinear:
+    def finish(self, bias: torch.Tensor | None) -> PackedLinear:
         """The finished layer, as a backend would receive it."""
+        statistics = self._statistics
         keep = self.recipe.residual_bits > 0
         residual = None
         if self._residual is not None:
@@ -168,11 +172,11 @@ def quantize_matrix(
         QuantizationError: a weight is NaN or infinite, or out of range, or the statistics lack what the method needs.
     """
     rows, width = weight.shape
-    matrix = MatrixQuantizer(name, (rows, width), recipe, hessian=statistics.hessian, sensitivity=sensitivity)
+    matrix = MatrixQuantizer(name, (rows, width), recipe, statistics, sensitivity=sensitivity)
     for piece in matrix.pieces():
         matrix.add(piece, weight[piece].to(torch.float32).numpy())
         watch()
-    return matrix.finish(bias, statistics)
+    return matrix.finish(bias)
 
 
 def stored_tensors(linear: PackedLinear) -> dict[str, Array]:

@@ -14,10 +14,12 @@ from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
 from models.packed import PackedLinear
+from models.quantize.chat import salient, trials
 from models.quantize.matrix import MatrixQuantizer, stored_tensors
 from models.quantize.scales import sample, search
 from models.quantize.streams import Batches, Streams, normed
 from models.quantizers import SCALED, SECOND_MOMENTS
+from models.quantizers.groups import FloatArray
 from models.recipe import Recipe
 from models.store.tensors import Array, PiecewiseTensor
 
@@ -36,23 +38,21 @@ class Outer:
     """The norm before it, as it is stored: float32 [C]."""
     perplexity_before: float | None
     """Of the full-precision model; None without an evaluation text."""
-    perplexity_after: float | None
-    """Of the low-bit model without compensation; None as above, infinite if its numbers overflow."""
+    perplexities: tuple[float, ...]
+    """Of the low-bit model in every trial; empty as above, infinite where its numbers overflow."""
 
 
 class Likelihood:
     """Negative log-likelihood of target tokens, from logits that arrive a piece of the vocabulary at a time."""
 
-    def __init__(self, x: torch.Tensor, targets: torch.Tensor) -> None:
-        self.x = x  # [T, C]
+    def __init__(self, targets: torch.Tensor) -> None:
         self.targets = targets  # [T]
-        self._maximum = torch.full((x.shape[0],), -torch.inf)
-        self._sum = torch.zeros(x.shape[0], dtype=torch.float64)
-        self._target = torch.zeros(x.shape[0])
+        self._maximum = torch.full((len(targets),), -torch.inf)
+        self._sum = torch.zeros(len(targets), dtype=torch.float64)
+        self._target = torch.zeros(len(targets))
 
-    def add(self, rows: slice, weight: torch.Tensor) -> None:
-        """Take in the head's rows for the tokens `rows`, float32 [n, C]."""
-        logits = self.x @ weight.T
+    def add(self, rows: slice, logits: torch.Tensor) -> None:
+        """Take in the logits float32 [T, n] of the tokens `rows`; they are overwritten."""
         maximum = torch.maximum(self._maximum, logits.amax(1))
         self._sum *= (self._maximum - maximum).to(torch.float64).exp()
         inside = (self.targets >= rows.start) & (self.targets < rows.stop)
@@ -61,10 +61,8 @@ class Likelihood:
         self._sum += logits.sub_(maximum[:, None]).exp_().sum(1, dtype=torch.float64)
         self._maximum = maximum
 
-    def perplexity(self) -> float | None:
-        """The exponential of the mean over all targets; None without targets."""
-        if not len(self.targets):
-            return None
+    def perplexity(self) -> float:
+        """The exponential of the mean over all targets; infinity where that is no number."""
         mean = float((self._sum.log() + self._maximum - self._target).mean())
         return math.exp(mean) if mean < 700 else math.inf
 
@@ -77,7 +75,7 @@ def quantize_outer(
     watch: Callable[[float], None],
     sensitivity: npt.NDArray[np.floating] | None = None,
 ) -> Outer:
-    """Quantize the head and measure perplexity before and after.
+    """Quantize the head and measure perplexity before and after, as a chat gets it.
 
     Args:
         checkpoint: The full-precision model.
@@ -101,18 +99,16 @@ def quantize_outer(
         scales = search(part, statistics, recipe.head_bits, recipe.group_size, np.arange(spec.hidden_size))
         stored_norm = norm / torch.from_numpy(scales)
         statistics = _statistics(streams, stored_norm, recipe, spec.norm_eps)
-    full = Likelihood(*_scored(streams.full, evaluation, norm, spec.norm_eps))
-    low = Likelihood(*_scored(streams.low, evaluation, stored_norm, spec.norm_eps))
-    matrix = MatrixQuantizer("head", shape, recipe, hessian=statistics.hessian, sensitivity=sensitivity)
+    judge = _Judge(streams, evaluation, (norm, stored_norm), recipe, spec.norm_eps)
+    matrix = MatrixQuantizer("head", shape, recipe, statistics, sensitivity=sensitivity)
     for piece in matrix.pieces():
         rows = weight[piece].to(torch.float32)
-        full.add(piece, rows)
-        low.add(piece, torch.from_numpy(matrix.add(piece, rows.numpy() * scales)))
+        judge.add(piece, rows, *matrix.add(piece, rows.numpy() * scales))
         watch(piece.stop / spec.vocab_size)
-    before, after = full.perplexity(), low.perplexity()
+    before, after = judge.perplexities()
     if before is not None and not math.isfinite(before):
         raise QuantizationError("the full-precision model computes NaN or infinity; the checkpoint is damaged")
-    head = matrix.finish(bias, statistics)
+    head = matrix.finish(bias)
     return Outer(
         tensors={
             "embed": _half(checkpoint.embedding()),
@@ -122,7 +118,7 @@ def quantize_outer(
         head=head,
         norm=stored_norm,
         perplexity_before=before,
-        perplexity_after=math.inf if after is not None and math.isnan(after) else after,
+        perplexities=after,
     )
 
 
@@ -136,13 +132,66 @@ def _statistics(streams: Streams, norm: torch.Tensor, recipe: Recipe, eps: float
     return statistics
 
 
-def _scored(batches: Batches, tokens: Batches, norm: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Head inputs [T, C] and targets [T]: every token of a window but its first is predicted from those before it."""
-    inputs = [normed(x[:, :-1], norm, eps).flatten(0, 1) for x in batches]
-    targets = [window[:, 1:].flatten() for window in tokens]
-    if not inputs:
-        return torch.empty(0, norm.shape[0]), torch.empty(0, dtype=torch.int64)
-    return torch.cat(inputs), torch.cat(targets)
+class _Judge:
+    """Perplexities of the evaluation text, from a head that arrives a piece of the vocabulary at a time.
+
+    Args:
+        streams: Hidden states after the last block.
+        evaluation: int64 [B, S] token windows; the first half of each is the prompt.
+        norms: The norm before the head, in full precision and as it is stored.
+        recipe: Says which trials there are.
+        eps: Of the norms.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        evaluation: Batches,
+        norms: tuple[torch.Tensor, torch.Tensor],
+        recipe: Recipe,
+        eps: float,
+    ) -> None:
+        self._any = bool(evaluation)
+        if not self._any:
+            return
+        targets = torch.cat([window[:, window.shape[1] // 2 :].flatten() for window in evaluation])
+        self._full = (Likelihood(targets), normed(_answers(streams.full), norms[0], eps))
+        # What the prompt's last token predicts is not compensated: it comes from the prompt's step.
+        decoded = torch.cat([(torch.arange(_answer(x).shape[1]) > 0).repeat(len(x)) for x in evaluation])
+        self._low = []
+        for index, trial in enumerate(trials(recipe)):
+            x = normed(_answers([batch[index] for batch in streams.low]), norms[1], eps)
+            restored = salient(x, trial.k_chunk) * decoded[:, None] if trial.k_chunk else None
+            self._low.append((Likelihood(targets), x, restored))
+
+    def add(self, rows: slice, weight: torch.Tensor, low: FloatArray, residual: FloatArray | None) -> None:
+        """Take in rows of the head: in full precision, Ŵ and R, float32 [n, C] each."""
+        if not self._any:
+            return
+        likelihood, x = self._full
+        likelihood.add(rows, x @ weight.T)
+        for likelihood, x, restored in self._low:
+            logits = x @ torch.from_numpy(low).T
+            if restored is not None and residual is not None:
+                logits += restored @ torch.from_numpy(residual).T
+            likelihood.add(rows, logits)
+
+    def perplexities(self) -> tuple[float | None, tuple[float, ...]]:
+        """Of the full-precision model, and of the low-bit one in every trial; nothing without a text."""
+        if not self._any:
+            return None, ()
+        found = [likelihood.perplexity() for likelihood, *_ in self._low]
+        return self._full[0].perplexity(), tuple(math.inf if math.isnan(value) else value for value in found)
+
+
+def _answers(batches: Batches) -> torch.Tensor:
+    """Hidden states [T, C] that predict the second halves of windows, from those of whole windows [B, S, C]."""
+    return torch.cat([_answer(x).flatten(0, 1) for x in batches])
+
+
+def _answer(x: torch.Tensor) -> torch.Tensor:
+    """Of positions [B, S, ...] those whose next tokens are the second half."""
+    return x[:, x.shape[1] // 2 - 1 : -1]
 
 
 def _half(table: torch.Tensor) -> PiecewiseTensor:

@@ -17,6 +17,8 @@ from models.packed import PackedLinear
 from models.progress import Cancelled, Progress, ProgressCallback
 from models.quantize import copies, fisher
 from models.quantize.allocation import allocate
+from models.quantize.chat import ChatLinear, finer, trials
+from models.quantize.keys import KeyMoments
 from models.quantize.matrix import quantize_matrix, stored_tensors
 from models.quantize.outer import quantize_outer
 from models.quantize.quality import Quality, summarize
@@ -204,7 +206,7 @@ class Pipeline:
         found = work.resume()
         if found is None:
             copied = copies.start(self.checkpoint, calibration) if self.recipe.residual_bits else []
-            return 0, Streams.start(self.checkpoint, calibration, evaluation, copied)
+            return 0, Streams.start(self.checkpoint, calibration, evaluation, copied, len(trials(self.recipe)))
         layer, tensors = found
         return layer, Streams.load(tensors)
 
@@ -223,21 +225,28 @@ class Pipeline:
             smooth_attention(working, streams.largest_keys(working, layer, step))
         if self.recipe.method in SCALED:
             scale_block(working, streams.observe(working, layer, self.recipe, step), self.recipe, step)
-        statistics = streams.run_full(working, layer, self.recipe, step)
+        keys = KeyMoments(checkpoint.spec, layer)
+        statistics = streams.run_full(working, layer, self.recipe, keys, step)
         linears: dict[str, PackedLinear] = {}
+        tried: dict[str, ChatLinear] = {}
+        other = finer(self.recipe) if streams.low else None
         for name in list(statistics):
             done += 1
             weight, bias = working.linear(name)
-            sensitivity = self._sensitivity(work, name)
-            linears[name] = quantize_matrix(name, weight, bias, self.recipe, statistics.pop(name), step, sensitivity)
-            del weight
+            seen, sensitivity = statistics.pop(name), self._sensitivity(work, name)
+            linears[name] = quantize_matrix(name, weight, bias, self.recipe, seen, step, sensitivity)
+            compared = None if other is None else quantize_matrix(name, weight, bias, other, seen, step)
+            if streams.low:
+                tried[name] = ChatLinear(linears[name], compared, trials(self.recipe))
+            del weight, seen
         done += 1
         copies.advance(working, layer, linears, streams.copies, step)
         working.release()
-        streams.run_low(working, layer, linears, step)
+        streams.run_low(working, layer, tried, step)
         tensors = {name: working.vector(name).numpy() for name in checkpoint.spec.block_norms(layer)}
         for linear in linears.values():
             tensors |= stored_tensors(linear)
+        tensors |= keys.tensors()
         work.save_tensors(layout.block_file(layer), tensors)
         work.save_streams(layer + 1, streams.tensors())
         if self.recipe.method in SENSITIVITIES:
@@ -263,7 +272,7 @@ class Pipeline:
             )
             work.save(layout.LOSSES, [json_bytes(found.to_json())])
         work.save_tensors(layout.OUTER, outer.tensors)
-        quality = Quality.judge(outer.perplexity_before, outer.perplexity_after, self.recipe)
+        quality = Quality.judge(outer.perplexity_before, outer.perplexities, self.recipe)
         made = {**self.identity, "recipe": self.recipe.to_json()}
         work.save(layout.RECIPE, [recipe_file(made, quality.to_json())])
         return quality

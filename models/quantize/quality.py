@@ -3,47 +3,71 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from models.recipe import Recipe
+from models.quantize.chat import Trial, trials, usual
+from models.recipe import SMALLEST_BITS, Recipe
 from models.spec import ModelSpec
 from models.store import layout
 from models.store.manifest import FileEntry, Summary
 
-COLLAPSE = 1.5
+LIMIT = 1.15
 """A model whose perplexity grows by more than this factor is warned about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """Perplexities on the evaluation text and what follows from them."""
+    """Perplexities on the evaluation text as a chat gets them, and what follows from them."""
 
     perplexity_before: float | None
     """Of the full-precision model; None if not measured."""
     perplexity_after: float | None
-    """Of the low-bit model without compensation; None if not measured or not finite."""
+    """Of the low-bit model with what the default budget buys as a rule; None if not measured or not finite."""
     warning: str | None
     """For the person, or None."""
 
     @classmethod
-    def judge(cls, before: float | None, after: float | None, recipe: Recipe) -> Quality:
-        """Compare perplexities; `COLLAPSE` is where a warning begins."""
-        warning = None
-        if before is not None and after is not None and not after <= COLLAPSE * before:
-            grown = f"from {before:.2f} to {after:.2f}" if math.isfinite(after) else "beyond all numbers"
-            warning = (
-                f"perplexity rises {grown} at {recipe.bits:g} bits: expect poor answers without error compensation; "
-                + ("choose 4 bits, " if recipe.bits < 4 else "choose a smaller group size, ")
-                + "a larger k_chunk or a larger model"
-            )
-        finite = after is not None and math.isfinite(after)
-        return cls(perplexity_before=before, perplexity_after=after if finite else None, warning=warning)
+    def judge(cls, before: float | None, found: Sequence[float], recipe: Recipe) -> Quality:
+        """Compare perplexities; `LIMIT` is where a warning begins.
+
+        Args:
+            before: Of the full-precision model, or None.
+            found: Of the low-bit model in every trial (`models.quantize.chat.trials`), or nothing.
+            recipe: How it was quantized.
+        """
+        if before is None or not found:
+            return cls(perplexity_before=before, perplexity_after=None, warning=None)
+        measured = dict(zip(trials(recipe), found, strict=True))
+        after = measured[Trial(k_chunk=usual(recipe))]
+        warning = None if after <= LIMIT * before else _warning(before, measured, recipe)
+        return cls(perplexity_before=before, perplexity_after=after if math.isfinite(after) else None, warning=warning)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the same fields."""
         return asdict(self)
+
+
+def _warning(before: float, measured: Mapping[Trial, float], recipe: Recipe) -> str:
+    """What is lost, and what would lose less, with the numbers that were measured."""
+    after = measured[Trial(k_chunk=usual(recipe))]
+    grown = f"from {before:.2f} to {_shown(after)}" if math.isfinite(after) else "beyond all numbers"
+    with_it = f" with {usual(recipe)} of 1024 channels compensated" if usual(recipe) else " without compensation"
+    others = [
+        f"4 bits by plain rounding have {_shown(value)}"
+        if trial.finer
+        else f"{trial.k_chunk} channels, a larger budget, give {_shown(value)}"
+        for trial, value in measured.items()
+        if value < after and (trial.finer or trial.k_chunk > usual(recipe))
+    ]
+    better = f": {', '.join(others)}" if others else ": choose a smaller group size or a larger model"
+    between = ", 3.5 bits lie between" if recipe.bits == SMALLEST_BITS and len(others) > 1 else ""
+    return f"as a chat gets it, perplexity rises {grown} at {recipe.bits:g} bits{with_it}{better}{between}"
+
+
+def _shown(value: float) -> str:
+    return f"{value:.2f}" if value < 1e6 else "more than a million"
 
 
 def parameters(spec: ModelSpec) -> int:

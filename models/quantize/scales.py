@@ -1,11 +1,12 @@
 """AWQ's scales: input channels that matter are made larger before rounding, and their inputs smaller.
 
 A channel's weights keep the rounding step of their group, so multiplying them by s divides by s what their rounding
-does to the output, as long as the group's range does not grow. What makes a channel matter is the mean magnitude m of
-its inputs; u is how much of their group's range its weights use. Scales m^α and m^α / u^(1 - α) are tried for a grid of
-α, among them no scaling at all, and the layer's output error decides, with round-to-nearest for the rounding.
+does to the output, as long as the group's range does not grow. What makes a channel matter is the magnitude m of its
+inputs, the root of its second moment; u is how much of their group's range its weights use. Scales m^α and
+m^α / u^(1 - α) are tried for a grid of α, among them no scaling at all, and the layer's output error decides, with
+round-to-nearest for the rounding.
 
-Source: Lin et al. 2024 (AWQ) §3.2 for m^α; its code for normalization and for u.
+Source: Lin et al. 2024 (AWQ) §3.2 for m^α (with mean magnitudes); its code for normalization and for u.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from models.calibration import InputStatistics
 from models.errors import QuantizationError
 from models.quantize.working import WorkingBlock, sources
 from models.quantizers import rtn
-from models.quantizers.groups import FloatArray, group_slices, split_groups
+from models.quantizers.groups import RATIOS, FloatArray
 from models.recipe import Recipe
 
-GRID = 20
+GRID = 10
 """Values of α tried, 0 to 1 - 1 / GRID."""
-MOST_ROWS, MOST_WEIGHTS = 512, 1 << 20
+MOST_ROWS, MOST_WEIGHTS = 256, 1 << 19
 """Output channels and weights whose errors are looked at; in wide matrices 32 output channels at least."""
-_RATIOS = rtn.RATIOS[::4]
+_RATIOS = RATIOS[::4]
 SMALLEST_SHARE = 1e-3
 """The least that a channel's m or u counts, in units of the mean over channels: what is silent in the calibration text
 need not be so in others."""
@@ -80,7 +81,7 @@ def search(
     """
     assert statistics.hessian is not None
     best, least = np.ones(weight.shape[1], np.float32), np.inf
-    for scales in _candidates(weight, statistics.mean_magnitude(), group_size, tied):
+    for scales in _candidates(weight, np.sqrt(np.diagonal(statistics.hessian)), group_size, tied):
         error = rtn.quantize(weight * scales, bits, group_size, _RATIOS).dequantize()
         error /= scales
         error -= weight
@@ -111,9 +112,9 @@ def _candidates(
 def _range_use(weight: FloatArray, group_size: int) -> FloatArray:
     """How much of its group's largest magnitude a channel's weights have, averaged over rows. float32 [K]."""
     share: FloatArray = np.abs(weight)
-    for columns, groups in group_slices(weight.shape[1], group_size):
-        part = split_groups(share[:, columns], groups)
-        largest = part.max(2, initial=0, keepdims=True)
+    for start in range(0, weight.shape[1], group_size):
+        part = share[:, start : start + group_size]
+        largest = part.max(1, initial=0, keepdims=True)
         part /= np.where(largest > 0, largest, 1)
     mean: FloatArray = share.mean(0)
     return mean

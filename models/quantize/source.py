@@ -16,7 +16,9 @@ from models.store import layout
 from models.store.manifest import describe
 from models.store.names import source_name
 
-_VERSIONED = ("numpy", "tokenizers", "torch", "transformers")
+_VERSIONED = ("numpy", "numba", "tokenizers", "torch", "transformers")
+_QUANTIZERS = "2"
+"""Raised where the same recipe gives another result, or a half-made model would go on differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ def identity_of(
             "calibration": _text(calibration, calibration_limit(recipe.method)),
             "evaluation": _text(evaluation, EVALUATION_TOKENS),
         },
-        "versions": {name: version(name) for name in _VERSIONED},
+        "versions": {"quantizers": _QUANTIZERS} | {name: version(name) for name in _VERSIONED},
     }
 
 

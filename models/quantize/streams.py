@@ -1,8 +1,8 @@
 """The hidden states that pass through the model, block by block, while it is quantized.
 
 Four streams: the calibration text and the evaluation text in full precision, the evaluation text through the low-bit
-blocks, and a part of the calibration text through copies of the model of which one layer type is low-bit. After every
-block they are saved, so that a killed run goes on from the next one.
+blocks as a chat would, and a part of the calibration text through copies of the model of which one layer type is
+low-bit. After every block they are saved, so that a killed run goes on from the next one.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import torch
 from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.oracle import Oracle, Weights
-from models.packed import PackedLinear
+from models.quantize.chat import ChatLinear
+from models.quantize.keys import KeyMoments
+from models.quantize.precision import fast_products
 from models.quantizers import SECOND_MOMENTS
-from models.quantizers.dequantize import dequantize
 from models.quantizers.groups import FloatArray
 from models.recipe import Recipe
 from models.spec import LAYER_TYPES, ModelSpec
 from models.store.tensors import Array, MappedTensors
 
 Batches = list[torch.Tensor]
+OBSERVED = 4
+"""One of so many batches is enough to find scales by."""
 
 _STREAMS = ("calibration", "full", "low", "copies")
 
@@ -38,12 +41,15 @@ class Streams:
     full: Batches
     """The evaluation text in full precision."""
     low: Batches
-    """The evaluation text through the low-bit blocks."""
+    """The evaluation text through the low-bit blocks, once for every trial (`models.quantize.chat`): [trials, B, S,
+    C]."""
     copies: Batches = field(default_factory=list)
     """A part of the calibration text through copies of the model (see `models.quantize.copies`)."""
 
     @classmethod
-    def start(cls, checkpoint: Checkpoint, calibration: Batches, evaluation: Batches, copies: Batches) -> Streams:
+    def start(
+        cls, checkpoint: Checkpoint, calibration: Batches, evaluation: Batches, copies: Batches, trials: int = 1
+    ) -> Streams:
         """Embed tokens.
 
         Args:
@@ -51,13 +57,14 @@ class Streams:
             calibration: int64 [B, S] token windows.
             evaluation: The same.
             copies: Embedded already.
+            trials: How often the evaluation text passes through the low-bit blocks.
         """
         table = checkpoint.embedding()
         full = [table[tokens].to(torch.float32) for tokens in evaluation]
         return cls(
             calibration=[table[tokens].to(torch.float32) for tokens in calibration],
             full=full,
-            low=[x.to(torch.float16).to(torch.float32) for x in full],
+            low=[x.to(torch.float16).to(torch.float32).repeat(trials, 1, 1, 1) for x in full],
             copies=copies,
         )
 
@@ -80,7 +87,7 @@ class Streams:
     def observe(
         self, weights: Weights, layer: int, recipe: Recipe, watch: Callable[[], None]
     ) -> dict[str, InputStatistics]:
-        """Look at the inputs of a block's linear layers over the calibration text, which stays before the block.
+        """Look at the inputs of a block's linear layers over a part of the calibration text, which stays before it.
 
         Args:
             weights: Have the block.
@@ -95,10 +102,7 @@ class Streams:
             QuantizationError: an activation is NaN or infinite.
         """
         statistics = _no_statistics(weights.spec, layer, recipe)
-        oracle = _observing(weights, statistics)
-        for x in self.calibration:
-            oracle.block(layer, x)
-            watch()
+        _look(weights, layer, self.calibration[::OBSERVED], statistics, watch)
         return statistics
 
     def largest_keys(self, weights: Weights, layer: int, watch: Callable[[], None]) -> FloatArray:
@@ -116,7 +120,7 @@ class Streams:
         spec = weights.spec
         largest = torch.zeros(spec.num_kv_heads, spec.head_dim)
 
-        def look(_: int, keys: torch.Tensor) -> None:
+        def look(_: int, _queries: torch.Tensor, keys: torch.Tensor) -> None:
             torch.maximum(largest, keys.abs().amax((0, 2)), out=largest)
 
         oracle = Oracle(weights, resident=False, observe_keys=look)
@@ -126,7 +130,7 @@ class Streams:
         return largest.numpy()
 
     def run_full(
-        self, weights: Weights, layer: int, recipe: Recipe, watch: Callable[[], None]
+        self, weights: Weights, layer: int, recipe: Recipe, keys: KeyMoments, watch: Callable[[], None]
     ) -> dict[str, InputStatistics]:
         """Pass the full-precision streams through a block.
 
@@ -134,6 +138,7 @@ class Streams:
             weights: Have the block.
             layer: Which block.
             recipe: Says what the statistics are for.
+            keys: Counts the calibration text's keys and queries.
             watch: Called after each batch; may raise to stop.
 
         Returns:
@@ -143,52 +148,26 @@ class Streams:
             QuantizationError: an activation is NaN or infinite.
         """
         statistics = _no_statistics(weights.spec, layer, recipe)
-        oracle = _observing(weights, statistics)
-        self.calibration = _pass(oracle, layer, self.calibration, watch)
-        oracle.observe = None
-        self.full = _pass(oracle, layer, self.full, watch)
+        self.calibration = _look(weights, layer, self.calibration, statistics, watch, keys)
+        self.full = _pass(Oracle(weights, resident=False), layer, self.full, watch)
         return statistics
 
     def run_low(
-        self, weights: Weights, layer: int, linears: Mapping[str, PackedLinear], watch: Callable[[], None]
+        self, weights: Weights, layer: int, linears: Mapping[str, ChatLinear], watch: Callable[[], None]
     ) -> None:
         """Pass the low-bit stream through a block.
 
         Args:
             weights: Have the norms.
             layer: Which block.
-            linears: The block's linear layers.
+            linears: The block's linear layers in all trials.
             watch: Called after each batch; may raise to stop.
         """
-        oracle = Oracle(LowBitWeights(weights, linears), resident=False)
-        self.low = _pass(oracle, layer, self.low, watch)
-
-
-class LowBitWeights:
-    """Weights for the oracle: low-bit linear layers, dequantized when asked for, and the norms of others."""
-
-    def __init__(self, others: Weights, linears: Mapping[str, PackedLinear]) -> None:
-        self._others = others
-        self._linears = linears
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The architecture."""
-        return self._others.spec
-
-    def vector(self, name: str) -> torch.Tensor:
-        """A norm's weight, float32 [width]."""
-        return self._others.vector(name)
-
-    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A linear layer's weight float32 [N, K] and bias float32 [N] or None."""
-        linear = self._linears[name]
-        bias = None if linear.bias is None else torch.from_numpy(linear.bias)
-        return torch.from_numpy(dequantize(linear)), bias
-
-    def embedding(self) -> torch.Tensor:
-        """The embedding table [V, C] as it will be stored."""
-        return self._others.embedding().to(torch.float16)
+        oracle = Oracle(weights, resident=False)
+        oracle.replace = linears
+        batches = [x.flatten(0, 1) for x in self.low]
+        passed = _pass(oracle, layer, batches, watch)
+        self.low = [y.view_as(x) for x, y in zip(self.low, passed, strict=True)]
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -215,6 +194,41 @@ def _no_statistics(spec: ModelSpec, layer: int, recipe: Recipe) -> dict[str, Inp
     }
 
 
-def _observing(weights: Weights, statistics: Mapping[str, InputStatistics]) -> Oracle:
-    """A decoder that adds the inputs of linear layers to their statistics."""
-    return Oracle(weights, resident=False, observe=lambda name, x: statistics[name].add(x.numpy(), name))
+def _look(
+    weights: Weights,
+    layer: int,
+    batches: Batches,
+    statistics: Mapping[str, InputStatistics],
+    watch: Callable[[], None],
+    keys: KeyMoments | None = None,
+) -> Batches:
+    """Pass batches through a block, and count the inputs of its linear layers, queries and keys in their statistics.
+
+    Tokens count by `models.salience`: as often as they are looked at, once by themselves and then by the attention they
+    receive; and what a layer adds to the residual stream is relative to the stream, the output of `o` to the block's
+    input and that of `down` to its output.
+    """
+    inputs: dict[str, torch.Tensor] = {}
+    received: list[torch.Tensor] = []
+    oracle = Oracle(
+        weights,
+        resident=False,
+        observe=inputs.__setitem__,
+        observe_keys=None if keys is None else keys.observe,
+        observe_attention=lambda _, attention: received.append(attention),
+    )
+    outputs = []
+    for x in batches:
+        with fast_products():
+            y = oracle.block(layer, x)
+        looked_at = 1 + received.pop()  # [B, S]
+        streams = {"o": x, "down": y}
+        for name, seen in inputs.items():
+            stream = streams.get(name.rpartition(".")[2])
+            square = 1 if stream is None else stream.square().mean(-1)
+            with fast_products():
+                statistics[name].add(seen.numpy(), name, (looked_at / square).nan_to_num(0, 0, 0).numpy())
+        inputs.clear()
+        outputs.append(y)
+        watch()
+    return outputs

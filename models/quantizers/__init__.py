@@ -36,7 +36,8 @@ def quantizer(
 
     Args:
         method: One of `models.recipe.METHODS`.
-        hessian: float32 [K, K], see `models.calibration.InputStatistics`; for a method of `SECOND_MOMENTS`.
+        hessian: float32 [K, K], see `models.calibration.InputStatistics`; for a method of `SECOND_MOMENTS`. Where the
+            matrix has had its channels scaled first, of the scaled inputs.
         sensitivity: floating point [N, K], see `models.quantize.fisher`; for a method of `SENSITIVITIES`.
 
     Raises:
@@ -56,11 +57,4 @@ def quantizer(
     if method == "awq":
         return lambda weight, _, bits, group_size: clip.quantize(weight, bits, group_size, hessian)
     handed = gptq.feedback(hessian)
-    if method == "gptq":
-        return lambda weight, _, bits, group_size: gptq.quantize(weight, bits, group_size, handed)
-
-    def clipped_feedback(weight: FloatArray, _: slice, bits: int, group_size: int) -> Codes:
-        start = clip.quantize(weight, bits, group_size, hessian)
-        return gptq.quantize(weight, bits, group_size, handed, start)
-
-    return clipped_feedback
+    return lambda weight, _, bits, group_size: gptq.quantize(weight, bits, group_size, handed)

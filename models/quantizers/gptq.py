@@ -1,10 +1,11 @@
 """GPTQ: round-to-nearest whose errors are handed on to the channels that are still to be rounded.
 
-Channels are rounded one after the other, those with the largest mean square activation first. What rounding a channel
-does to the layer's output is made up for, as far as the inputs are correlated, by moving the weights of the channels
-that follow: with U the upper Cholesky factor of the inverse of the damped Hessian H = E[x xᵀ], the error of channel j
-divided by U[j, j] is taken off along row j of U. Scales and zero-points are those of a clip search on the original
-weights, found before (static groups), so groups stay contiguous whatever the order.
+Channels are rounded one after the other, those with the largest second moment first. What rounding a channel does to
+the layer's output is made up for, as far as the inputs are correlated, by moving the weights of the channels that
+follow: with U the upper Cholesky factor of the inverse of the damped Hessian H, the error e of channel j divided by
+U[j, j] is taken off along row j of U. What is left of the output error is the sum of (e / U[j, j])², so scales and
+zero-points, which are found before (static groups, contiguous whatever the order), are those of the clip search with
+1 / U[j, j]² as importance.
 
 Source: Frantar et al. 2023 (OPTQ), §3: Cholesky form (step 3), lazy batches (step 2), order by activation.
 """
@@ -18,15 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import QuantizationError
-from models.quantizers import rtn
-from models.quantizers.groups import FloatArray, GroupCodes
+from models.quantizers.groups import FloatArray, GroupCodes, search, stored
 from models.quantizers.rows import each_chunk
 
 if TYPE_CHECKING:
     import torch
 
-DAMPING = 0.01
-"""Added to the diagonal of H, in units of its mean."""
+DAMPING = 0.5
+"""Added to the diagonal of H, in units of its mean. The usual 0.01 fits what a few thousand tokens leave to chance: on
+other text, errors of compensated SmolLM2 layers were 2 % above those of plain rounding, with 0.5 7 % below."""
 _BLOCK = 128
 """Channels whose errors are handed on to all that follow in one matrix product."""
 
@@ -38,7 +39,9 @@ class Feedback:
     order: npt.NDArray[np.intp]
     """[K]: the channels in the order in which they are rounded."""
     factor: FloatArray
-    """float32 [K, K], upper triangular, in that order: U with Uᵀ U = (H + damping)⁻¹."""
+    """float32 [K, K], upper triangular, in that order: U with Uᵀ U = (H + damping)⁻¹, each row divided by U[j, j]."""
+    curvature: FloatArray
+    """float32 [K]: 1 / U[j, j]² of each channel, in the matrix's order."""
 
 
 def feedback(hessian: FloatArray) -> Feedback:
@@ -70,7 +73,12 @@ def feedback(hessian: FloatArray) -> Feedback:
         raise QuantizationError("the second moments of the calibration's activations are not positive semidefinite")
     lower = work.mT
     _invert_lower(lower)
-    return Feedback(order=order, factor=np.ascontiguousarray(lower.numpy()[::-1, ::-1], np.float32))
+    roots = lower.diagonal().clone()
+    lower /= roots[:, None]
+    curvature = np.empty(len(order), np.float32)
+    curvature[backwards] = (1 / roots.square()).numpy()
+    factor = np.ascontiguousarray(lower.numpy()[::-1, ::-1], np.float32)
+    return Feedback(order=order, factor=factor, curvature=curvature)
 
 
 def _invert_lower(matrix: torch.Tensor) -> None:
@@ -86,9 +94,7 @@ def _invert_lower(matrix: torch.Tensor) -> None:
         matrix[inner, inner] = corner
 
 
-def quantize(
-    weight: FloatArray, bits: int, group_size: int, handed: Feedback, start: GroupCodes | None = None
-) -> GroupCodes:
+def quantize(weight: FloatArray, bits: int, group_size: int, handed: Feedback) -> GroupCodes:
     """Quantize a matrix in groups along its input channels.
 
     Args:
@@ -96,32 +102,21 @@ def quantize(
         bits: Width of a code, 2 to 8.
         group_size: Input channels that share a scale.
         handed: From `feedback`.
-        start: Has the scales and zero-points to use; those of round-to-nearest's clip search if None.
 
     Raises:
         QuantizationError: a weight is NaN or infinite, or a scale would leave fp16's range.
     """
-    if start is None:
-        start = rtn.quantize(weight, bits, group_size)
-    codes = np.empty_like(start.codes)
+    from models.quantizers.compiled import feed_back
+
+    scales, zeros = search(weight, handed.curvature[None], bits, group_size)
+    codes = np.empty(weight.shape, np.uint8)
+    groups = handed.order // group_size
 
     def work(rows: slice) -> None:
-        # Channels as rows, in the order of rounding: a channel is then contiguous.
-        left = np.ascontiguousarray(weight[rows].T[handed.order])
-        groups = handed.order // group_size
-        scales = start.scales[rows].astype(np.float32).T
-        zeros = start.zeros[rows].astype(np.float32).T
-        for first in range(0, len(left), _BLOCK):
-            last = min(first + _BLOCK, len(left))
-            errors = np.empty_like(left[first:last])
-            for j in range(first, last):
-                scale, zero = scales[groups[j]], zeros[groups[j]]
-                code = np.clip(np.rint(left[j] / scale) + zero, 0, 2**bits - 1)
-                codes[rows, handed.order[j]] = code
-                error = (left[j] - (code - zero) * scale) / handed.factor[j, j]
-                errors[j - first] = error
-                left[j + 1 : last] -= handed.factor[j, j + 1 : last, None] * error
-            left[last:] -= handed.factor[first:last, last:].T @ errors
+        left = np.ascontiguousarray(weight[rows][:, handed.order])
+        found = np.empty(left.shape, np.uint8)
+        feed_back(left, groups, handed.factor, np.float32(2**bits - 1), (scales[rows], zeros[rows]), found)
+        codes[rows, handed.order] = found
 
     each_chunk(weight.shape[0], weight.shape[1], work)
-    return GroupCodes(codes=codes, scales=start.scales, zeros=start.zeros, group_size=group_size)
+    return stored(codes, scales, zeros, group_size)

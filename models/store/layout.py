@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from models.keys import tensor_names, tensor_shape
 from models.packing import packed_width
 from models.recipe import Recipe
 from models.spec import LAYER_TYPES, ModelSpec
@@ -83,3 +84,14 @@ def file_tensors(spec: ModelSpec, recipe: Recipe, file: str) -> TensorTypes:
     for kind in LAYER_TYPES:
         tensors |= linear_tensors(spec, recipe, f"layers.{layer}.{kind}")
     return tensors
+
+
+def optional_tensors(spec: ModelSpec, file: str) -> TensorTypes:
+    """Tensors of one of `tensor_files` that a model may lack, all or none of them.
+
+    It does where it was quantized without a calibration text, or before there were statistics of keys.
+    """
+    if file == OUTER:
+        return {}
+    layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
+    return {name: (_F32, tensor_shape(spec)) for name in tensor_names(layer)}

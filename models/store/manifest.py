@@ -59,9 +59,10 @@ class Summary:
     disk_bytes: int
     """Bytes of all files except the manifest."""
     perplexity_before: float | None
-    """Perplexity of the full-precision model on the evaluation text; None if there was no text."""
+    """Perplexity of the full-precision model on the evaluation text as a chat gets it: on the second half of each
+    window. None if there was no text."""
     perplexity_after: float | None
-    """Perplexity of the low-bit model without compensation on the same text."""
+    """The same of the low-bit model: prompts without compensation, then about what the default budget buys."""
     warning: str | None
     """What a person should know before using the model, for example that it collapsed."""
 

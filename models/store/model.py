@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import ModelError, StoreError
+from models.keys import KeyStatistics, tensor_names
 from models.losses import TypeLosses
 from models.packed import PackedLinear, PackedResidual
 from models.recipe import Recipe
@@ -94,7 +95,9 @@ class StoredModel:
         files = {}
         for file in layout.tensor_files(spec):
             files[file] = MappedTensors(path / file)
-            _check_tensors(files[file], layout.file_tensors(spec, info.recipe, file))
+            _check_tensors(
+                files[file], layout.file_tensors(spec, info.recipe, file), layout.optional_tensors(spec, file)
+            )
         return cls(info, spec, files)
 
     @property
@@ -140,6 +143,11 @@ class StoredModel:
         """
         return self._files[layout.file_of(name)][name]
 
+    def key_statistics(self, layer: int) -> KeyStatistics | None:
+        """What is known of a block's keys and queries; None where it was not gathered."""
+        mean, axis = (self._files[layout.block_file(layer)].get(name) for name in tensor_names(layer))
+        return None if mean is None or axis is None else KeyStatistics(mean, axis)
+
     def embedding(self) -> npt.NDArray[np.float16]:
         """The embedding table, float16 [V, C]."""
         return self._files[layout.OUTER]["embed"]
@@ -170,7 +178,9 @@ class StoredModel:
         verify(self.path, Manifest.read(self.path))
 
 
-def _check_tensors(file: MappedTensors, expected: layout.TensorTypes) -> None:
+def _check_tensors(file: MappedTensors, expected: layout.TensorTypes, optional: layout.TensorTypes) -> None:
+    if optional.keys() & file.entries.keys():  # all of them or none
+        expected = expected | optional
     found = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
     if found != expected:
         wrong = sorted({name for name, _ in found.items() ^ expected.items()})

@@ -61,7 +61,7 @@ def source_name(checkpoint: Path) -> str:
 def default_name(checkpoint: Path, recipe: Recipe) -> str:
     """Name of a model unless one is given: source, method and bits, and what else differs from the usual recipe.
 
-    For example `english3m-rtn-3bit`, or `org/name-rtn-4bit-g64` for a downloaded checkpoint.
+    For example `english3m-gptq-3bit`, or `org/name-rtn-4bit-g128` for a downloaded checkpoint.
     """
     usual = Recipe(method=recipe.method, bits=recipe.bits)
     known = source_name(checkpoint).removesuffix(GGUF)

@@ -1,5 +1,8 @@
 """What every backend's cache can be asked, and the bookkeeping that they share: lengths, pages and windows.
 
+A slot's tokens stand in this order: its first `sinks` tokens in the window, whole pages, the rest in the window behind
+the sinks. As long as there is no page, all of them are in the window.
+
 A cache's numbers are a backend's business (`PageStore`); when tokens move from the window into a page, what is dropped,
 shared and copied is decided here, once, and is therefore the same on every backend.
 """
@@ -49,7 +52,7 @@ class KVCache(Protocol):
         ...
 
     def paged_length(self, slot: int) -> int:
-        """Tokens of a slot that are in pages; in the running step they stand before the window's."""
+        """Tokens of a slot that are in pages; in the running step they stand before the window's recent ones."""
         ...
 
     def exact_from(self, slot: int) -> int:
@@ -98,7 +101,8 @@ class KVCache(Protocol):
         """Make ready for a step: cut back, flush what is due, make room. The rows count as tokens from now on.
 
         A slot whose first row stands below its length is cut back to there. Then, where `flush`, pages are cut off
-        windows that hold keep + page tokens or more. The step's rows see pages and windows as they are after that.
+        windows that hold sinks + keep + page tokens or more. The step's rows see pages and windows as they are after
+        that.
 
         Args:
             slots: int32 [M] as in `runtime.decoder.Step`.
@@ -154,11 +158,11 @@ class PageStore(Protocol):
     """Where a backend keeps the numbers of pages and windows; every call means all layers, keys and values."""
 
     def flush(self, slot: int, page: int, rest: int) -> None:
-        """Quantize the first page of tokens of a slot's window; the `rest` behind them move to its front."""
+        """Quantize the page of tokens behind the sinks of a slot's window; the `rest` behind them take their place."""
         ...
 
     def restore(self, page: int, slot: int, count: int) -> None:
-        """Write the first `count` tokens of a page, dequantized, at the front of a slot's window."""
+        """Write the first `count` tokens of a page, dequantized, behind the sinks of a slot's window."""
         ...
 
     def copy_window(self, source: int, target: int, count: int) -> None:
@@ -234,18 +238,19 @@ class PagedCache:
         return min(self.table.count(slot) * self._kind.page, self._lengths[slot])
 
     def window_length(self, slot: int) -> int:
-        """Tokens of a slot that are in its window."""
+        """Tokens of a slot that are in its window, sinks included."""
         return self._lengths[slot] - self.paged_length(slot)
 
     def exact_from(self, slot: int) -> int:
         """See `KVCache.exact_from`."""
-        return self.paged_length(slot) if self._kind.windowed else 0
+        paged = self.paged_length(slot)
+        return self._kind.sinks + paged if self._kind.windowed and paged else 0
 
     def rows_until_flush(self, slot: int) -> int:
         """See `KVCache.rows_until_flush`."""
         if not self._kind.windowed:
             return self._context - self._lengths[slot]
-        kept, page = self._kind.keep, self._kind.page
+        kept, page = self._kind.unpaged, self._kind.page
         window = self.window_length(slot)
         return kept + page - window if window < kept + page else page - (window - kept) % page
 
@@ -309,8 +314,8 @@ class PagedCache:
         page = self._kind.page
         if not self._kind.windowed:
             self.table.truncate(slot, -(-length // page))
-        elif length < self.paged_length(slot):
-            whole, rest = divmod(length, page)
+        elif length < self.exact_from(slot):
+            whole, rest = divmod(max(0, length - self._kind.sinks), page)
             if rest:
                 self._store.restore(self.table.held(slot)[whole], slot, rest)
             self.table.truncate(slot, whole)
@@ -326,12 +331,14 @@ class PagedCache:
         page, paged = self._kind.page, self.paged_length(source)
         if not self._kind.windowed:
             self.table.share(source, target, -(-length // page))
-        elif length >= paged:
+        elif length >= self.exact_from(source):
             self.table.share(source, target, paged // page)
             self._store.copy_window(source, target, length - paged)
         else:
-            whole, rest = divmod(length, page)
+            sinks = self._kind.sinks
+            whole, rest = divmod(max(0, length - sinks), page)
             self.table.share(source, target, whole)
+            self._store.copy_window(source, target, min(length, sinks))
             if rest:
                 self._store.restore(self.table.held(source)[whole], target, rest)
         self._lengths[target] = length
@@ -366,10 +373,10 @@ class PagedCache:
         return self._store
 
     def _flush(self, slot: int) -> None:
-        """Cut pages off a slot's window while it holds keep + page tokens or more."""
-        page = self._kind.page
-        while (window := self.window_length(slot)) >= self._kind.keep + page:
-            self._store.flush(slot, self.table.append(slot), window - page)
+        """Cut pages off a slot's window while it holds sinks + keep + page tokens or more."""
+        page, sinks = self._kind.page, self._kind.sinks
+        while (window := self.window_length(slot)) >= self._kind.unpaged + page:
+            self._store.flush(slot, self.table.append(slot), window - sinks - page)
 
     def _make_room(self, slot: int, start: int, end: int) -> None:
         """Pages of its own for the tokens start .. end - 1 of a slot."""

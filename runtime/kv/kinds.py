@@ -1,8 +1,9 @@
 """The kinds of KV cache: what a page of each holds, and how many bytes that is. Nothing here imports torch.
 
-Every kind keeps *pages* of so many tokens in packed form. Kinds whose scales span several tokens also keep a *window*
-of recent tokens in half precision, from which whole pages are cut: what is stored of a sequence depends on its tokens
-alone, not on the steps in which they arrived.
+Every kind keeps *pages* of so many tokens in packed form. Most also keep a *window* in half precision: a sequence's
+first tokens, which nearly every query attends to (attention sinks), stay there for good, and behind them stand recent
+tokens, from which whole pages are cut. What is stored of a sequence depends on its tokens alone, not on the steps in
+which they arrived.
 
 Source: QServe §4.3 (`int4`), QuantSpec §4.2-4.3 (`hierarchical`), KIVI as in GEAR §3 (`kivi2`), GEAR §3 (the rest).
 """
@@ -27,6 +28,12 @@ LOW_RANK = 4
 """Rank of GEAR's correction of a page (GEAR §3: rank 4 for a prompt)."""
 SPARSITY = 0.02
 """Share of every vector that GEAR keeps aside as outliers, half of it at either end."""
+ALIKE = 64
+"""How much more an error counts that all channels of a turned key have alike: queries have this direction in common
+(`runtime.kv.basis`). On SmolLM2 it holds half of what they are, as it does with 64 where D is 64."""
+SINKS = 64
+"""First tokens that kinds of 4 bits and fewer keep in half precision. One or a few take much of the attention, and
+their keys lie far from all others'; 64 is the step in which kernels walk through a window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,9 @@ class Code:
     """What a vector is."""
     group: int = 0
     """Numbers of a vector that share a scale and a zero; 0 = all of it. The last group may be shorter."""
+    exact_mean: bool = False
+    """Whether the zero is fitted once the codes are known, so that each group keeps its mean: what rounding costs then
+    has no part in the direction in which all channels are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +63,17 @@ class CacheKind:
     """What `--kv` calls it."""
     page: int
     """Tokens of a page."""
+    windowed: bool = False
+    """Whether recent tokens stay in half precision until a page of them is quantized at once. Where not, every token
+    is quantized when it comes."""
+    sinks: int = 0
+    """First tokens of a sequence that stay in the window, in front of the recent ones; pages hold those behind them. A
+    multiple of 64, so that kernels walk through them in whole blocks."""
     keep: int = 0
-    """Tokens that always stay in the window: a page is cut off while the window holds keep + page tokens or more."""
+    """Recent tokens that always stay in the window: a page is cut off while it holds sinks + keep + page tokens or
+    more."""
+    turned: bool = False
+    """Whether keys stand in the cache in a basis that rounding hurts less (`runtime.kv.basis`)."""
     keys: Code
     """How keys are stored."""
     values: Code
@@ -68,9 +87,9 @@ class CacheKind:
     """Share of every vector kept aside as outliers; 0 = none."""
 
     @property
-    def windowed(self) -> bool:
-        """Whether recent tokens stay in half precision until a page of them is quantized at once."""
-        return self.keys.axis == "channel"
+    def unpaged(self) -> int:
+        """Tokens that a sequence never has in pages: its first and its most recent ones."""
+        return self.sinks + self.keep
 
     @property
     def has_draft(self) -> bool:
@@ -80,6 +99,10 @@ class CacheKind:
     def code(self, part: Part) -> Code:
         """How keys, or values, are stored."""
         return self.keys if part == "keys" else self.values
+
+    def alike(self, part: Part) -> int:
+        """How much more the low-rank correction weighs an error that all channels have alike."""
+        return ALIKE if self.turned and part == "keys" else 0
 
     def outliers(self, length: int) -> int:
         """Outliers taken from each end of a vector of `length` numbers.
@@ -92,45 +115,56 @@ class CacheKind:
 
     def window_capacity(self, max_rows: int) -> int:
         """Tokens that a slot's window has room for, when a step has at most `max_rows` rows."""
-        return self.keep + self.page + max_rows if self.windowed else 0
+        return self.unpaged + self.page + max_rows if self.windowed else 0
 
     def max_pages(self, context: int) -> int:
         """Pages that a slot of `context` tokens can hold."""
         if self.windowed:
-            return max(0, context - self.keep) // self.page
+            return max(0, context - self.unpaged) // self.page
         return -(-context // self.page)
 
     def stored_pages(self, length: int) -> int:
         """Pages that a sequence of `length` tokens has when a step begins after it."""
-        return max(0, length - self.keep) // self.page if self.windowed else -(-length // self.page)
+        return max(0, length - self.unpaged) // self.page if self.windowed else -(-length // self.page)
 
 
 def _kinds() -> dict[KVKind, CacheKind]:
     """All kinds by name."""
     half = Code(bits=16)
-    int8, int4 = Code(bits=8), Code(bits=4)
+    int8, int4 = Code(bits=8), Code(bits=4, exact_mean=True)
     upper_lower = (Code(bits=8, axis="channel"), Code(bits=8))
     kcvt4 = (Code(bits=4, axis="channel"), Code(bits=4))
     kivi2 = (Code(bits=2, axis="channel", group=64), Code(bits=2, group=64))
 
     def gear(name: KVKind, backbone: tuple[Code, Code], sparsity: float) -> CacheKind:
         keys, values = backbone
-        return CacheKind(name=name, page=128, keys=keys, values=values, rank=LOW_RANK, sparsity=sparsity)
+        return CacheKind(
+            name=name,
+            page=128,
+            windowed=True,
+            sinks=SINKS,
+            turned=True,
+            keys=keys,
+            values=values,
+            rank=LOW_RANK,
+            sparsity=sparsity,
+        )
 
     kinds = [
         CacheKind(name="fp16", page=64, keys=half, values=half),
         CacheKind(name="int8", page=64, keys=int8, values=int8),
-        CacheKind(name="int4", page=64, keys=int4, values=int4),
+        CacheKind(name="int4", page=64, windowed=True, sinks=SINKS, turned=True, keys=int4, values=int4),
         CacheKind(
             name="hierarchical",
             page=128,
+            windowed=True,
             keep=128,
             keys=upper_lower[0],
             values=upper_lower[1],
             hierarchical=True,
         ),
-        CacheKind(name="kcvt4", page=128, keys=kcvt4[0], values=kcvt4[1]),
-        CacheKind(name="kivi2", page=128, keys=kivi2[0], values=kivi2[1]),
+        CacheKind(name="kcvt4", page=128, windowed=True, sinks=SINKS, turned=True, keys=kcvt4[0], values=kcvt4[1]),
+        CacheKind(name="kivi2", page=128, windowed=True, sinks=SINKS, turned=True, keys=kivi2[0], values=kivi2[1]),
         gear("gear4", kcvt4, SPARSITY),
         gear("gear2", kivi2, SPARSITY),
         gear("gear-l4", kcvt4, 0.0),

@@ -9,11 +9,11 @@ import torch
 from models.spec import ModelSpec
 from runtime.kv.kinds import PARTS, CacheKind, Part, page_fields
 from runtime.kv.oracle.page import Stored, dequantize, quantize
-from runtime.kv.transfer import Arrays
+from runtime.kv.transfer import Arrays, layout_name
 
 
 class TorchStore:
-    """The numbers of all pages and windows. Implements `PageStore`, and `SavingStore` but for the layout's name.
+    """The numbers of all pages and windows. Implements `PageStore` and `SavingStore`.
 
     A page is one record of bytes for each layer, head and half: codes first, scales and zeros behind them.
 
@@ -26,12 +26,18 @@ class TorchStore:
         device: Where the buffers lie.
     """
 
+    backend = "torch"
+    """What a saved layout's name begins with."""
+
     def __init__(
         self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int, device: torch.device | str
     ) -> None:
         self._kind, self._D, self._layers = kind, spec.head_dim, spec.num_layers
         L, H_kv, D = spec.num_layers, spec.num_kv_heads, spec.head_dim
-        records = {part: sum(field.nbytes for field in page_fields(kind, part, D)) for part in PARTS}
+        fields = {part: page_fields(kind, part, D) for part in PARTS}
+        self.saved_layout = layout_name(self.backend, fields)
+        """See `SavingStore.saved_layout`."""
+        records = {part: sum(field.nbytes for field in fields[part]) for part in PARTS}
         self.pools: dict[Part, torch.Tensor] = {
             part: torch.zeros((pages, L, H_kv, records[part]), dtype=torch.uint8, device=device) for part in PARTS
         }
@@ -58,16 +64,18 @@ class TorchStore:
     def flush(self, slot: int, page: int, rest: int) -> None:
         """See `PageStore.flush`."""
         self._quantize(slot, page)
+        sinks, behind = self._kind.sinks, self._kind.sinks + self._kind.page
         for windows in self.windows.values():
             window = windows[slot]
-            window[:, :, :rest] = window[:, :, self._kind.page : self._kind.page + rest].clone()
+            window[:, :, sinks : sinks + rest] = window[:, :, behind : behind + rest].clone()
 
     def restore(self, page: int, slot: int, count: int) -> None:
         """See `PageStore.restore`."""
         for part in PARTS:
             stored = self.fields(part, self.pools[part][page])
             tokens = dequantize(self._kind, part, stored, self._D)[..., :count, :]
-            self.windows[part][slot, :, :, :count] = tokens.to(torch.float16)
+            sinks = self._kind.sinks
+            self.windows[part][slot, :, :, sinks : sinks + count] = tokens.to(torch.float16)
 
     def copy_window(self, source: int, target: int, count: int) -> None:
         """See `PageStore.copy_window`."""
@@ -106,9 +114,10 @@ class TorchStore:
         self.windows.clear()
 
     def _quantize(self, slot: int, page: int) -> None:
-        """Quantize the first page of tokens of a window."""
+        """Quantize the page of tokens behind the sinks of a window."""
         for part in PARTS:
-            tokens = self.windows[part][slot, :, :, : self._kind.page].float()
+            sinks = self._kind.sinks
+            tokens = self.windows[part][slot, :, :, sinks : sinks + self._kind.page].float()
             stored = self.fields(part, self.pools[part][page])
             for name, array in quantize(self._kind, part, tokens).items():
                 stored[name].copy_(array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,6 +38,16 @@ class SavingStore(Protocol):
     def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
         """Set the first `count` tokens of a window to what `read_window` gave for as many."""
         ...
+
+
+def layout_name(backend: str, places: object) -> str:
+    """A name for `SavingStore.saved_layout` that is another as soon as a place is another.
+
+    Args:
+        backend: Whose layout it is, with a version of how the bytes of a place are to be understood.
+        places: What stands where; its `repr` counts.
+    """
+    return f"{backend}-{hashlib.sha256(repr(places).encode()).hexdigest()[:12]}"
 
 
 def chunks(pages: list[int]) -> Iterator[list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from models.recipe import DEFAULT_METHOD, LARGEST_BITS, SMALLEST_BITS, Method
+from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, LARGEST_BITS, SMALLEST_BITS, Method
 from models.spec import LAYER_KINDS
 from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation, of_settings
 from runtime.kv.kinds import KVKind
@@ -74,7 +74,7 @@ class QuantizeRequest:
     """Bits of the base weights."""
     method: Method = DEFAULT_METHOD
     """Base quantizer."""
-    group_size: int = 128
+    group_size: int = DEFAULT_GROUP_SIZE
     """Input channels that share a scale."""
     residual_bits: int = 4
     """Bits of the residuals."""

@@ -125,7 +125,7 @@ def test_wide_models_use_fewer_tokens(tiny_checkpoint: Path, monkeypatch: pytest
     windows = [torch.arange(256).remainder(90).repeat(4, 1)]
     count = 1 + len(LAYER_TYPES) * len(copies.K_CHUNKS)
     assert [states.shape for states in copies.start(checkpoint, windows)] == [(count, copies.LENGTH, 64)] * 4
-    monkeypatch.setattr(copies, "STATES_BYTES", 4 * count * 64 * 150)
+    monkeypatch.setattr(copies, "STATES_BYTES", 4 * count * 64 * 75)
     assert sum(states.shape[1] for states in copies.start(checkpoint, windows)) == 2 * copies.LENGTH
     monkeypatch.setattr(copies, "STATES_BYTES", 4 * count * 64 * 20)
     assert [states.shape[1] for states in copies.start(checkpoint, windows)] == [20]

@@ -11,6 +11,7 @@ from models.calibration import InputStatistics
 from models.errors import QuantizationError
 from models.quantize import quantize as quantize_model
 from models.quantizers import gptq, quantizer, rows, rtn
+from models.quantizers.groups import round_to_grid, search
 from models.recipe import Recipe
 from models.store import Store, StoredModel
 
@@ -41,15 +42,25 @@ def output_error(weight: np.ndarray, approximation: np.ndarray, x: np.ndarray) -
     return float(np.square(x.astype(np.float64) @ (weight - approximation).astype(np.float64).T).mean())
 
 
+def grids(weight: np.ndarray, bits: int, group_size: int, hessian: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and zero-points by the curvature of each channel: what a channel's error costs once the others made up."""
+    order = np.argsort(-np.diag(hessian).astype(np.float64), kind="stable")
+    damped = hessian.astype(np.float64) / np.diag(hessian).mean() + gptq.DAMPING * np.eye(len(hessian))
+    curvature = np.empty(len(order), np.float32)
+    for place, j in enumerate(order):  # the channels that follow make up for it
+        curvature[j] = 1 / np.linalg.inv(damped[np.ix_(order[place:], order[place:])])[0, 0]
+    return search(weight, curvature[None], bits, group_size)
+
+
 def plain(weight: np.ndarray, bits: int, group_size: int, hessian: np.ndarray) -> np.ndarray:
     """Optimal brain rounding as it is derived: after each channel, the inverse loses that channel by elimination."""
-    start = rtn.quantize(weight, bits, group_size)
     damped = hessian.astype(np.float64) / np.diag(hessian).mean() + gptq.DAMPING * np.eye(len(hessian))
+    scales, zeros = grids(weight, bits, group_size, hessian)
     inverse, left = np.linalg.inv(damped), weight.astype(np.float64)
     codes = np.empty(weight.shape, np.uint8)
     for j in np.argsort(-np.diag(hessian).astype(np.float64), kind="stable"):
-        scale = start.scales[:, j // group_size].astype(np.float64)
-        zero = start.zeros[:, j // group_size].astype(np.float64)
+        scale = scales[:, j // group_size].astype(np.float64)
+        zero = zeros[:, j // group_size].astype(np.float64)
         codes[:, j] = np.clip(np.rint(left[:, j] / scale) + zero, 0, 2**bits - 1)
         error = (left[:, j] - (codes[:, j] - zero) * scale) / inverse[j, j]
         left -= np.outer(error, inverse[j])
@@ -65,16 +76,19 @@ def test_codes_are_those_of_optimal_brain_rounding(shape: tuple[int, int], group
     found = quantizer("gptq", hessian=hessian)(weight, slice(0, len(weight)), bits, group_size)
     expected = plain(weight, bits, group_size, hessian)
     assert (found.codes == expected).mean() > 0.98
-    start = rtn.quantize(weight, bits, group_size)
-    np.testing.assert_array_equal(found.scales, start.scales)
-    np.testing.assert_array_equal(found.zeros, start.zeros)
-    assert (found.codes != start.codes).mean() > 0.02
+    scales, zeros = grids(weight, bits, group_size, hessian)
+    assert (found.scales == scales).mean() > 0.98
+    assert (found.zeros == zeros).mean() > 0.98
+    nearest = round_to_grid(weight, found.scales.astype(np.float32), found.zeros.astype(np.float32), bits, group_size)
+    assert (found.codes != nearest.codes).mean() > 0.02
 
 
 def test_uncorrelated_inputs_leave_round_to_nearest() -> None:
     weight = weights((8, 200))
-    found = gptq.quantize(weight, 3, 64, gptq.feedback(np.diag(np.arange(1, 201)).astype(np.float32)))
-    np.testing.assert_array_equal(found.codes, rtn.quantize(weight, 3, 64).codes)
+    handed = gptq.feedback(np.diag(np.arange(1, 201)).astype(np.float32))
+    found = gptq.quantize(weight, 3, 64, handed)
+    scales, zeros = search(weight, handed.curvature[None], 3, 64)
+    np.testing.assert_array_equal(found.codes, round_to_grid(weight, scales, zeros, 3, 64).codes)
 
 
 @pytest.mark.parametrize("tokens", [40, 1000])
@@ -93,7 +107,8 @@ def test_channels_that_are_always_zero_are_safe() -> None:
     found = gptq.quantize(weights((5, 96)), 4, 32, gptq.feedback(moments(x)))
     assert np.isfinite(found.dequantize()).all()
     none = gptq.quantize(weights((5, 96)), 4, 32, gptq.feedback(np.zeros((96, 96), np.float32)))
-    np.testing.assert_array_equal(none.codes, rtn.quantize(weights((5, 96)), 4, 32).codes)
+    scales, zeros = search(weights((5, 96)), np.ones((1, 96), np.float32), 4, 32)
+    np.testing.assert_array_equal(none.codes, round_to_grid(weights((5, 96)), scales, zeros, 4, 32).codes)
 
 
 def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,7 +309,7 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
 def test_the_keys_shown_are_those_that_transformers_caches(pair: tuple[Any, Checkpoint]) -> None:
     model, checkpoint = pair
     seen: list[tuple[int, torch.Tensor]] = []
-    Oracle(checkpoint, observe_keys=lambda layer, keys: seen.append((layer, keys))).logits(tokens_of(3))
+    Oracle(checkpoint, observe_keys=lambda layer, _, keys: seen.append((layer, keys))).logits(tokens_of(3))
     cached = theirs(model, tokens_of(3), use_cache=True).past_key_values.layers
     assert [layer for layer, _ in seen] == list(range(checkpoint.spec.num_layers))
     for layer, keys in seen:

@@ -26,6 +26,7 @@ from models.oracle import Oracle
 from models.progress import Progress
 from models.quantize import matrix, outer, quantize, streams
 from models.quantize import text as text_module
+from models.quantize.chat import Trial, trials
 from models.quantize.quality import Quality, parameters
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
@@ -60,13 +61,36 @@ class StoredWeights:
         return torch.from_numpy(self.model.embedding().astype(np.float32))
 
 
-def perplexity(weights: StoredWeights | Checkpoint, folder: Path, text: str) -> float:
+def perplexity(weights: StoredWeights | Checkpoint, folder: Path, text: str, k_chunk: int = 0) -> float:
+    """As a chat gets it: the first half of a window without compensation, the second half with it, in two steps."""
     total, count = 0.0, 0
     for tokens in token_windows(folder, weights.spec, text, 1024, "evaluation"):
-        logits = Oracle(weights).logits(tokens)
-        chosen = logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None])
+        oracle, half = Oracle(weights), tokens.shape[1] // 2
+        cache = oracle.cache(*tokens.shape)
+        first = oracle.logits(tokens[:, :half], cache)[:, -1:]
+        if k_chunk:
+            assert isinstance(weights, StoredWeights)
+            names = weights.spec.linear_names()
+            oracle.replace = {name: compensated(weights, name, k_chunk) for name in names}
+        logits = torch.cat((first, oracle.logits(tokens[:, half:], cache)[:, :-1]), 1)
+        chosen = logits.log_softmax(-1).gather(2, tokens[:, half:, None])
         total, count = total - float(chosen.double().sum()), count + chosen.numel()
     return float(np.exp(total / count))
+
+
+def compensated(weights: StoredWeights, name: str, k_chunk: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A linear layer narrower than 1024 channels whose largest inputs meet the residuals too."""
+    weight, bias = weights.linear(name)
+    packed = weights.model.linear(name)
+    assert packed.residual is not None
+    residual = torch.from_numpy(dequantize_residual(packed.residual, packed.shape))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        count = -(-x.shape[-1] * k_chunk // 1024)
+        chosen = torch.zeros_like(x, dtype=torch.bool).scatter(-1, x.abs().topk(count, -1).indices, value=True)
+        return torch.nn.functional.linear(x, weight, bias) + (x * chosen) @ residual
+
+    return run
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -158,9 +182,9 @@ def test_statistics_are_those_of_the_full_precision_model(
 def test_perplexities_are_those_of_the_models(
     run: Callable[..., StoredModelInfo], store: Store, tiny_checkpoint: Path, short_text: str
 ) -> None:
-    info = run()
+    info = run(recipe=Recipe(bits=3, group_size=32, expected_k_chunk=256))
     before = perplexity(Checkpoint.open(tiny_checkpoint), tiny_checkpoint, short_text[:300])
-    after = perplexity(StoredWeights(store.open(info.name)), tiny_checkpoint, short_text[:300])
+    after = perplexity(StoredWeights(store.open(info.name)), tiny_checkpoint, short_text[:300], k_chunk=64)
     assert info.summary.perplexity_before == pytest.approx(before, rel=1e-4)
     assert info.summary.perplexity_after == pytest.approx(after, rel=1e-4)
     assert before != pytest.approx(after, rel=1e-3)
@@ -184,9 +208,9 @@ def test_likelihood_in_pieces_is_that_of_all_logits() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(11, 8, generator=generator), 3 * torch.randn(50, 8, generator=generator)
     targets = torch.randint(0, 50, (11,), generator=generator)
-    likelihood = outer.Likelihood(x, targets)
+    likelihood = outer.Likelihood(targets)
     for start in range(0, 50, 16):
-        likelihood.add(slice(start, min(start + 16, 50)), weight[start : start + 16])
+        likelihood.add(slice(start, min(start + 16, 50)), x @ weight[start : start + 16].T)
     expected = torch.nn.functional.cross_entropy(x @ weight.T, targets).exp()
     assert likelihood.perplexity() == pytest.approx(float(expected), rel=1e-5)
 
@@ -196,11 +220,13 @@ def test_the_low_bit_stream_begins_with_the_stored_embedding(
 ) -> None:
     checkpoint = Checkpoint.open(checkpoint_maker(tmp_path / "source", dtype=torch.float32))
     tokens = torch.arange(3, 20)[None]
-    start = streams.Streams.start(checkpoint, [], [tokens], [])
+    start = streams.Streams.start(checkpoint, [], [tokens], [], 3)
     table = checkpoint.embedding()
     assert torch.equal(start.full[0], table[tokens])
-    assert torch.equal(start.low[0], table[tokens].half().float())
-    assert not torch.equal(start.low[0], start.full[0])
+    assert start.low[0].shape[0] == 3
+    for trial in start.low[0]:
+        assert torch.equal(trial, table[tokens].half().float())
+        assert not torch.equal(trial, start.full[0])
 
 
 def test_summary_counts_real_bytes(run: Callable[..., StoredModelInfo], store: Store, tiny_checkpoint: Path) -> None:
@@ -222,10 +248,10 @@ def test_summary_counts_real_bytes(run: Callable[..., StoredModelInfo], store: S
 
 
 def test_name_says_source_and_recipe(run: Callable[..., StoredModelInfo], store: Store) -> None:
-    assert run().name == "tiny-rtn-3bit-g32"
-    assert run(recipe=Recipe()).name == "tiny-rtn-4bit"
+    assert run().name == "tiny-gptq-3bit-g32"
+    assert run(recipe=Recipe()).name == "tiny-gptq-4bit"
     assert run(recipe=Recipe(), name="org/mine").name == "org/mine"
-    assert [info.name for info in store.list()] == ["org/mine", "tiny-rtn-3bit-g32", "tiny-rtn-4bit"]
+    assert [info.name for info in store.list()] == ["org/mine", "tiny-gptq-3bit-g32", "tiny-gptq-4bit"]
 
 
 def test_an_existing_name_needs_force(run: Callable[..., StoredModelInfo], store: Store) -> None:
@@ -417,7 +443,7 @@ def test_a_checkpoint_of_nans_is_refused(
     with pytest.raises(QuantizationError, match=r"before layers\.1\.down"):
         run(folder)
     with pytest.raises(QuantizationError, match=r"layers\.1\.gate_up: the weights hold NaN"):
-        run(folder, Recipe(residual_bits=0), calibration=None, evaluation=None)
+        run(folder, Recipe(method="rtn", residual_bits=0), calibration=None, evaluation=None)
     assert list((store.root / ".work").iterdir()) == []
 
 
@@ -437,7 +463,7 @@ def test_texts_that_are_missing_or_too_short(
 
 
 def test_without_texts_nothing_is_measured(run: Callable[..., StoredModelInfo]) -> None:
-    info = run(recipe=Recipe(residual_bits=0), calibration=None, evaluation=None)
+    info = run(recipe=Recipe(method="rtn", residual_bits=0), calibration=None, evaluation=None)
     assert info.summary.perplexity_before is info.summary.perplexity_after is info.summary.warning is None
 
 
@@ -459,16 +485,26 @@ def test_names_that_could_leave_the_store_are_refused(
     assert not store.root.exists()
 
 
-def test_collapse_is_warned_about() -> None:
+def test_what_is_lost_is_said_with_what_would_lose_less() -> None:
     recipe = Recipe(bits=3)
-    assert Quality.judge(10.0, 14.9, recipe).warning is None
-    warning = Quality.judge(10.0, 15.1, recipe).warning
+    assert trials(recipe)[:3] == (Trial(k_chunk=0), Trial(k_chunk=16), Trial(k_chunk=64))
+    fine = Quality.judge(10.0, (20.0, 11.4, 10.5, 10.2), recipe)
+    assert (fine.perplexity_before, fine.perplexity_after, fine.warning) == (10.0, 11.4, None)
+    warning = Quality.judge(10.0, (20.0, 15.1, 12.0, 11.0), recipe).warning
     assert warning is not None
-    assert "from 10.00 to 15.10 at 3 bits" in warning
-    broken = Quality.judge(10.0, float("inf"), recipe)
+    assert "from 10.00 to 15.10 at 3 bits with 16 of 1024 channels compensated" in warning
+    assert "64 channels, a larger budget, give 12.00" in warning
+    assert "4 bits by plain rounding have 11.00" in warning
+    assert "3.5 bits lie between" in warning
+    hopeless = Quality.judge(10.0, (20.0, 15.1, 16.0), Recipe(bits=4)).warning
+    assert hopeless is not None
+    assert "smaller group size" in hopeless
+    assert "without compensation" in str(Quality.judge(10.0, (20.0,), Recipe(bits=4, residual_bits=0)).warning)
+    broken = Quality.judge(10.0, (float("inf"),) * 4, recipe)
     assert broken.warning is not None
+    assert "beyond all numbers" in broken.warning
     assert broken.perplexity_after is None
-    assert Quality.judge(None, None, recipe).warning is None
+    assert Quality.judge(None, (), recipe).warning is None
 
 
 def test_calibration_is_taken_from_all_over_a_long_text(

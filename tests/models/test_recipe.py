@@ -100,7 +100,7 @@ def test_every_method_has_code(method: str) -> None:
 
 def test_recipes_from_before_expected_compensation_expected_none() -> None:
     data = Recipe().to_json()
-    assert data.pop("expected_k_chunk") == 32
+    assert data.pop("expected_k_chunk") == 64
     assert Recipe.from_json(data).expected_k_chunk == 0
 
 

@@ -70,7 +70,7 @@ def spec_of(
 def watched(weights: object, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A block's output, and its keys [B, H_kv, S, D]."""
     keys: list[torch.Tensor] = []
-    output = Oracle(weights, observe_keys=lambda _, seen: keys.append(seen.clone())).block(1, x)  # type: ignore[arg-type]
+    output = Oracle(weights, observe_keys=lambda _, _q, seen: keys.append(seen.clone())).block(1, x)  # type: ignore[arg-type]
     return output, keys[0]
 
 
@@ -173,11 +173,11 @@ def test_a_planted_outlier_channel_costs_less(
         oracle = Oracle(
             working,
             observe=lambda name, value, into=seen: into.update({name: value.clone()}),  # type: ignore[misc]
-            observe_keys=lambda _, keys, into=seen: into.update(keys=keys.clone()),  # type: ignore[misc]
+            observe_keys=lambda _, _q, keys, into=seen: into.update(keys=keys.clone()),  # type: ignore[misc]
         )
         oracle.block(1, x)
         exact = seen["layers.1.o"]
-        oracle.observe_keys = lambda _, keys: keys.copy_(rounded(keys))  # the cache's loss, in place
+        oracle.observe_keys = lambda _, _q, keys: keys.copy_(rounded(keys))  # the cache's loss, in place
         oracle.block(1, x)
         errors.append(float((seen["layers.1.o"] - exact).square().mean()))
     assert errors[1] < 0.3 * errors[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from models.errors import ModelNotFoundError, StoreError
 from models.quantize import quantize
@@ -237,6 +238,25 @@ def test_verify_reports_how_far_it_is(store: Store) -> None:
     store.verify("org/wide", lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == seen[-1][1] == store.info("org/wide").summary.disk_bytes
+
+
+def test_a_model_may_lack_what_is_known_of_its_keys_but_not_half_of_it(store: Store) -> None:
+    found = store.open("small").key_statistics(1)
+    assert found is not None
+    assert found.mean.shape == found.axis.shape == (2, 16)
+    path = store.path("small")
+    tensors = load_file(path / "block-00001.safetensors")
+    for left_out, fits in ((["key_mean", "query_axis"], True), (["key_mean"], False)):
+        kept = {name: x for name, x in tensors.items() if name.rpartition(".")[2] not in left_out}
+        save_file(kept, path / "block-00001.safetensors")
+        body = manifest.Manifest.read(path)
+        files = {**body.files, "block-00001.safetensors": manifest.describe(path / "block-00001.safetensors")}
+        manifest.Manifest(summary=body.summary, files=files).write(path)
+        if fits:
+            assert store.open("small").key_statistics(1) is None
+        else:
+            with pytest.raises(StoreError, match=r"block-00001\.safetensors does not belong .*key_mean"):
+                store.open("small")
 
 
 def test_tensors_of_another_model_are_refused(store: Store) -> None:

@@ -41,15 +41,15 @@ def test_bad_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("folder", "recipe", "name"),
     [
-        ("english3m", Recipe(bits=3), "english3m-rtn-3bit"),
-        ("My Model (v2)", Recipe(), "My-Model-v2-rtn-4bit"),
-        ("...", Recipe(), "model-rtn-4bit"),
-        ("a--b..c", Recipe(), "a-b.c-rtn-4bit"),
-        ("m", Recipe(group_size=64, residual_bits=8, head_bits=3), "m-rtn-4bit-g64-r8-h3"),
-        ("m", Recipe(group_size=64, smooth_attention=True), "m-rtn-4bit-g64-sa"),
-        ("models--Qwen--Qwen2.5-0.5B/snapshots/0123abc", Recipe(bits=3), "Qwen/Qwen2.5-0.5B-rtn-3bit"),
-        ("models--gpt/snapshots/0123abc", Recipe(), "gpt-rtn-4bit"),
-        ("x" * 200, Recipe(), "x" * 60 + "-rtn-4bit"),
+        ("english3m", Recipe(bits=3), "english3m-gptq-3bit"),
+        ("My Model (v2)", Recipe(), "My-Model-v2-gptq-4bit"),
+        ("...", Recipe(), "model-gptq-4bit"),
+        ("a--b..c", Recipe(), "a-b.c-gptq-4bit"),
+        ("m", Recipe(group_size=128, residual_bits=8, head_bits=3), "m-gptq-4bit-g128-r8-h3"),
+        ("m", Recipe(group_size=128, smooth_attention=True), "m-gptq-4bit-g128-sa"),
+        ("models--Qwen--Qwen2.5-0.5B/snapshots/0123abc", Recipe(bits=3), "Qwen/Qwen2.5-0.5B-gptq-3bit"),
+        ("models--gpt/snapshots/0123abc", Recipe(), "gpt-gptq-4bit"),
+        ("x" * 200, Recipe(), "x" * 60 + "-gptq-4bit"),
     ],
 )
 def test_default_names(tmp_path: Path, folder: str, recipe: Recipe, name: str) -> None:

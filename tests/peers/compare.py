@@ -69,6 +69,9 @@ class Worker:
         return json.loads(line)
 
 
+_RANDOM = "a Llama shape of 1.1 billion parameters, random weights"
+
+
 def programs(folder: Path, stored: Mapping[str, str], peer_python: str) -> dict[str, Worker]:
     """Every program that is compared, started.
 
@@ -150,7 +153,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="decoded tokens in a round")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the prompt")
     parser.add_argument("--spinners", default="0", help="numbers of competing processes, with commas between")
-    parser.add_argument("--model", default="a Llama shape of 1.1 billion parameters, random weights")
+    parser.add_argument("--model", help="what the results call it")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     stored = dict(entry.split("=", 1) for entry in arguments.stored)
@@ -164,7 +167,7 @@ def main() -> None:
     report = {
         "command": f"python -m tests.peers.compare FOLDER {options}",
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
-        "model": arguments.model,
+        "model": arguments.model or (", ".join(stored.values()) if stored else _RANDOM),
         "cpu": detect_cpu().name,
         "cores": detect_cpu().physical_cores,
         "rounds": arguments.rounds,

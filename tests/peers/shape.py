@@ -76,6 +76,9 @@ class RandomModel:
         """A norm's weight."""
         return np.ones(self.spec.hidden_size, np.float32)
 
+    def key_statistics(self, _layer: int) -> None:
+        """Nothing is known of the keys of random weights."""
+
     def embedding(self) -> npt.NDArray[np.float16]:
         """The embedding table."""
         return self._rng.standard_normal((self.spec.vocab_size, self.spec.hidden_size)).astype(np.float16)

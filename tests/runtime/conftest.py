@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from models.keys import KeyStatistics
 from models.packed import PackedLinear, PackedResidual
 from models.packing import pack
 from models.spec import ModelSpec, RopeSpec
@@ -112,12 +113,16 @@ class TinyModel:
     table: npt.NDArray[np.float16]
     full: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     name: str = "tiny"
+    keys: list[KeyStatistics] = field(default_factory=list)
 
     def linear(self, name: str) -> PackedLinear:
         return self.linears[name]
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:
         return self.vectors[name]
+
+    def key_statistics(self, layer: int) -> KeyStatistics | None:
+        return self.keys[layer] if self.keys else None
 
     def embedding(self) -> npt.NDArray[np.float16]:
         return self.table

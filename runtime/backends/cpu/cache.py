@@ -47,7 +47,7 @@ class CpuStore:
         self._kind = kind
         self.layout = PageLayout(kind, spec.head_dim)
         """Where a record keeps what."""
-        self.saved_layout = f"cpu-2-{self.layout.name}"
+        self.saved_layout = f"cpu-3-{self.layout.name}"
         """What is counted up here is how the bytes of a place are to be understood; where they are is in the name."""
         heads = (spec.num_layers, slots, spec.num_kv_heads)
         self.records = aligned_zeros((spec.num_layers, pages, spec.num_kv_heads, self.layout.record), np.uint8)
@@ -241,7 +241,7 @@ class CpuCache(PagedCache):
     def units(self, slot: int) -> int:
         """Pages and spans of the window that attention walks through for a slot."""
         pages = -(-self.paged_length(slot) // self.kind.page)
-        return pages + -(-self.window_length(slot) // SPAN)
+        return pages + -(-self.window_length(slot) // SPAN)  # sinks are whole spans
 
 
 def _dither(count: int) -> npt.NDArray[np.float32]:

@@ -29,6 +29,7 @@ from runtime.backends.cpu.tiles import TiledLinear, padded, tile_linear
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
+from runtime.kv.basis import key_bases
 from runtime.operations.channels import buckets, k_chunk_of, layer_kind, static_channels, total_budget
 from runtime.operations.panel import residual_scales
 from runtime.weights import Weights
@@ -104,6 +105,7 @@ class PlanOperations:
         self._cos, self._sin = self._constant("cos", lambda: cos), self._constant("sin", lambda: sin)
         self.recall_sums = self._constant("recall sums", lambda: np.zeros(self._rows, np.float32))
         self._selections = [0, 0]
+        self._bases = key_bases(cache.kind, model)
 
     def record(self, k_chunk: Mapping[str, int] | int, prompt: Mapping[str, int] | int | None = None) -> Program:
         """Record the forward pass. Weights are repacked the first time only.
@@ -193,6 +195,7 @@ class PlanOperations:
         assert v.place.at == k.place.at + 4 * k.width
         q_norm, k_norm = (self._vector(x.norm) if x.norm else 0 for x in (q, k))
         stored = self._cache.stored(layer)
+        reflection, mean = self._basis(layer)
         self._emit(
             op.Heads(
                 qkv=q.place,
@@ -207,6 +210,8 @@ class PlanOperations:
                 eps=spec.norm_eps,
                 scale=spec.head_dim**-0.5,
                 stored=stored,
+                reflection=reflection,
+                mean=mean,
             )
         )
         part = padded(spec.head_dim, LANES) + LANES
@@ -371,6 +376,14 @@ class PlanOperations:
         codes = self._constant(f"{name}.residual", rows)
         scales = 0 if residual.scales is None else self._widened(f"{name}.residual_scales", residual.scales, columns)
         return op.Residual(_address(codes), scales, residual.bits, codes.strides[0], codes.shape[0])
+
+    def _basis(self, layer: int) -> tuple[int, int]:
+        """Addresses of a layer's reflection and mean key; 0 where keys are not turned."""
+        if not self._bases:
+            return 0, 0
+        basis, prefix = self._bases[layer], f"layers.{layer}"
+        reflection = self._constant(f"{prefix}.reflection", lambda: basis.reflection)
+        return _address(reflection), _address(self._constant(f"{prefix}.mean", lambda: basis.mean))
 
     def _widest(self) -> int:
         return max(self._spec.linear_shape(kind)[1] for kind in ("qkv", "o", "down"))

@@ -15,7 +15,7 @@ from runtime.operations.attention import attend
 class ReferenceStore(TorchStore):
     """The numbers of all pages and windows in main memory, readable layer by layer; see `TorchStore`."""
 
-    saved_layout = "reference-2"
+    backend = "reference-3"
 
     def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
         super().__init__(kind, spec, pages=pages, slots=slots, window=window, device="cpu")
@@ -118,8 +118,8 @@ class ReferenceCache(PagedCache):
         paged = dequantize(self.kind, part, stored, self._D, draft=draft)  # [pages, H_kv, page, D]
         paged = paged.transpose(1, 2).flatten(0, 1)[: self.paged_length(slot)]
         if self.kind.windowed:
-            window = self.store.window(part, slot)[layer, :, : self.window_length(slot)]
-            paged = torch.cat([paged, window.float().transpose(0, 1)])
+            window = self.store.window(part, slot)[layer, :, : self.window_length(slot)].float().transpose(0, 1)
+            paged = torch.cat([window[: self.kind.sinks], paged, window[self.kind.sinks :]])
         return paged[:length]
 
     def attend(

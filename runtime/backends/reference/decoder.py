@@ -20,10 +20,12 @@ from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.linear import ReferenceLinear
 from runtime.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
 from runtime.errors import InvalidActivationError
-from runtime.kv.kinds import KINDS
+from runtime.kv.basis import key_bases
+from runtime.kv.kinds import KINDS, CacheKind
 from runtime.operations.gate import silu_gate
 from runtime.operations.norm import rms_norm
 from runtime.operations.rope import rotate
+from runtime.operations.turn import turn
 from runtime.weights import Weights
 
 
@@ -67,6 +69,7 @@ class ReferenceDecoder:
             pages=options.pages,
         )
         self.kv_bytes = self.cache.store.nbytes
+        self.bases = bases_of(self.cache.kind, model)
 
     @property
     def recall(self) -> float | None:
@@ -122,6 +125,12 @@ class ReferenceDecoder:
         self.cache.close()
 
 
+def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Reflection and mean key of each layer, float32 [H_kv, D]; none where the kind keeps keys as they are."""
+    bases = key_bases(kind, model)
+    return [(torch.from_numpy(basis.reflection), torch.from_numpy(basis.mean)) for basis in bases]
+
+
 class _Pass(Operations[torch.Tensor]):
     """The operations of one step."""
 
@@ -158,8 +167,12 @@ class _Pass(Operations[torch.Tensor]):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         cache, window = self._decoder.cache, self._spec.windows[layer]
-        cache.append(layer, self._slots, self._positions, self._heads(k), self._heads(v))
-        q = self._heads(q)
+        q, k = self._heads(q), self._heads(k)
+        if self._decoder.bases:
+            reflection, mean = self._decoder.bases[layer]
+            q = turn(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
+            k = turn(k, reflection) - mean
+        cache.append(layer, self._slots, self._positions, k, self._heads(v))
         return cache.attend(layer, q, self._slots, self._positions, window, draft=self._draft).flatten(1)
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

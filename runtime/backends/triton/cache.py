@@ -16,7 +16,7 @@ from runtime.kv.torch_store import TorchStore
 class GpuStore(TorchStore):
     """The numbers of all pages and windows on the device, the same bytes as the reference cache's; see `TorchStore`."""
 
-    saved_layout = "triton-2"
+    backend = "triton-3"
 
     def layer(self, layer: int, tables: torch.Tensor, paged: torch.Tensor) -> LayerPages:
         """One layer as kernels read it; see `LayerPages`."""
@@ -34,7 +34,7 @@ class GpuStore(TorchStore):
         )
 
     def _quantize(self, slot: int, page: int) -> None:
-        """Quantize the first page of tokens of a window; low-rank corrections are found by torch."""
+        """Quantize the page of tokens behind the sinks of a window; low-rank corrections are found by torch."""
         if self._kind.rank:
             super()._quantize(slot, page)
             return

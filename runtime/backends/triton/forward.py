@@ -197,7 +197,7 @@ class Pass(Operations[Value]):
         queries, out = buffers.queries(M, spec.q_width), buffers.input(M, spec.q_width)
         q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
         norms, rope = HeadNorms(q_norm, k_norm, spec.norm_eps), Rope(model.cos, model.sin)
-        heads(v.tensor, v.dec, norms, rope, rows, pages, queries)
+        heads(v.tensor, v.dec, norms, rope, model.bases[layer], rows, pages, queries)
         context, draft = model.options.context, self._draft
         attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft)
         return Value(out)

@@ -12,12 +12,14 @@ import torch
 from models.packed import PackedLinear
 from models.rope import tables
 from runtime.backends.triton.cache import GpuCache
+from runtime.backends.triton.kernels.rope import Basis
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import REMEDY, GpuResidual, PageLockError, load_residuals, page_locked
 from runtime.backends.triton.staging import Shared, Staging
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
+from runtime.kv.basis import key_bases
 from runtime.kv.kinds import KINDS
 from runtime.operations.channels import k_chunk_of, layer_kind, static_channels
 from runtime.problem import Problem
@@ -87,6 +89,10 @@ class GpuModel:
             pages=options.pages,
             device=device,
         )
+        bases = key_bases(self.cache.kind, weights)
+        self.bases = [Basis(self._move(basis.reflection), self._move(basis.mean)) for basis in bases]
+        """Of each layer."""
+        self.bases = self.bases or [Basis(None, None)] * spec.num_layers
 
     @property
     def weight_bytes(self) -> int:

@@ -7,15 +7,21 @@ import torch
 from runtime.kv.low_rank import ITERATIONS, start
 
 
-def low_rank(residual: torch.Tensor, rank: int, iterations: int = ITERATIONS) -> tuple[torch.Tensor, torch.Tensor]:
+def low_rank(
+    residual: torch.Tensor, rank: int, iterations: int = ITERATIONS, *, alike: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The factors of the nearest matrix of a rank, nearly: residual ~ a b^T.
 
     Subspace iteration from the same numbers every time, so that equal pages have equal factors.
+
+    What is near may be measured in a metric of its own: with R the residual, the columns of a are the first left
+    singular vectors of R (I + alike 1 1^T / D)^(1/2), and b is R^T a.
 
     Args:
         residual: float32 [..., T, D].
         rank: r, at most D.
         iterations: Rounds.
+        alike: How much more an error counts that all channels have alike.
 
     Returns:
         a float16 [..., T, r] and b float16 [..., D, r]. The columns of a are orthonormal.
@@ -26,7 +32,7 @@ def low_rank(residual: torch.Tensor, rank: int, iterations: int = ITERATIONS) ->
     b = torch.from_numpy(start(D, rank)).to(residual.device).expand(*residual.shape[:-2], D, rank)
     a = residual.new_zeros(*residual.shape[:-2], T, rank)
     for _ in range(iterations):
-        a = torch.linalg.qr(residual @ b)[0]
+        a = torch.linalg.qr(residual @ (b + alike * b.mean(-2, keepdim=True)))[0]
         b = residual.mT @ a
     return a.to(torch.float16), b.to(torch.float16)
 

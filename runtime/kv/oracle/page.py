@@ -43,7 +43,8 @@ def quantize(kind: CacheKind, part: Part, x: torch.Tensor) -> dict[str, torch.Te
     if kind.rank:
         residual = _turned(code, vectors - _read_uniform(kind, code, stored, x.shape[-1]))
         residual = residual.masked_fill(_turned(code, kept), 0)
-        stored["a"], stored["b"] = correction.low_rank(residual, min(kind.rank, x.shape[-1]))
+        alike = kind.alike(part)
+        stored["a"], stored["b"] = correction.low_rank(residual, min(kind.rank, x.shape[-1]), alike=alike)
     if count:
         missing = vectors - _turned(code, dequantize(kind, part, stored, x.shape[-1]))
         stored["indices"] = places.to(torch.int16)
@@ -86,6 +87,8 @@ def _uniform(kind: CacheKind, code: Code, vectors: torch.Tensor, kept: torch.Ten
     groups = uniform.split(vectors, code.group)
     scales = uniform.scales_of(groups, bits, None if kept is None else uniform.split(kept, code.group))
     codes = uniform.encode(groups, scales, bits)
+    if code.exact_mean:
+        scales = uniform.with_exact_means(groups, codes, scales)
     if not kind.hierarchical:
         return {"codes": _packed(code, codes, vectors.shape[-1], bits), "scales": scales}
     lower = uniform.encode_lower(groups, codes, scales)

@@ -60,6 +60,23 @@ def encode(groups: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tenso
     return torch.round(exact).clamp(0, 2**bits - 1).to(torch.uint8)
 
 
+def with_exact_means(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The scales with other zeros: those with which every group reads back with its mean, but for their rounding.
+
+    Args:
+        groups: float32 [..., groups, group], whole groups.
+        codes: uint8 [..., groups, group].
+        scales: float16 [..., groups, 2], with which they were encoded.
+
+    Returns:
+        float16 [..., groups, 2].
+    """
+    scale = scales[..., 0]
+    zero = groups.mean(-1) - scale.float() * codes.float().mean(-1)
+    largest = torch.finfo(torch.float16).max
+    return torch.stack([scale, zero.clamp(-largest, largest).to(torch.float16)], dim=-1)
+
+
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Read codes back: code * scale + zero. Returns float32 [..., groups, group]."""
     scale, zero = scales.float().unsqueeze(-2).unbind(-1)

@@ -19,9 +19,9 @@ def test_a_stored_name(answer: Answer, stored: str, services: Any) -> None:
 
 def test_a_folder_is_quantized_on_first_use_only(answer: Answer, services: Any, checkpoint: Path) -> None:
     for _ in range(2):
-        assert answer("run", checkpoint, *SHORT)["model"] == "tiny-rtn-4bit"
+        assert answer("run", checkpoint, *SHORT)["model"] == "tiny-gptq-4bit"
     assert len(services.quantized) == 1
-    assert [info.name for info in services.store().list()] == ["tiny-rtn-4bit"]
+    assert [info.name for info in services.store().list()] == ["tiny-gptq-4bit"]
 
 
 def test_a_folder_is_found_under_any_name(answer: Answer, services: Any, checkpoint: Path) -> None:
@@ -58,10 +58,10 @@ def test_another_folder_of_that_name_is_another_model(
         services.origins_file().unlink()
     if memory == "damaged":
         services.origins_file().write_text("[")
-    assert "mine-rtn-4bit" in error("run", second, *SHORT)
+    assert "mine-gptq-4bit" in error("run", second, *SHORT)
     answer("quantize", second, "--name", "second")
     assert answer("run", second, *SHORT)["model"] == "second"
-    assert answer("run", first, *SHORT)["model"] == "mine-rtn-4bit"
+    assert answer("run", first, *SHORT)["model"] == "mine-gptq-4bit"
 
 
 def test_a_checkpoint_that_changed_is_not_taken_for_the_old_one(
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_changed_is_not_taken_for_the_old_one(
     answer("run", folder, *SHORT)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
-    assert "mine-rtn-4bit" in error("run", folder, *SHORT)
+    assert "mine-gptq-4bit" in error("run", folder, *SHORT)
 
 
 def test_a_checkpoint_of_the_same_size_is_not_taken_for_the_old_one(
@@ -83,12 +83,12 @@ def test_a_checkpoint_of_the_same_size_is_not_taken_for_the_old_one(
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "mine-rtn-4bit" in error("run", folder, *SHORT)
+    assert "mine-gptq-4bit" in error("run", folder, *SHORT)
 
 
 def test_a_gguf_file_is_quantized_on_first_use_only(answer: Answer, services: Any, gguf_file: Path) -> None:
     for _ in range(2):
-        assert answer("run", gguf_file, *SHORT)["model"] == "tiny.Q8_0-rtn-4bit"
+        assert answer("run", gguf_file, *SHORT)["model"] == "tiny.Q8_0-gptq-4bit"
     assert len(services.quantized) == 1
 
 
@@ -99,7 +99,7 @@ def test_another_gguf_file_of_that_name_is_another_model(
     other = tmp_path / gguf_file.name
     content = gguf_file.read_bytes()
     other.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "tiny.Q8_0-rtn-4bit" in error("run", other, *SHORT)
+    assert "tiny.Q8_0-gptq-4bit" in error("run", other, *SHORT)
 
 
 def test_show_says_what_the_source_s_weights_are(
@@ -152,14 +152,14 @@ def test_a_short_name_in_other_verbs(answer: Answer, run: Callable[..., Any], se
 
 def test_a_hub_name_is_downloaded_and_quantized_once(answer: Answer, services: Any) -> None:
     for _ in range(2):
-        assert answer("run", "some/tiny", *SHORT)["model"] == "some/tiny-rtn-4bit"
+        assert answer("run", "some/tiny", *SHORT)["model"] == "some/tiny-gptq-4bit"
     assert services.pulled == [("some/tiny", None)]
     assert len(services.quantized) == 1
 
 
 def test_progress_of_a_first_use_goes_to_standard_error(run: Callable[..., Any], checkpoint: Path) -> None:
     result = run("run", checkpoint, *SHORT, "--json")
-    assert json.loads(result.stdout)["model"] == "tiny-rtn-4bit"
+    assert json.loads(result.stdout)["model"] == "tiny-gptq-4bit"
     assert "this is done once" in result.stderr
 
 

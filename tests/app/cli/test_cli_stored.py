@@ -61,6 +61,7 @@ def test_show(answer: Answer, stored: str, services: Any) -> None:
     found = answer("show", stored)
     assert found.keys() == ENTRY | {
         "source",
+        "source_types",
         "path",
         "method",
         "block_bits",
@@ -71,12 +72,12 @@ def test_show(answer: Answer, stored: str, services: Any) -> None:
         "verified",
     }
     assert found["path"] == str(services.store().root / stored)
-    assert (found["source"], found["method"], found["verified"]) == ("tiny", "rtn", False)
+    assert (found["source"], found["method"], found["verified"]) == ("tiny", "gptq", False)
     assert answer("show", "demo")["bundled"] is True
 
 
 def test_show_for_a_person(run: Callable[..., Any], stored: str) -> None:
-    assert "group size          128" in run("show", stored).stdout
+    assert "group size          64" in run("show", stored).stdout
 
 
 def test_verify_reads_every_byte(

@@ -51,12 +51,12 @@ def test_quantize(answer: Answer, checkpoint: Path, services: Any) -> None:
     assert found["cpu_residual_bytes"] > 0
     assert min(found["perplexity_before"], found["perplexity_after"]) > 1
     recipe = services.quantized[0]
-    assert (recipe.bits, recipe.residual_bits, recipe.group_size, recipe.method) == (3, 8, 32, "rtn")
+    assert (recipe.bits, recipe.residual_bits, recipe.group_size, recipe.method) == (3, 8, 32, "gptq")
 
 
 def test_quantize_with_even_keys(answer: Answer, checkpoint: Path, services: Any) -> None:
     found = answer("quantize", checkpoint, "--smooth-attention")
-    assert found["name"].endswith("-rtn-4bit-sa")
+    assert found["name"].endswith("-gptq-4bit-sa")
     assert services.quantized[0].smooth_attention
     assert answer("show", found["name"])["smooth_attention"] is True
     assert not answer("quantize", checkpoint, "--no-smooth-attention")["name"].endswith("-sa")
@@ -83,7 +83,7 @@ def test_help_says_what_each_method_is_good_for(run: Callable[..., Any]) -> None
 
 def test_quantize_the_bundled_model_and_a_hub_name(answer: Answer, services: Any) -> None:
     assert answer("quantize", "demo", "--name", "again")["name"] == "again"
-    assert answer("quantize", "some/tiny")["name"] == "some/tiny-rtn-4bit"
+    assert answer("quantize", "some/tiny")["name"] == "some/tiny-gptq-4bit"
     assert services.pulled == [("some/tiny", None)]
 
 

@@ -52,7 +52,7 @@ async def test_perplexity_and_warning_are_shown(stage: Callable[..., Any], runti
         await s.ready()
         await open_models(s)
         await s.shows("12.31 → 99.00")
-        await s.shows("rtn · 3 bits fell apart")
+        await s.shows("gptq · 3 bits fell apart")
         await s.pilot.press("down")
         await s.hides("3 bits fell apart")
 
@@ -72,7 +72,7 @@ async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any
         await s.pilot.press("enter")
         await s.until(lambda: any(entry.name == "mine" for entry in runtime.entries) and not s.app.session.working)
         assert runtime.named("quantize") == [
-            QuantizeRequest(source=str(checkpoint), bits=4.0, method="rtn", smooth_attention=False)
+            QuantizeRequest(source=str(checkpoint), bits=4.0, method="gptq", smooth_attention=False)
         ]
         await s.until(lambda: "12.30 → 12.80" in s.screen_text(), "the new row")
 
@@ -130,14 +130,18 @@ async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Callable[
         await s.pilot.press("d")
         await s.settled()
         assert isinstance(s.app.screen, ModelsScreen)
+        await s.pilot.press("down")
         for key, left in (("n", 2), ("y", 1)):
-            await s.pilot.press("down", "d")
+            await s.pilot.press("d")
             await s.until(lambda: isinstance(s.app.screen, ConfirmDialog))
             await s.pilot.press(key)
             await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
             await s.until(lambda expected=left: len(runtime.entries) == expected)
         assert runtime.named("remove") == ["tiny-3bit"]
-        await s.until(lambda: s.app.screen.query_one("ModelTable").row_count == 1)
+        await s.until(lambda: s.app.screen.query_one("ModelTable").row_count == 2, "the bundled one, and one to fetch")
+        await s.pilot.press("down", "d")
+        await s.settled()
+        assert isinstance(s.app.screen, ModelsScreen)
 
 
 async def test_a_sampling_setting_is_applied_and_kept_at_once(stage: Callable[..., Any], runtime: Any) -> None:
@@ -324,7 +328,7 @@ async def test_a_known_model_is_fetched_made_and_loaded(stage: Callable[..., Any
         await s.ready()
         await open_models(s)
         await s.shows("smollm2-135m")
-        await s.pilot.press("end")
+        await s.pilot.press("down", "down")
         await s.shows("Enter fetches 98 MB")
         await s.pilot.press("enter")
         await s.until(lambda: s.app.session.status.model == "smollm2-135m")

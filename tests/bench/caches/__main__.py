@@ -1,6 +1,7 @@
 """What compressing the KV cache costs and what it gives: docs/kv.md with its pictures.
 
     make kv                                      or: python -m tests.bench.caches --models english3m,demo
+    python -m tests.bench.caches --smollm2 FOLDER --models smollm2,smollm2-book,smollm2-4k    a real model alone
     make kv PEER_PYTHON=peers-venv/bin/python    beside llama.cpp (tests/peers/README.md says how to install it)
 
 Losses go through the program's own evaluation, sizes come from real buffers, speeds from the CPU backend. Numbers are
@@ -21,12 +22,12 @@ from typing import Any
 
 from models.store import Store
 from tests.bench.caches import attention, drift, gear, perplexity, size, smooth, speed
-from tests.bench.caches.extent import QUICK, SECTIONS, Extent, cases
+from tests.bench.caches.extent import QUICK, REAL, SECTIONS, SMOLLM2, Extent, cases, known_cases
 from tests.bench.caches.laboratory import Laboratory, Notebook
 from tests.bench.caches.report import write
 from tests.bench.caches.view import View
 from tests.bench.quality import llama
-from tests.bench.reporting.cases import CASES, ROOT
+from tests.bench.reporting.cases import ROOT
 from tests.bench.reporting.results import Results
 from tests.bench.reporting.run import about_run, teller
 
@@ -49,8 +50,10 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ", ".join(case.name for case in CASES)
+    known = [case.name for case in known_cases()]
+    names = ", ".join(known)
     parser.add_argument("--models", type=_listed, help=f"some of {names}; all that are there unless given")
+    parser.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
     parser.add_argument("--only", type=_listed, help=f"some of {', '.join(SECTIONS)}")
     parser.add_argument("--again", action="store_true", help="measure what --only names even where it is known")
     parser.add_argument("--quick", action="store_true", help="a little of everything, in a few minutes")
@@ -60,9 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="results file; default docs/kv/results.json")
     parser.add_argument("--out", type=Path, help="report; default docs/kv.md")
     given = parser.parse_args()
-    wrong = sorted({*(given.models or ())} - {case.name for case in CASES}) + sorted(
-        {*(given.only or ())} - {*SECTIONS}
-    )
+    wrong = sorted({*(given.models or ())} - {*known}) + sorted({*(given.only or ())} - {*SECTIONS})
     if wrong:
         parser.error(f"unknown: {', '.join(wrong)}; models are {names}; parts are {', '.join(SECTIONS)}")
     if given.again and not given.only:
@@ -110,15 +111,18 @@ def _parts(
     store = Store(BUILD / "store")
     found: list[Laboratory] = []
 
-    def each(*acts: Callable[[Laboratory], Any]) -> Callable[[], object]:
+    def each(*acts: Callable[[Laboratory], Any], every: bool = False) -> Callable[[], object]:
         def run() -> None:
             if not found:
-                found.extend(Laboratory(case, store, notebook, extent.tokens) for case in cases(given.models))
+                found.extend(
+                    Laboratory(case, store, notebook, extent.tokens) for case in cases(given.models, given.smollm2)
+                )
             texts = {laboratory.case.name: {"tokens": len(laboratory.tokens)} for laboratory in found}
             notebook.results.about["texts"] = {**notebook.results.about.get("texts", {}), **texts}
             for act in acts:
                 for laboratory in found:
-                    act(laboratory)
+                    if every or laboratory.case.name not in REAL:
+                        act(laboratory)
                     notebook.results.save()
 
         return run
@@ -127,7 +131,9 @@ def _parts(
         "gear": each(gear.measure),
         "size": lambda: size.measure(notebook),
         "drift": each(lambda one: drift.measure(one, extent.drift_steps)),
-        "perplexity": each(*(partial(perplexity.measure, kinds=extent.kinds, way=way) for way in perplexity.WAYS)),
+        "perplexity": each(
+            *(partial(perplexity.measure, kinds=extent.kinds, way=way) for way in perplexity.WAYS), every=True
+        ),
         "smooth": each(lambda one: smooth.measure(one, BUILD / "planted")),
         "attention": lambda: attention.measure(notebook, extent),
         "speed": lambda: speed.measure(notebook, extent, peer_python, BUILD),

@@ -13,7 +13,7 @@ from models.oracle import Oracle
 from runtime.decoder import DecoderOptions
 from runtime.kv.kinds import KVKind
 from tests.bench.caches.extent import DRIFT_PROMPT, ORDER
-from tests.bench.caches.full import PAGE, FullDecoder, feed, rows
+from tests.bench.caches.full import STEP, FullDecoder, feed, rows
 from tests.bench.caches.laboratory import Laboratory
 from tests.bench.reporting.results import digest
 
@@ -86,8 +86,8 @@ def _drift(laboratory: Laboratory, kind: KVKind, text: Sequence[int], exact: npt
         tenth of it; `different`, how many steps' likeliest tokens are others; `steps`; `repeats`, the share of the
         continuation's tokens whose last 8 stood together before.
     """
-    decoder = FullDecoder(laboratory.checkpoint, DecoderOptions(kv=kind, context=len(text)))
-    logits = np.concatenate([rows(decoder, text[at : at + PAGE], at) for at in range(0, len(text), PAGE)])
+    decoder = FullDecoder(laboratory.checkpoint, DecoderOptions(kv=kind, context=len(text)), laboratory.low_bit())
+    logits = np.concatenate([rows(decoder, text[at : at + STEP], at) for at in range(0, len(text), STEP)])
     logits = logits[DRIFT_PROMPT - 1 :]
     apart = np.linalg.norm(logits - exact, axis=1) / np.linalg.norm(exact, axis=1)
     different = int((logits.argmax(1) != exact.argmax(1)).sum())

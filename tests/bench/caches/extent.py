@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from assets import calibration_text
 from runtime.kv.kinds import KINDS, KVKind
-from tests.bench.reporting.cases import CASES, Case
+from runtime.tokenizer import Tokenizer
+from tests.bench.reporting.cases import CASES, DATA, ROOT, Case
 
 SECTIONS = ("gear", "size", "drift", "perplexity", "smooth", "attention", "speed")
 """Parts of the report, in the order in which they are measured."""
@@ -64,15 +67,61 @@ QUICK = Extent(
 """Enough to see that everything works; the numbers are noisy."""
 
 
+REAL = {"smollm2": 1024, "smollm2-4k": 4096, "smollm2-book": 1024}
+"""A real chat model, with tokens of a window: on WikiText-2 in short and long windows, and on another book."""
+SMOLLM2 = ROOT / "build" / "smollm2"
+"""Its Hugging Face folder, unless `--smollm2` names another."""
+
+
+def real_cases(folder: Path = SMOLLM2) -> list[Case]:
+    """The cases of `REAL`.
+
+    Args:
+        folder: Checkpoint of SmolLM2-135M-Instruct.
+    """
+
+    def text(file: str, start: int) -> Callable[[Tokenizer, int], list[int]]:
+        def encode(tokenizer: Tokenizer, count: int) -> list[int]:
+            whole = (DATA / "text" / file).read_text(encoding="utf-8")
+            return tokenizer.encode(whole[start : start + 16 * count])
+
+        return encode
+
+    def case(name: str, tokens: int, evaluated: str, encode: Callable[[Tokenizer, int], list[int]]) -> Case:
+        return Case(
+            name=name,
+            folder=folder,
+            group_size=128,
+            tokens=tokens,
+            about="SmolLM2-135M-Instruct: Llama, 135 M parameters, hidden 576, 30 blocks, vocabulary 49,152",
+            evaluated=evaluated,
+            calibrated="the bundled calibration text",
+            closer=(),
+            encode=encode,
+            calibration=calibration_text,
+        )
+
+    return [
+        case("smollm2", 3000, "WikiText-2 test", text("wikitext2-test.txt", 0)),
+        case("smollm2-book", 3000, "Moby-Dick from its 60,000th character on", text("moby-dick.md", 60000)),
+        case("smollm2-4k", 6200, "WikiText-2 test", text("wikitext2-test.txt", 0)),
+    ]
+
+
+def known_cases(folder: Path = SMOLLM2) -> list[Case]:
+    """All models of the report, the real one first."""
+    return [*real_cases(folder), *CASES]
+
+
 def window(model: str, context: int) -> tuple[int, int]:
     """Tokens of a window and from one to the next, for a model of so long a context."""
-    length = TAUGHT.get(model.removesuffix("-planted"), min(LONGEST, context))
+    length = REAL.get(model) or TAUGHT.get(model.removesuffix("-planted"), min(LONGEST, context))
     return length, length // 2
 
 
-def cases(names: Sequence[str] | None) -> list[Case]:
-    """The models that are there, or some of them by name."""
-    return [case for case in CASES if (names is None or case.name in names) and case.there()]
+def cases(names: Sequence[str] | None, folder: Path = SMOLLM2) -> list[Case]:
+    """The models that are there, or some of them by name; `folder` has SmolLM2."""
+    return [case for case in known_cases(folder) if (names is None or case.name in names) and case.there()]
 
 
 def paged_share(kind: KVKind, length: int, first: int) -> float:

@@ -15,12 +15,15 @@ from torch.nn import functional
 from models.checkpoint import Checkpoint
 from models.rope import tables
 from runtime.backends.reference.cache import ReferenceCache
-from runtime.backends.reference.decoder import ReferenceDecoder
+from runtime.backends.reference.decoder import ReferenceDecoder, bases_of
 from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS
+from runtime.weights import Weights
 
 PAGE = 128
 """Tokens of the longest page; all others divide it."""
+STEP = 64
+"""Tokens between places at which a page of some kind may end: sinks and pages are multiples of it."""
 
 
 class _FullLinear:
@@ -42,9 +45,10 @@ class FullDecoder(ReferenceDecoder):
     Args:
         checkpoint: The model.
         options: `kv`, `context` and `max_rows` count.
+        stored: A low-bit form of it, which knows of its keys what some kinds of cache want to know; None: nothing.
     """
 
-    def __init__(self, checkpoint: Checkpoint, options: DecoderOptions) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: DecoderOptions, stored: Weights | None = None) -> None:
         spec = checkpoint.spec
         self.spec, self.options, self.weight_bytes = spec, options, 0
         linears = {name: _FullLinear(*checkpoint.linear(name)) for name in spec.linear_names()}
@@ -65,6 +69,7 @@ class FullDecoder(ReferenceDecoder):
             pages=options.pages,
         )
         self.kv_bytes = self.cache.store.nbytes
+        self.bases = bases_of(self.cache.kind, stored) if stored is not None else []
 
 
 def feed(decoder: ReferenceDecoder, tokens: Sequence[int], start: int = 0) -> npt.NDArray[np.float32]:
@@ -81,7 +86,7 @@ def feed(decoder: ReferenceDecoder, tokens: Sequence[int], start: int = 0) -> np
 def rows(decoder: ReferenceDecoder, tokens: Sequence[int], start: int) -> npt.NDArray[np.float32]:
     """The same with the logits of all of them, float32 [tokens, V].
 
-    Every row sees what decoding the tokens one by one would see if no page ends inside the step: steps of `PAGE`
+    Every row sees what decoding the tokens one by one would see if no page ends inside the step: steps of `STEP`
     tokens from position 0 on do that for every kind.
     """
     return _run(decoder, tokens, start, np.arange(len(tokens), dtype=np.int32))

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from runtime.backends.reference.decoder import bases_of
 from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
 from runtime.kv.oracle import correction
 from runtime.kv.oracle.page import Stored, dequantize, quantize
+from runtime.operations.turn import turn
 from tests.bench.caches.full import PAGE, keys_and_values
 from tests.bench.caches.laboratory import Laboratory
 from tests.bench.reporting.results import digest
@@ -29,7 +31,10 @@ def measure(laboratory: Laboratory) -> None:
 
 
 def pages(laboratory: Laboratory, tokens: list[int]) -> dict[Part, torch.Tensor]:
-    """Keys and values of whole pages, in half precision: float32 [layers, pages, H_kv, 128, D]."""
+    """Keys and values of whole pages, in half precision: float32 [layers, pages, H_kv, 128, D].
+
+    Keys stand in the basis of the kinds of few bits, which is where the steps of GEAR are taken.
+    """
     length = laboratory.checkpoint.spec.max_context // PAGE * PAGE
     found: dict[Part, list[torch.Tensor]] = {part: [] for part in PARTS}
     for start in range(0, len(tokens) - PAGE + 1, length):
@@ -37,7 +42,12 @@ def pages(laboratory: Laboratory, tokens: list[int]) -> dict[Part, torch.Tensor]
         for part in PARTS:
             whole = held[part][:, : held[part].shape[1] // PAGE * PAGE]
             found[part].append(whole.unflatten(1, (-1, PAGE)).transpose(2, 3))
-    return {part: torch.cat(each, 1) for part, each in found.items()}
+    both = {part: torch.cat(each, 1) for part, each in found.items()}
+    for layer, (reflection, mean) in enumerate(bases_of(KINDS[STEPS[4][0]], laboratory.low_bit())):
+        keys = both["keys"][layer].transpose(1, 2)  # [pages, 128, H_kv, D]
+        turned = turn(keys.flatten(0, 1), reflection) - mean
+        both["keys"][layer] = turned.view(keys.shape).transpose(1, 2).half().float()
+    return both
 
 
 def _errors(laboratory: Laboratory, tokens: list[int]) -> dict[str, Any]:
@@ -79,12 +89,19 @@ def _parts(name: KVKind, part: Part, x: torch.Tensor, D: int) -> list[float]:
 
 
 def _beside_svd(name: KVKind, part: Part, x: torch.Tensor, D: int) -> dict[str, float]:
-    """What the low-rank correction leaves over what the best of its rank would: mean and worst of all heads' pages."""
+    """What the low-rank correction leaves over what the best of its rank would: mean and worst of all heads' pages.
+
+    Both are measured as the correction measures: of keys, what all channels have alike counts more.
+    """
     kind = KINDS[name]
     stored = quantize(kind, part, x)
     backbone = {field: array for field, array in stored.items() if field not in ("a", "b")}
     residual = x - dequantize(kind, part, backbone, D)
-    left = (residual - correction.product(stored["a"], stored["b"])).flatten(-2).norm(dim=-1)
+    more = (1 + kind.alike(part)) ** 0.5 - 1
+    left, residual = (
+        y + more * y.mean(-1, keepdim=True) for y in (residual - correction.product(stored["a"], stored["b"]), residual)
+    )
+    left = left.flatten(-2).norm(dim=-1)
     best = torch.linalg.svdvals(residual)[..., min(kind.rank, D) :].norm(dim=-1)
     ratio = (left / best)[best > 0]
     return {"mean": round(float(ratio.mean()), 5), "worst": round(float(ratio.max()), 5)}

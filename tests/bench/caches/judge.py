@@ -14,8 +14,9 @@ from tests.bench.caches.view import View
 from tests.bench.reporting.losses import SURE, Difference, difference, piece_losses
 from tests.bench.reporting.verdicts import NOTHING, Claim, Finding, Verdict
 
-NEAR, INT4_NEAR, CPU_NEAR = 0.1, 2.0, 0.2
-"""Percent of perplexity within which kinds count as equal; that int4 may cost; by which backends may differ."""
+NEAR, INT4_NEAR, GEAR4_NEAR, GEAR2_NEAR, CPU_NEAR = 0.1, 2.0, 0.5, 5.0, 0.2
+"""Percent of perplexity within which kinds count as equal; that int4, gear4, gear2 may cost; by which backends may
+differ."""
 SVD_NEAR = 5.0
 """Percent by which the power iteration's error may exceed the SVD's."""
 OUTLIERS = 10.0
@@ -34,6 +35,8 @@ def claims(view: View) -> list[Claim]:
         (f"int8 is within {NEAR} % of fp16", _within("int8", "fp16", NEAR)),
         (f"hierarchical is within {NEAR} % of int8", _within("hierarchical", "int8", NEAR)),
         (f"int4 is within {INT4_NEAR:g} % of fp16", _within("int4", "fp16", INT4_NEAR)),
+        (f"gear4 is within {GEAR4_NEAR:g} % of fp16", _within("gear4", "fp16", GEAR4_NEAR)),
+        (f"gear2 is within {GEAR2_NEAR:g} % of fp16", _within("gear2", "fp16", GEAR2_NEAR)),
         ("gear4 is better than its backbone kcvt4", _better("gear4", "kcvt4")),
         ("gear2 is better than its backbone kivi2", _better("gear2", "kivi2")),
         (f"On the CPU no kind costs over {CPU_NEAR} % more or less than in the reference", _backends),

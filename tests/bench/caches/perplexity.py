@@ -9,7 +9,7 @@ from runtime.decoder import Decoder, DecoderOptions
 from runtime.evaluate import full_precision_perplexity, perplexity, windows
 from runtime.kv.kinds import KVKind
 from runtime.open import open_decoder
-from tests.bench.caches.extent import paged_share, window
+from tests.bench.caches.extent import REAL, paged_share, window
 from tests.bench.caches.full import FullDecoder
 from tests.bench.caches.laboratory import K_CHUNK, Laboratory
 from tests.bench.reporting.losses import numbers
@@ -19,6 +19,8 @@ FULL, LOW = "full", "4-bit"
 """Weights of the checkpoint, and low-bit ones with compensation."""
 EXACT = "fp32"
 """In the place of a kind: no cache at all, every window in one pass of float32."""
+REAL_BACKEND = "cpu"
+"""Where real models are measured, with low-bit weights: as a person runs them. Others would take hours."""
 WAYS = ((FULL, "reference"), (LOW, "reference"), (LOW, "cpu"))
 """Weights and backend."""
 
@@ -32,6 +34,8 @@ def measure(laboratory: Laboratory, kinds: Sequence[KVKind], way: tuple[str, str
         way: One of `WAYS`.
     """
     weights, backend = way
+    if laboratory.case.name in REAL and backend != REAL_BACKEND:
+        return
     if weights == FULL:
         exact(laboratory)
     for kind in kinds:
@@ -60,7 +64,7 @@ def point(laboratory: Laboratory, weights: str, backend: str, kind: KVKind, *, s
         options = DecoderOptions(kv=kind, context=length, k_chunk=0 if weights == FULL else K_CHUNK)
         decoder: Decoder
         if weights == FULL:
-            decoder = FullDecoder(laboratory.checkpoint, options)
+            decoder = FullDecoder(laboratory.checkpoint, options, laboratory.low_bit())
         else:
             decoder, _ = open_decoder(laboratory.low_bit(smooth=smooth), options, backend)
         try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.checkpoint import Checkpoint
-from runtime.kv.kinds import KINDS
+from runtime.kv.kinds import KINDS, SINKS
 from tests.bench.caches import judge, reasons, timing
 from tests.bench.caches.drift import WAYS as CONTINUATIONS
 from tests.bench.caches.extent import DRIFT_PROMPT, ORDER
@@ -90,10 +90,11 @@ again what depends on the machine.
 
 The kinds are `fp16`; `int8` and `int4` with a scale and a zero for each token and head (QServe); `hierarchical`, two
 planes of 4 bits (QuantSpec); `kcvt4` and `kivi2`, keys by channel and values by token; and GEAR over these two, with
-a low-rank matrix (`gear-l4`, `gear-l2`) and with outliers too (`gear4`, `gear2`). "A ± B" is a mean difference and
-its standard error, from the differences of the same text's consecutive pieces; differences within two standard errors
-are called noise. Models this small show orderings and sizes of effects, not what to expect of one with billions of
-parameters."""
+a low-rank matrix (`gear-l4`, `gear-l2`) and with outliers too (`gear4`, `gear2`). Those of 4 and 2 bits keep a
+sequence's first {SINKS} tokens in half precision and turn keys before they round them ([why](decisions.md)). "A ± B"
+is a mean difference and its standard error, from the differences of the same text's consecutive pieces; differences
+within two standard errors are called noise. SmolLM2 is a real chat model and decides; the others show orderings. It is
+measured as a person runs it, with {LOW} weights on the CPU backend."""
 
 
 def _promises(view: View, found: Sequence[Claim]) -> str:
@@ -139,11 +140,11 @@ def _perplexity(view: View, pictures: dict[str, str]) -> str:
         f"""## Perplexity
 
 Every number is `runtime.evaluate.perplexity`, which `lowbit-chat eval --kv KIND` runs, in windows that begin with an
-empty cache. It steps through a window in rows of a page (128 tokens). So no row reads its window of half precision
-where decoding would read a page: kinds that quantize token by token (int8, int4) write a token before it is read,
-itself included, and of the other kinds a page is compressed at the token at which decoding would compress it, never
-later. A test holds such steps against steps of one token. "Read compressed" is how much of what the scored positions
-read is no longer in half precision, on average; the first half of every window but the first is not scored.
+empty cache. It steps through a window up to where the next page is cut off, 128 tokens at most. So no row reads its
+window of half precision where decoding would read a page: int8 writes a token before it is read, itself included, and
+of the other kinds a page is compressed at the token at which decoding would compress it, never later. A test
+holds such steps against steps of one token. "Read compressed" is how much of what the scored positions read is no
+longer in half precision, on average; the first half of every window but the first is not scored.
 
 "Full weights" are the checkpoint's, in float32, on the reference backend: what remains is the cache's. "{LOW}
 weights" are `quantize --bits {BITS}` with `--k-chunk {K_CHUNK}`, once on the reference backend and once on the CPU
@@ -251,9 +252,9 @@ precision included. "Accounted" is what the papers count for a page: codes, scal
 keeps the bytes of the reference. The CPU pads channels to whole vectors of 32 and records to 64 bytes, so small heads
 take more there.
 
-At 1k tokens the window counts: up to {page} tokens of the kinds with groups of tokens, {keep} to {keep + page} of
-hierarchical (the table shows the moment before a page is cut off, the worst there is). At 32k it is gone in the
-noise.
+At 1k tokens the window counts: {SINKS} first tokens and up to {page} recent ones of the kinds of 4 and 2 bits (64
+of int4), {keep} to {keep + page} of hierarchical (the table shows the moment before a page is cut off, the worst
+there is). At 32k it is gone in the noise.
 
 {chr(10).join(part + chr(10) for part in parts)} The papers: QServe's KV4 is `int4`, 4 bits and two halves for each
 token and head. QuantSpec keeps 8 bits in two planes and 2 G tokens in half precision, which is `hierarchical` with G

@@ -10,7 +10,7 @@ from models.spec import ModelSpec, RopeSpec
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.decoder import DecoderOptions
 from runtime.kv.control import PagedCache
-from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind, page_bytes
+from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
 from tests.bench.caches.extent import ORDER
 from tests.bench.caches.laboratory import Notebook
 from tests.bench.reporting.results import digest
@@ -87,7 +87,7 @@ def _cache(backend: str, kind: CacheKind, spec: ModelSpec, length: int) -> tuple
     """An empty cache, bytes of one of its pages, and bytes of its buffers."""
     if backend == "reference":
         one = ReferenceCache(kind, spec, context=length, slots=1, max_rows=_ROWS)
-        return one, page_bytes(kind, spec), one.store.nbytes
+        return one, sum(pool[0].nbytes for pool in one.store.pools.values()), one.store.nbytes
     from runtime.backends.cpu.cache import CpuCache
 
     other = CpuCache(spec, DecoderOptions(kv=kind.name, context=length, slots=1, max_rows=_ROWS), 1)

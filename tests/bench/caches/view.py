@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.bench.caches.extent import ORDER, window
+from tests.bench.caches.extent import ORDER, known_cases, window
 from tests.bench.caches.perplexity import EXACT, FULL, WAYS
 from tests.bench.caches.smooth import PLANTED
-from tests.bench.reporting.cases import CASES, Case
+from tests.bench.reporting.cases import Case
 from tests.bench.reporting.losses import Difference, difference
 from tests.bench.reporting.results import Entry, Results
 
@@ -35,7 +35,7 @@ class View:
         self.attention = {int(entry["tokens"]): entry for entry in results.all("attention")}
         self.speed = {int(entry["tokens"]): entry for entry in results.all("speed")}
         models = {model for model, *_ in self.losses} | set(self.gear)
-        self.models: list[Case] = [case for case in CASES if case.name in models]
+        self.models: list[Case] = [case for case in known_cases() if case.name in models]
 
     @property
     def smoothed(self) -> list[str]:

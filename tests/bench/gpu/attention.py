@@ -119,12 +119,12 @@ def _ours(
     """This program's kernel over codes of one value, and a window as it is after a flush; launched as usual, or so."""
     spec = sizes.spec
     H, H_kv, D = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    paged = (context - kind.keep) // kind.page
-    nbytes = sum(paged * H_kv * record_bytes(kind, part, D) for part in PARTS) + 4 * kind.keep * H_kv * D
+    paged = (context - kind.unpaged) // kind.page
+    nbytes = sum(paged * H_kv * record_bytes(kind, part, D) for part in PARTS) + 4 * kind.unpaged * H_kv * D
     count = copies_past_cache(nbytes, sizes.rotated_bytes)
     layers = [_layer(kind, paged, H_kv, D, device) for _ in range(count)]
     q, x = torch.randn(1, H * D, device=device).half(), torch.empty(1, H * D, dtype=torch.float16, device=device)
-    position = torch.tensor([paged * kind.page + kind.keep - 1], dtype=torch.int32, device=device)
+    position = torch.tensor([paged * kind.page + kind.unpaged - 1], dtype=torch.int32, device=device)
     slot, workspace = torch.zeros(1, dtype=torch.int32, device=device), Workspace(device)
 
     def config(*shape: int, **how: int) -> object:

@@ -99,6 +99,9 @@ class RandomModel:
         """A norm's weight: ones."""
         return np.ones(self.spec.head_dim if name.endswith(("q_norm", "k_norm")) else self.spec.hidden_size, np.float32)
 
+    def key_statistics(self, _layer: int) -> None:
+        """Nothing is known of the keys of random weights."""
+
     def embedding(self) -> npt.NDArray[np.float16]:
         """The embedding table: 1024 random rows, again and again."""
         rows = np.random.default_rng(0).standard_normal((1024, self.spec.hidden_size), np.float32).astype(np.float16)

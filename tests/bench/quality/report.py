@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.bench.quality import judge, reasons
+from tests.bench.quality import judge, massive, reasons
 from tests.bench.quality.outliers import SHARES
 from tests.bench.quality.plots import draw
 from tests.bench.quality.points import REFERENCE_K, RESIDUALS
@@ -43,6 +44,7 @@ def write(view: View, file: Path) -> None:
         _residuals(view),
         _selection(view, pictures),
         _outliers(view, pictures),
+        _massive(file),
         _bytes(view, pictures),
         _quantizing(view),
         _left_out(view),
@@ -333,6 +335,14 @@ largest memory of a process of its own, torch itself included. "Twice the same":
 the same bytes.
 
 {table(head, rows)}"""
+
+
+def _massive(file: Path) -> str:
+    """What `tests.bench.quality.massive` measured, where it did."""
+    found = file.with_suffix("") / "massive.json"
+    if not found.is_file():
+        return ""
+    return massive.section(json.loads(found.read_text(encoding="utf-8")), f"{file.stem}/massive.svg").rstrip()
 
 
 def _left_out(view: View) -> str:

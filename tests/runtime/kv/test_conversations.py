@@ -38,8 +38,8 @@ class Nowhere:
 class Chats:
     """Conversations over a cache, and steps as the engine does them."""
 
-    def __init__(self, spec: Any, *, slots: int = 3, pages: int | None = None, kv: str = "int4") -> None:
-        kind = replace(KINDS[kv], page=4)  # type: ignore[index]
+    def __init__(self, spec: Any, *, slots: int = 3, pages: int | None = None, kv: str = "int8") -> None:
+        kind = replace(KINDS[kv], page=4, sinks=0)  # type: ignore[index]
         self.store = Nowhere()
         self.cache = PagedCache(
             kind, spec, self.store, context=CONTEXT, slots=slots, max_rows=ROWS, pages=pages or kind.max_pages(CONTEXT)

@@ -19,8 +19,10 @@ Factory = Callable[..., Any]
 SLOTS, CONTEXT, ROWS = 3, 60, 7
 
 SMALL = {
-    "token-wise": replace(KINDS["int4"], page=4),
-    "keep 0": replace(KINDS["kivi2"], page=4),
+    "token-wise": replace(KINDS["int8"], page=4),
+    "keep 0": replace(KINDS["kivi2"], page=4, sinks=0),
+    "sinks 8": replace(KINDS["int4"], page=4, sinks=8),
+    "sinks 5, keep 3": replace(KINDS["int4"], page=4, sinks=5, keep=3),
     "keep 4": replace(KINDS["hierarchical"], page=4, keep=4),
     "keep 3": replace(KINDS["hierarchical"], page=4, keep=3),
 }
@@ -30,18 +32,19 @@ class ListStore:
     """Pages and windows as lists. Quantizing a token marks it: q; reading it back: r; both once more: qr and so on."""
 
     def __init__(self, kind: CacheKind, pages: int) -> None:
-        self.size = kind.page
+        self.size, self.sinks = kind.page, kind.sinks
         self.pages: list[list[str]] = [[] for _ in range(pages)]
         self.windows: list[list[str]] = [[] for _ in range(SLOTS)]
 
     def flush(self, slot: int, page: int, rest: int) -> None:
-        window = self.windows[slot]
-        assert len(window) >= self.size + rest
-        self.pages[page] = [token + "q" for token in window[: self.size]]
-        self.windows[slot] = window[self.size : self.size + rest]
+        window, behind = self.windows[slot], self.sinks + self.size
+        assert len(window) >= behind + rest
+        self.pages[page] = [token + "q" for token in window[self.sinks : behind]]
+        self.windows[slot] = window[: self.sinks] + window[behind : behind + rest]
 
     def restore(self, page: int, slot: int, count: int) -> None:
-        self.windows[slot] = [token + "r" for token in self.pages[page][:count]]
+        assert len(self.windows[slot]) >= self.sinks
+        self.windows[slot][self.sinks :] = [token + "r" for token in self.pages[page][:count]]
 
     def copy_window(self, source: int, target: int, count: int) -> None:
         self.windows[target] = self.windows[source][:count]
@@ -87,7 +90,9 @@ class Sut:
 
     def read(self, slot: int) -> list[str]:
         pages = [token for page in self.cache.table.held(slot) for token in self.store.pages[page]]
-        return [*pages[: self.cache.paged_length(slot)], *self.store.windows[slot][: self.cache.window_length(slot)]]
+        window = self.store.windows[slot][: self.cache.window_length(slot)]
+        sinks = self.kind.sinks
+        return [*window[:sinks], *pages[: self.cache.paged_length(slot)], *window[sinks:]]
 
     def check(self) -> None:
         for slot in range(SLOTS):

@@ -59,12 +59,14 @@ def test_outliers_are_counted_from_the_vectors_own_length() -> None:
 def test_a_cache_is_its_pages_and_windows(name: KVKind, tiny_spec: Factory) -> None:
     kind, spec = KINDS[name], tiny_spec()
     token = 2 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    window = (kind.keep + kind.page + 16) * token if kind.windowed else 0
-    pages = (1000 - kind.keep) // kind.page if kind.windowed else 16
+    window = (kind.sinks + kind.keep + kind.page + 16) * token if kind.windowed else 0
+    pages = (1000 - kind.sinks - kind.keep) // kind.page if kind.windowed else -(-1000 // kind.page)
     found = cache_bytes(kind, spec, context=1000, slots=3, max_rows=16)
     assert found == 3 * (pages * page_bytes(kind, spec) + window)
 
 
 def test_which_kinds_have_windows_and_drafts() -> None:
-    assert [name for name, kind in KINDS.items() if not kind.windowed] == ["fp16", "int8", "int4"]
+    assert [name for name, kind in KINDS.items() if not kind.windowed] == ["fp16", "int8"]
+    assert [name for name, kind in KINDS.items() if not kind.sinks] == ["fp16", "int8", "hierarchical"]
+    assert all(kind.sinks % 64 == 0 and bool(kind.sinks) == kind.turned for kind in KINDS.values())
     assert [name for name, kind in KINDS.items() if kind.has_draft] == ["hierarchical"]

@@ -71,10 +71,11 @@ def test_a_pool_of_one_context_serves_whoever_is_alone(kv: KVKind, tiny_spec: Fa
     assert crowded > 5
 
 
-@pytest.mark.parametrize("kv", ["int4", "kivi2"])
+@pytest.mark.parametrize("kv", ["int8", "int4", "kivi2"])
 def test_without_room_a_step_is_refused(kv: KVKind, tiny_spec: Factory) -> None:
+    kind = KINDS[kv]
     cache = make(kv, tiny_spec(**SHAPE), pages=4)
-    fill(cache, 0, 250)
+    fill(cache, 0, kind.sinks + 4 * kind.page - 6)
     assert not cache.has_room(1, 700)
     with pytest.raises(OutOfMemoryError, match="all 4 pages"):
         fill(cache, 1, 700)

@@ -273,7 +273,7 @@ class Stored(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Norm and rotate queries and keys, scale queries, store keys and values."""
+    """Norm, rotate and turn queries and keys, scale queries, store keys and values."""
 
     qkv: Matrix
     """float32."""
@@ -299,6 +299,10 @@ class Heads(NamedTuple):
     """Of the queries."""
     stored: Stored
     """Where keys and values go."""
+    reflection: int = 0
+    """Address of float32 [H_kv, D], see `runtime.kv.basis.KeyBasis`; 0: queries and keys are not turned."""
+    mean: int = 0
+    """Address of float32 [H_kv, D], likewise."""
 
 
 class Attend(NamedTuple):

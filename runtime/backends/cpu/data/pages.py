@@ -47,6 +47,8 @@ _PART: Final = np.dtype(
         ("group", np.int64),  # numbers that share a scale: tokens of keys by channel, else channels
         ("tokenwise", np.int64),  # 1: a scale spans what a token has; 0: what a channel has
         ("kept", np.int64),  # outliers of a vector
+        ("alike", np.int64),  # how much more GEAR weighs an error that all channels have alike
+        ("exact_mean", np.int64),  # 1: the zero is fitted last, so that a vector keeps its mean
     ]
 )
 _CACHE: Final = np.dtype(
@@ -64,6 +66,7 @@ _CACHE: Final = np.dtype(
         ("table_step", np.int64),  # bytes of one
         ("paged", np.int64),  # address of int32 [slots], tokens in pages
         ("window", np.int64),  # tokens that a window has room for
+        ("sinks", np.int64),  # of them, first tokens of the sequence
     ]
 )
 Cache = Any
@@ -153,14 +156,15 @@ class PageLayout:
         cache["form"], cache["tokens"], cache["dim"] = form_of(kind), kind.page, self.head_dim
         cache["padded"], cache["record"], cache["rank"] = self.padded, self.record, kind.rank
         cache["dither"], cache["tables"], cache["table_step"] = dither, tables, table_step
-        cache["paged"], cache["window"] = paged, window
+        cache["paged"], cache["window"], cache["sinks"] = paged, window, kind.sinks
         for part in PARTS:
             own, places, code = cache[part], self._places[part], kind.code(part)
             for name, place in places.items():
                 own[name] = place.offset
             longest = kind.page if part == "keys" else self.padded
             own["group"] = min(code.group or longest, longest)
-            own["tokenwise"] = code.axis == "token"
+            own["alike"] = kind.alike(part)
+            own["tokenwise"], own["exact_mean"] = code.axis == "token", code.exact_mean
             own["vectors"] = places["codes"].shape[1]
             own["block"] = places["codes"].nbytes // places["codes"].shape[0]
             own["kept"] = places["indices"].shape[1] if "indices" in places else 0

@@ -294,6 +294,16 @@ def prefetch(b: Builder, address: Any) -> None:
     emit_prefetch(b, address)
 
 
+@define(floats16, floats16)
+def hadamard(b: Builder, x: Any) -> Any:
+    """Sums and differences of all lanes: Hadamard's matrix of 16 rows, not divided by 4, times x."""
+    for distance in (1, 2, 4, 8):
+        other = b.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, LANES), [i ^ distance for i in range(LANES)]))
+        signs = ir.Constant(FLOATS, [-1.0 if lane & distance else 1.0 for lane in range(LANES)])
+        x = emit_fma(b, x, signs, other)
+    return x
+
+
 def _scalar_load(numba_type: types.Type, llvm_type: Any, align: int, name: str, doc: str) -> Any:
     def emit(b: Builder, address: Any) -> Any:
         return load(b, llvm_type, address, align)
@@ -319,6 +329,12 @@ set_float = _scalar_store(types.float32, 4, "set_float", "Store a float.")
 set_int = _scalar_store(types.int32, 4, "set_int", "Store a 32-bit integer.")
 set_word = _scalar_store(types.int64, 8, "set_word", "Store a 64-bit integer.")
 set_byte = _scalar_store(types.int8, 1, "set_byte", "Store a signed byte.")
+
+
+@define(types.int8, types.int64)
+def get_byte(b: Builder, address: Any) -> Any:
+    """The signed byte at the address."""
+    return load(b, I8, address, 1)
 
 
 @define(types.float32, types.int64)

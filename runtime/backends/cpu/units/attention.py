@@ -23,6 +23,7 @@ from runtime.backends.cpu.kernels.attention.page import (
 )
 from runtime.backends.cpu.kernels.attention.run import Queries, Sums, clear_sums, padded_channels, part_bytes
 from runtime.backends.cpu.kernels.attention.span import SPAN, Span, attend_span, span_scratch
+from runtime.backends.cpu.kernels.basis import turn_head
 from runtime.backends.cpu.kernels.cache.tokens import store_half_key, store_half_value, store_key, store_value
 from runtime.backends.cpu.kernels.norm import norm_head
 from runtime.backends.cpu.kernels.rope import rotate_head
@@ -91,8 +92,19 @@ def _write_codes(heads: Heads, x: int, key: bool, slot: int, head: int, position
 
 
 @numba.njit(nogil=True)
+def _turn(heads: Heads, x: int, head: int) -> None:
+    """Bring a query or key into the basis of the cache."""
+    dim, queries = heads.dim, heads.heads
+    of = head // (queries // heads.kv_heads) if head < queries else head - queries
+    turn_head(x, dim, heads.reflection + 4 * dim * of)
+    if head >= queries:
+        for d in range(0, 4 * dim, 4):
+            set_float(x + d, get_float(x + d) - get_float(heads.mean + 4 * dim * of + d))
+
+
+@numba.njit(nogil=True)
 def _finish_heads(write: Any, i: int, control: int, part: int, parts: int) -> None:
-    """Norm and rotate queries and keys, scale queries, store keys and values: a part of the rows' heads."""
+    """Norm, rotate and turn queries and keys, scale queries, store keys and values: a part of the rows' heads."""
     heads, step = heads_at(i), parameters_at(control)
     dim, half, keys = heads.dim, heads.half, heads.heads
     values = keys + heads.kv_heads
@@ -107,6 +119,8 @@ def _finish_heads(write: Any, i: int, control: int, part: int, parts: int) -> No
             if norm != 0:
                 norm_head(x, norm, dim, heads.eps)
             rotate_head(x, heads.cos + 4 * half * position, heads.sin + 4 * half * position, half)
+            if heads.reflection != 0:
+                _turn(heads, x, head)
         if head < keys:
             for d in range(dim):
                 set_float(x + 4 * d, get_float(x + 4 * d) * heads.scale)
@@ -136,7 +150,8 @@ def heads_to_codes(i: int, control: int, part: int, parts: int, _scratch: int) -
 class _Work(NamedTuple):
     """One work item of attention: a run, a key-value head, and a piece of the context.
 
-    The context is cut into *units*: the pages of the slot, then spans of its window.
+    The context is cut into *units* in the order of its tokens: where the slot has pages, spans of the sinks in its
+    window; the pages; spans of the rest of the window.
     """
 
     queries: Queries
@@ -147,10 +162,14 @@ class _Work(NamedTuple):
     """The sequence."""
     head: int
     """The key-value head."""
+    sinks: int
+    """Tokens in front of the pages; 0 where there are none."""
     paged: int
     """Tokens in pages."""
-    pages: int
-    """Pages: the first units."""
+    first_page: int
+    """The unit that is the first page."""
+    end_page: int
+    """The unit behind the last."""
     start: int
     """First unit of the piece."""
     stop: int
@@ -172,12 +191,19 @@ def _work_of(attend: Attend, step: Parameters, number: int) -> _Work:
     cache = cache_at(attend.stored.cache)
     tokens, end = cache.tokens, position + rows
     paged = _paged(cache, slot) if cache.window != 0 else end
-    pages = (paged + tokens - 1) // tokens
-    units = pages + (end - paged + SPAN - 1) // SPAN
+    sinks = cache.sinks if paged != 0 else 0
+    first_page = sinks // SPAN
+    end_page = first_page + (paged + tokens - 1) // tokens
+    units = end_page + (end - sinks - paged + SPAN - 1) // SPAN
     seen = 0 if attend.window == 0 else max(0, position + 1 - attend.window)
-    begin = seen // tokens if seen < paged else pages + (seen - paged) // SPAN
+    if seen < sinks:
+        begin = seen // SPAN
+    elif seen < sinks + paged:
+        begin = first_page + (seen - sinks) // tokens
+    else:
+        begin = end_page + (seen - sinks - paged) // SPAN
     start, stop = begin + (units - begin) * split // splits, begin + (units - begin) * (split + 1) // splits
-    return _Work(queries, sums, slot, head, paged, pages, start, stop)
+    return _Work(queries, sums, slot, head, sinks, paged, first_page, end_page, start, stop)
 
 
 @compiled_unit
@@ -190,18 +216,20 @@ def attend(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     for number in range(first, last):
         work = _work_of(attend, step, number)
         clear_sums(work.queries, work.sums)
-        start = work.start
-        if packed != 0 and start < work.pages:
+        if packed != 0 and max(work.start, work.first_page) < min(work.stop, work.end_page):
             call_4(packed, i, control, number, scratch)
-            start = work.pages
-        for unit in range(start, work.stop):
-            if unit < work.pages:
+        for unit in range(work.start, work.stop):
+            if work.first_page <= unit < work.end_page:
+                if packed != 0:
+                    continue
                 record = _record(stored, work.slot, unit, kv_heads, work.head)
                 span = Span(record + cache.keys.codes, record + cache.values.codes, cache.tokens * unit)
             else:
-                place = SPAN * (unit - work.pages)
+                place, before = SPAN * unit, 0
+                if unit >= work.end_page:
+                    place, before = work.sinks + SPAN * (unit - work.end_page), work.paged
                 keys, values = _window(stored, work.slot * kv_heads + work.head, dim)
-                span = Span(keys + 2 * dim * place, values + value * place, work.paged + place)
+                span = Span(keys + 2 * dim * place, values + value * place, before + place)
             attend_span(work.queries, span, work.sums, scratch)
 
 
@@ -214,12 +242,13 @@ def _pages(attention: Attention) -> Any:
         attend = attend_at(i)
         stored, kv_heads = attend.stored, attend.kv_heads
         work = _work_of(attend, parameters_at(control), number)
-        cache, stop = cache_at(stored.cache), min(work.stop, work.pages)
+        cache = cache_at(stored.cache)
+        start, stop = max(0, work.start - work.first_page), min(work.stop, work.end_page) - work.first_page
         begin(cache, work.queries, scratch)
-        record = _record(stored, work.slot, work.start, kv_heads, work.head)
-        for unit in range(work.start, stop):
-            following = _record(stored, work.slot, unit + 1, kv_heads, work.head) if unit + 1 < stop else 0
-            visit = Visit(record, following, cache.tokens * unit, unit > work.start)
+        record = _record(stored, work.slot, start, kv_heads, work.head)
+        for page in range(start, stop):
+            following = _record(stored, work.slot, page + 1, kv_heads, work.head) if page + 1 < stop else 0
+            visit = Visit(record, following, work.sinks + cache.tokens * page, page > start)
             attend_page(cache, visit, work.queries, work.sums, scratch)
             record = following
         settle(cache, work.queries, work.sums, scratch)

@@ -35,10 +35,12 @@ from runtime.backends.cpu.kernels.cache.page import (
     join_keys,
     join_values,
     load_keys,
+    load_keys_by_channel,
     load_values,
     move_bytes,
     split_keys,
     split_values,
+    turn_codes,
     write_keys,
     write_values,
 )
@@ -117,10 +119,12 @@ def _part(cache: Cache, key: bool) -> Any:
 @numba.njit(nogil=True)
 def _vectors(cache: Cache, key: bool) -> Vectors:
     """The vectors of the keys, or the values."""
-    bits = 4 if cache.form == TWO_PLANES else cache.form
-    if key:
-        return Vectors(cache.dim, cache.tokens, cache.padded, cache.keys.group, bits)
-    return Vectors(cache.tokens, cache.dim, cache.tokens, cache.values.group, bits)
+    bits, exact_mean = 4 if cache.form == TWO_PLANES else cache.form, _part(cache, key).exact_mean != 0
+    if not key:
+        return Vectors(cache.tokens, cache.dim, cache.tokens, cache.values.group, bits, exact_mean)
+    if cache.keys.tokenwise != 0:
+        return Vectors(cache.tokens, cache.dim, cache.tokens, cache.dim, bits, exact_mean)
+    return Vectors(cache.dim, cache.tokens, cache.padded, cache.keys.group, bits, exact_mean)
 
 
 @numba.njit(nogil=True)
@@ -140,6 +144,9 @@ def _write_codes(cache: Cache, record: int, key: bool, areas: _Areas) -> None:
         own = areas.lower if plane == 1 else areas.codes
         at = record + (part.lower if plane == 1 else part.codes)
         if key:
+            if part.tokenwise != 0:
+                turn_codes(own, dim, tokens, tokens, areas.lower, padded)
+                own = areas.lower
             clear_codes(own, tokens, dim, padded, padded)
             join_keys(own, tokens, padded, part.vectors, bits, at)
         else:
@@ -154,7 +161,10 @@ def _read_codes(cache: Cache, record: int, key: bool, areas: _Areas) -> None:
     for plane in range(2 if cache.form == TWO_PLANES else 1):
         to = areas.lower if plane == 1 else areas.codes
         at = record + (part.lower if plane == 1 else part.codes)
-        if key:
+        if key and part.tokenwise != 0:
+            split_keys(at, tokens, padded, part.vectors, bits, areas.lower)
+            turn_codes(areas.lower, tokens, cache.dim, padded, to, tokens)
+        elif key:
             split_keys(at, tokens, padded, part.vectors, bits, to)
         else:
             split_values(at, tokens, padded, part.block, bits, to)
@@ -199,7 +209,7 @@ def _store_low_rank(cache: Cache, record: int, key: bool, areas: _Areas, start: 
     """Store the factors of what codes lost."""
     tokens, dim, padded, rank, part = cache.tokens, cache.dim, cache.padded, cache.rank, _part(cache, key)
     lost, turned = areas.lost, areas.turned
-    to = LowRank(tokens, dim, padded, rank, areas.a, areas.b, areas.shares)
+    to = LowRank(tokens, dim, padded, rank, areas.a, areas.b, areas.shares, part.alike)
     if key:
         turn(lost, tokens, padded, 4 * padded, turned, 4 * tokens)
         low_rank(lost, turned, start, to)
@@ -231,7 +241,7 @@ class _Head(NamedTuple):
     record: int
     """Address of what the page keeps."""
     window: int
-    """Address of the window."""
+    """Address of the window behind its sinks."""
 
 
 @numba.njit(nogil=True)
@@ -242,7 +252,7 @@ def _head_of(of: Page, item: int) -> _Head:
     record = of.pages.at + layer * of.pages.stride + (of.number * of.heads + head) * cache.record
     windows = of.keys.at + layer * of.keys.stride if key else of.values.at + layer * of.values.stride
     width = cache.dim if key else padded_channels(cache.dim)
-    return _Head(key, record, windows + 2 * width * cache.window * (of.slot * of.heads + head))
+    return _Head(key, record, windows + 2 * width * (cache.window * (of.slot * of.heads + head) + cache.sinks))
 
 
 @numba.njit(nogil=True)
@@ -256,7 +266,10 @@ def _flush(quantize: Any, i: int, part: int, parts: int, scratch: int) -> None:
         head = _head_of(flush.page, item)
         at = head.window
         if head.key:
-            load_keys(at, tokens, dim, cache.padded, scratch)
+            if cache.keys.tokenwise != 0:
+                load_keys_by_channel(at, tokens, dim, scratch)
+            else:
+                load_keys(at, tokens, dim, cache.padded, scratch)
             quantize(cache, head.record, True, scratch, flush.start)
             move_bytes(at, at + 2 * dim * tokens, 2 * dim * ((rest + 15) // 16 * 16))
         else:
@@ -279,7 +292,7 @@ def flush_corrected(i: int, _control: int, part: int, parts: int, scratch: int) 
 
 @compiled_unit
 def restore(i: int, _control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the RESTORE instruction at address i: the first tokens of a page, dequantized, go to a window's front."""
+    """Run the RESTORE instruction at address i: the first tokens of a page, dequantized, go behind a window's sinks."""
     restore = restore_at(i)
     cache, wanted = cache_at(restore.page.cache), restore.tokens
     areas = _areas(cache, scratch)
@@ -297,6 +310,7 @@ def restore(i: int, _control: int, part: int, parts: int, scratch: int) -> None:
             indices, outliers = record + kept.indices, record + kept.outliers
             add_outliers(areas.x, 4 * vectors.lanes, kept.kept, vectors.number, indices, outliers)
         if key:
-            write_keys(areas.x, cache.dim, cache.padded, wanted, head.window)
+            by_token, by_channel = (4, 4 * cache.tokens) if cache.keys.tokenwise != 0 else (4 * cache.padded, 4)
+            write_keys(areas.x, cache.dim, by_token, by_channel, wanted, head.window)
         else:
             write_values(areas.x, cache.tokens, cache.dim, wanted, head.window)

@@ -1,4 +1,4 @@
-"""From the fused projection to heads on the GPU: normalization per head, rotation, and the append to the cache."""
+"""From the fused projection to heads on the GPU: norm per head, rotation, the cache's basis, and the append to it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from runtime.backends.triton.kernels.cache.kernel import moved, store_token
 from runtime.backends.triton.kernels.cache.pages import LAYER_TYPES, LayerPages, Rows, page_layout
+from runtime.kv.basis import hadamard_block
 from runtime.kv.kinds import KINDS, KVKind
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class Shape(NamedTuple):
     """Half the channels of a head that rotate."""
     BLOCK_D: int
     """Channels of a head, padded to a power of two."""
+    STAGES: int
+    """Binary logarithm of the rows of Hadamard's matrix that turns it."""
+    SCALE: float
+    """One over the root of their number."""
 
 
 class HeadNorms(NamedTuple):
@@ -58,14 +63,40 @@ class Rope(NamedTuple):
     """float32, shaped like cos."""
 
 
+class Basis(NamedTuple):
+    """The basis in which queries and keys meet, see `runtime.kv.basis.KeyBasis`; both None where they are the same."""
+
+    reflection: Any
+    """float32 [H_kv, D]."""
+    mean: Any
+    """float32 [H_kv, D], taken off the keys."""
+
+
+@triton.jit
+def _sums_and_differences(x, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
+    """Replace neighbouring runs of WIDTH numbers of x [BLOCK_D], two by two, by their sum and their difference."""
+    pairs = tl.permute(tl.reshape(x, [BLOCK_D // (2 * WIDTH), 2, WIDTH]), [0, 2, 1])
+    first, second = tl.split(pairs)
+    both = tl.permute(tl.join(first + second, first - second), [0, 2, 1])
+    return tl.reshape(both, [BLOCK_D])
+
+
+@triton.jit
+def _hadamard(x, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
+    """Multiply each 2^STAGES numbers of x float32 [BLOCK_D] with Hadamard's matrix, not divided by its rows' length."""
+    for stage in tl.static_range(STAGES):
+        x = _sums_and_differences(x, BLOCK_D, 1 << stage)
+    return x
+
+
 @triton.jit(do_not_specialize=["stride", "per_slot"])
 def _heads_kernel(
-    y_ptr, dec_ptr, norms, rope, rows, layer, q_ptr, stride, per_slot, shape: tl.constexpr, layout: tl.constexpr
+    y_ptr, dec_ptr, norms, rope, basis, rows, layer, q_ptr, stride, per_slot, shape: tl.constexpr, layout: tl.constexpr
 ):
     """Program (m, head) handles one of the H + 2 H_kv heads of row m.
 
     The channels [0, HALF) rotate with the channels [HALF, 2 HALF), which every channel reads a second time; the rest
-    pass through. Keys and values go to a window [slots, .., H_kv, tokens, D], or where there is none to a page. Eleven
+    pass through. Keys and values go to a window [slots, .., H_kv, tokens, D], or where there is none to a page. Twelve
     parameters: this is where the projection, the weights, the step and the cache meet.
     """
     H: tl.constexpr = shape.H
@@ -99,6 +130,13 @@ def _heads_kernel(
     cos = tl.load(rope.cos + angle, mask=pairs & turns, other=1.0)
     sin = tl.load(rope.sin + angle, mask=pairs & turns, other=0.0)
     x = x * cos + tl.where(first, -other, other) * sin
+    if basis.reflection is not None:
+        of_d = tl.where(head < H, head // (H // H_KV), head - H) * D + offs_d
+        u = tl.load(basis.reflection + of_d, mask=mask_d & turns, other=0.0)
+        turned = _hadamard(x, BLOCK_D, shape.STAGES) * shape.SCALE
+        turned = turned - u * tl.sum(u * turned, axis=0)
+        turned -= tl.load(basis.mean + of_d, mask=mask_d & turns & (head >= H), other=0.0)
+        x = tl.where(turns, turned, x)
     if head < H:
         tl.store(q_ptr + (row * H + head) * D + offs_d, x.to(tl.float16), mask=mask_d)
     elif layout.window > 0:
@@ -122,6 +160,7 @@ def heads(
     dec: torch.Tensor | None,
     norms: HeadNorms,
     rope: Rope,
+    basis: Basis,
     rows: Rows,
     pages: LayerPages,
     q: torch.Tensor,
@@ -135,6 +174,7 @@ def heads(
         dec: float32, shaped like y, its compensation, or None.
         norms: Both weights, or none.
         rope: With a row for every position.
+        basis: Of the layer.
         rows: Each with a page or a place in the window.
         pages: Cache of one layer.
         q: float16 [M, H * D]; overwritten.
@@ -143,14 +183,15 @@ def heads(
     D, H_kv = pages.head_dim, pages.kv_heads
     M, H = q.shape[0], q.shape[1] // D
     _heads_kernel[(M, H + 2 * H_kv)](
-        y, dec, norms, rope, rows, pages.tensors, q, pages.stride, pages.per_slot,
+        y, dec, norms, rope, basis, rows, pages.tensors, q, pages.stride, pages.per_slot,
         shape=_shape(H, H_kv, D, rope.cos.shape[1]), layout=pages.layout(), num_warps=1,
     )  # fmt: skip
 
 
 def _shape(H: int, H_kv: int, D: int, half: int) -> Shape:
     """The heads of a row."""
-    return Shape(H, H_kv, half, max(2, triton.next_power_of_2(D)))
+    block = hadamard_block(D)
+    return Shape(H, H_kv, half, max(2, triton.next_power_of_2(D)), block.bit_length() - 1, block**-0.5)
 
 
 def ahead() -> tuple[Ahead, ...]:
@@ -162,6 +203,7 @@ def ahead() -> tuple[Ahead, ...]:
         _ahead("fp16", H=32, H_kv=32, D=96, half=36, norm=False),
         _ahead("int8", **llama, norm=True),
         _ahead("int4", **llama, norm=True),
+        _ahead("gear2", H=32, H_kv=32, D=96, half=36, norm=False),
         _ahead("hierarchical", **llama, norm=False),
     )
 
@@ -170,7 +212,7 @@ def _ahead(kv: KVKind, *, H: int, H_kv: int, D: int, half: int, norm: bool) -> A
     """One specialization, with compensation."""
     from runtime.backends.triton.ahead import Ahead
 
-    weight = "*fp32" if norm else "constexpr"
+    weight, turned = ("*fp32" if there else "constexpr" for there in (norm, KINDS[kv].turned))
     return Ahead(
         name=f"heads {kv} H{H}/{H_kv} D{D} r{2 * half}{' norm' if norm else ''}",
         kernel=_heads_kernel,
@@ -178,6 +220,7 @@ def _ahead(kv: KVKind, *, H: int, H_kv: int, D: int, half: int, norm: bool) -> A
             **dict.fromkeys(("y_ptr", "dec_ptr"), "*fp32"),
             "norms": HeadNorms(weight, weight, "fp32"),
             "rope": Rope("*fp32", "*fp32"),
+            "basis": Basis(turned, turned),
             "rows": Rows("*i32", "*i32"),
             "layer": LAYER_TYPES,
             "q_ptr": "*fp16",

@@ -42,7 +42,7 @@ def test_a_file_comes_back_bit_for_bit(kv: KVKind, tiny_spec: Factory, tmp_path:
     source, target = make(spec, kv, 0), make(spec, kv, 1)
     beside = {slot: contents(target, slot) for slot in (0, 1)}
     about = saved.About.of(source, spec, model="id", recipe={})
-    assert about.layout == f"cpu-2-{source.store.layout.name}"
+    assert about.layout == f"cpu-3-{source.store.layout.name}"
     tokens = list(range(500))
     saved.write(tmp_path / "chat.kv", about, tokens, source, 1)
     assert saved.load(tmp_path / "chat.kv", about, target, 2) == tokens

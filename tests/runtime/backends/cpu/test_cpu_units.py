@@ -153,14 +153,14 @@ def test_units_of_several_processes_keep_their_own_functions_where_they_meet(tmp
 
 
 def test_a_cache_needs_its_own_kernels_only() -> None:
-    half, int4, hierarchical = (set(needed(KINDS[kind])) for kind in ("fp16", "int4", "hierarchical"))
-    assert half - int4 == {attention.heads_to_halves}
-    assert int4 - half == {attention.heads_to_codes, attention.pages_4}
+    half, int8, hierarchical = (set(needed(KINDS[kind])) for kind in ("fp16", "int8", "hierarchical"))
+    assert half - int8 == {attention.heads_to_halves}
+    assert int8 - half == {attention.heads_to_codes, attention.pages_8}
     assert hierarchical - half == {attention.heads_to_window, attention.pages_planes, paging.flush, paging.restore}
     gear4, kcvt4 = set(needed(KINDS["gear4"])), set(needed(KINDS["kcvt4"]))
     assert gear4 - kcvt4 == {attention.corrected_pages_4, paging.flush_corrected}
     assert kcvt4 - gear4 == {attention.pages_4, paging.flush}
-    assert {unit.name for unit in half & int4} == {
+    assert {unit.name for unit in half & int8} == {
         *("execute", "set_active", "embed", "gather", "check", "norm", "gate", "merge", "attend"),
     }
 

@@ -16,7 +16,7 @@ from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.triton.cache import GpuCache
 from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows
-from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
+from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from tests.close import TOLERANCES, Tolerance, assert_close
@@ -86,7 +86,7 @@ class Pair:
         q = torch.zeros(count, H * D, dtype=torch.float16, device=self.device)
         rows = Rows(torch.tensor(positions).to(self.device), torch.tensor(slots).to(self.device))
         norms, rope = HeadNorms(None, None, 1e-6), Rope(nothing, nothing)
-        heads(y, None, norms, rope, rows, self.ours.layers[layer], q)
+        heads(y, None, norms, rope, Basis(None, None), rows, self.ours.layers[layer], q)
 
     def check_stored(self) -> None:
         """Pages and windows that are in use hold the same bytes."""

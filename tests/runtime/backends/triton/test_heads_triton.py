@@ -15,9 +15,10 @@ import torch
 from models.rope import tables
 from models.spec import RopeSpec
 from runtime.backends.triton.kernels.cache.pages import Rows
-from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
+from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from runtime.operations.norm import rms_norm
 from runtime.operations.rope import rotate
+from runtime.operations.turn import turn
 from tests.close import assert_close
 
 EPS = 1e-6
@@ -27,7 +28,17 @@ class _Case:
     """Operands on the CPU, what the kernel should leave behind, and one call of it."""
 
     def __init__(
-        self, H: int, H_kv: int, D: int, r: int, T: int, rows: list[tuple[int, int]], *, dec: bool, norm: bool
+        self,
+        H: int,
+        H_kv: int,
+        D: int,
+        r: int,
+        T: int,
+        rows: list[tuple[int, int]],
+        *,
+        dec: bool,
+        norm: bool,
+        turned: bool = False,
     ):
         generator = torch.Generator().manual_seed(D + H)
 
@@ -41,6 +52,7 @@ class _Case:
         self.norms = (normal(D).abs() + 0.1, normal(D).abs() + 0.1) if norm else (None, None)
         self.cos, self.sin = (torch.from_numpy(table) for table in tables(RopeSpec(rotary_dim=r), T))
         self.slots, self.positions = torch.tensor(rows, dtype=torch.int32).T.contiguous()
+        self.basis = (normal(H_kv, D) / D**0.5, normal(H_kv, D)) if turned else (None, None)
         self.caches = normal(2, int(self.slots.max()) + 1, H_kv, T, D).half()
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,9 +64,13 @@ class _Case:
             q, k = rms_norm(q, self.norms[0], EPS), rms_norm(k, self.norms[1], EPS)
         cos, sin = self.cos[self.positions.long()], self.sin[self.positions.long()]
         keys, values = self.caches.float()
-        keys[self.slots, :, self.positions] = rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.basis[0] is not None and self.basis[1] is not None:
+            q = turn(q, self.basis[0].repeat_interleave(H // H_kv, dim=0))
+            k = turn(k, self.basis[0]) - self.basis[1]
+        keys[self.slots, :, self.positions] = k
         values[self.slots, :, self.positions] = v
-        return rotate(q, cos, sin), keys, values
+        return q, keys, values
 
     def run(self, device: str, half_pages: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same from the kernel."""
@@ -67,7 +83,7 @@ class _Case:
         q = torch.full((len(self.y), H * D), torch.nan, dtype=torch.float16, device=device)
         norms, rope = HeadNorms(*map(there, self.norms), EPS), Rope(*map(there, (self.cos, self.sin)))
         rows = Rows(*map(there, (self.positions, self.slots)))
-        heads(*map(there, (self.y, self.dec)), norms, rope, rows, cache.pages, q)
+        heads(*map(there, (self.y, self.dec)), norms, rope, Basis(*map(there, self.basis)), rows, cache.pages, q)
         keys, values = cache.read().float()
         return q.cpu().float().view(len(q), H, D), keys, values
 
@@ -109,6 +125,13 @@ def test_nothing_else_of_the_cache_is_touched(device: str, half_pages: Any) -> N
         assert torch.equal(actual.transpose(1, 2)[untouched], before.transpose(1, 2)[untouched])
 
 
+@pytest.mark.parametrize(("H", "H_kv", "D", "r"), [(4, 2, 64, 64), (3, 3, 96, 72), (2, 1, 8, 8), (1, 1, 40, 20)])
+def test_queries_and_keys_are_turned(device: str, half_pages: Any, H: int, H_kv: int, D: int, r: int) -> None:
+    case = _Case(H, H_kv, D, r, 9, [(1, 3), (0, 8)], dec=True, norm=D == 64, turned=True)
+    for actual, expected in zip(case.run(device, half_pages), case.expected(), strict=True):
+        assert_close(actual, expected, "half")
+
+
 def test_without_rotation_heads_pass_through(device: str, half_pages: Any) -> None:
     case = _Case(2, 1, 48, 0, 4, [(0, 3)], dec=False, norm=False)
     assert torch.equal(case.run(device, half_pages)[0], case.y[:, :96].half().float().view(1, 2, 48))
@@ -132,7 +155,7 @@ def test_offsets_in_the_cache_are_64_bits_wide(cuda: str, half_pages: Any) -> No
     cos, sin = torch.ones(T, D // 2, device=cuda), torch.zeros(T, D // 2, device=cuda)
     place = [torch.tensor([number], dtype=torch.int32, device=cuda) for number in (T - 1, 17)]
     q = torch.zeros(1, D, dtype=torch.float16, device=cuda)
-    run(y, None, HeadNorms(None, None, EPS), Rope(cos, sin), Rows(*place), cache.pages, q)
+    run(y, None, HeadNorms(None, None, EPS), Rope(cos, sin), Basis(None, None), Rows(*place), cache.pages, q)
     keys, values = cache.read().to(cuda)
     assert torch.equal(keys[17, 0, T - 1], y[0, D : 2 * D].half())
     assert torch.equal(values[17, 0, T - 1], y[0, 2 * D :].half())

@@ -218,6 +218,21 @@ class LowRank(NamedTuple):
     """Address of float32 [r, D padded]."""
     shares: int
     """Address of scratch, float32 [r]."""
+    alike: int
+    """How much more an error counts that all channels have alike."""
+
+
+@numba.njit(nogil=True)
+def _weigh(b: int, dim: int, padded: int, rank: int, alike: int) -> None:
+    """Add to each factor, float32 [rank, D padded], so many times its mean."""
+    for r in range(rank):
+        total = numba.float32(0.0)
+        for i in range(dim):
+            total += get_float(b + 4 * (padded * r + i))
+        more = numba.float32(numba.float32(alike) * total / numba.float32(dim))
+        for i in range(dim):
+            at = b + 4 * (padded * r + i)
+            set_float(at, get_float(at) + more)
 
 
 @numba.njit(nogil=True)
@@ -236,6 +251,8 @@ def low_rank(by_token: int, by_channel: int, start: int, to: LowRank) -> None:
     for i in range(0, 4 * rank * padded, 64):
         store_floats(b + i, load_floats(start + i))
     for _ in range(ITERATIONS):
+        if to.alike != 0:
+            _weigh(b, to.dim, padded, rank, to.alike)
         _multiply(by_channel, to.dim, tokens, 4 * tokens, b, rank, padded, a)
         orthonormal(a, tokens, rank, to.shares)
         _multiply(by_token, tokens, padded, 4 * padded, a, rank, tokens, b)

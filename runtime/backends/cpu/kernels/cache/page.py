@@ -1,10 +1,12 @@
-"""Quantizing a whole page of one key-value head, and reading it back, for kinds whose scales span several tokens.
+"""Quantizing a whole page of one key-value head, and reading it back, for kinds with a window.
 
-Vectors (what a scale spans) stand side by side in the lanes: number i of vector r is at [i, r] of float32 [n, R], so
-keys stand token by token (R = D padded to 32) and values channel by channel (R = tokens). Codes are bytes [n, R] first
+Vectors (what a scale spans) stand side by side in the lanes: number i of vector r is at [i, r] of float32 [n, R]. So
+keys whose scales span tokens stand token by token (R = D padded to 32); values, and keys whose scales span channels,
+stand channel by channel (R = tokens). Codes are bytes [n, R] first
 and are then joined into the vectors that attention multiplies (`runtime.backends.cpu.kernels.attention.products`).
 
-The measure is `runtime.kv.oracle.page`: scales, zeros and codes are the same bit for bit.
+The measure is `runtime.kv.oracle.page`: scales, zeros and codes are the same bit for bit, but for zeros that are means:
+their sums are added up in another order.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from runtime.backends.cpu.machine.vector import (
     add,
     div,
     fill,
+    get_byte,
     get_float,
     get_half,
     get_int,
@@ -49,6 +52,8 @@ from runtime.backends.cpu.machine.vector import (
 )
 
 _INFINITY = float("inf")
+_LARGEST = 65504.0
+"""The largest half-precision number."""
 
 
 class Vectors(NamedTuple):
@@ -64,6 +69,8 @@ class Vectors(NamedTuple):
     """Numbers that share a scale."""
     bits: int
     """Of a plane's code: 2 or 4."""
+    exact_mean: bool
+    """Whether a group's zero is fitted once its codes are known."""
 
 
 class Coded(NamedTuple):
@@ -138,6 +145,14 @@ def load_keys(window: int, tokens: int, dim: int, padded: int, x: int) -> None:
 
 
 @numba.njit(nogil=True)
+def load_keys_by_channel(window: int, tokens: int, dim: int, x: int) -> None:
+    """Half-precision keys [tokens / 16, D, 16] as float32 [D, tokens]."""
+    for tile in range(tokens // 16):
+        for d in range(dim):
+            store_floats(x + 4 * (d * tokens + 16 * tile), load_halves(window + 32 * (tile * dim + d)))
+
+
+@numba.njit(nogil=True)
 def load_values(window: int, tokens: int, dim: int, x: int) -> None:
     """Half-precision values [tokens, D padded to 16] as float32 [D, tokens]."""
     width = (dim + 15) // 16 * 16
@@ -161,17 +176,22 @@ def encode_lanes(x: int, vectors: Vectors, extremes: Extremes, to: Coded) -> Non
         at = 2 * step * (start // vectors.group)
         store_halves(to.scales + at, div(sub(top, zero), levels))
         store_halves(to.zeros + at, zero)
-        scale = load_halves(to.scales + at)
+        scale, lost = load_halves(to.scales + at), nothing
         for i in range(start, stop):
             value = load_floats(x + 4 * step * i)
             code = rounded(_where_positive(scale, div(sub(value, zero), scale)))
             code = smaller(larger(code, nothing), levels)
+            lost = add(lost, sub(value, mul(code, scale)))
             _store_codes(to.codes + step * i, code)
             if to.lower != 0:
                 error = sub(value, add(mul(code, scale), zero))
                 finer = rounded(_where_positive(scale, div(error, mul(scale, fill(numba.float32(1 / 16))))))
                 finer = smaller(larger(finer, fill(numba.float32(-8.0))), fill(numba.float32(7.0)))
                 _store_codes(to.lower + step * i, add(finer, fill(numba.float32(8.0))))
+        if vectors.exact_mean:
+            mean = div(lost, fill(numba.float32(stop - start)))
+            mean = smaller(larger(mean, fill(numba.float32(-_LARGEST))), fill(numba.float32(_LARGEST)))
+            store_halves(to.zeros + at, mean)
 
 
 @numba.njit(nogil=True)
@@ -198,6 +218,14 @@ def clear_codes(codes: int, rows: int, start: int, stop: int, step: int) -> None
     for i in range(rows):
         for r in range(start, stop):
             set_byte(codes + step * i + r, numba.int8(0))
+
+
+@numba.njit(nogil=True)
+def turn_codes(codes: int, rows: int, columns: int, step: int, out: int, out_step: int) -> None:
+    """Transpose codes [rows, columns]; steps from row to row."""
+    for i in range(rows):
+        for j in range(columns):
+            set_byte(out + out_step * j + i, get_byte(codes + step * i + j))
 
 
 @numba.njit(nogil=True)
@@ -272,12 +300,21 @@ def split_values(vectors_at: int, tokens: int, padded: int, block: int, bits: in
 
 
 @numba.njit(nogil=True)
-def write_keys(x: int, dim: int, padded: int, count: int, window: int) -> None:
-    """Float32 [tokens, padded] as the first `count` half-precision keys of a window."""
+def write_keys(x: int, dim: int, by_token: int, by_channel: int, count: int, window: int) -> None:
+    """Float32 keys as the first `count` half-precision keys of a window.
+
+    Args:
+        x: Address of the first token's first channel.
+        dim: D.
+        by_token: Bytes from token to token.
+        by_channel: Bytes from channel to channel.
+        count: Tokens that are wanted.
+        window: Address of float16 [tokens / 16, D, 16].
+    """
     for t in range(count):
         for d in range(dim):
             to = window + 2 * (16 * (t // 16 * dim + d) + t % 16)
-            set_half(to, get_float(x + 4 * (t * padded + d)))
+            set_half(to, get_float(x + by_token * t + by_channel * d))
 
 
 @numba.njit(nogil=True)

@@ -1,4 +1,4 @@
-"""Writing keys and values into the CPU's cache: half precision, or codes with a scale and a zero for each vector.
+"""Writing keys and values into the CPU's cache: half precision, or 8-bit codes with a scale and a zero for each token.
 
 The layouts are `runtime.backends.cpu.data.pages`': in half precision, keys of 16 tokens stand together channel by
 channel and values token by token; codes stand in the vectors that attention multiplies.
@@ -26,44 +26,32 @@ def store_key(x: int, cache: Cache, record: int, place: int) -> None:
         record: Address of what the page keeps of the key-value head.
         place: The token's place in the page.
     """
-    keys, form = cache.keys, cache.form
+    keys = cache.keys
     codes, vectors = record + keys.codes, keys.vectors
-    if form == HALF:
+    if cache.form == HALF:
         store_half_key(x, cache.dim, codes, place)
         return
     scale = _store_scale(x, cache, record + keys.scales + 2 * place, record + keys.zeros + 2 * place)
-    if form == 8:
-        codes += 128 * vectors * (place // 16) + 4 * (place % 16)
-        for d in range(8 * vectors):
-            set_byte(codes + 64 * (d // 4) + d % 4, numba.int8(_code(x, d, scale)))
-        return
-    codes += 64 * vectors * (place // 16) + 4 * (place % 16)
-    for i in range(vectors):
-        for c in range(8 * i, 8 * i + 4):
-            byte = _code(x, c, scale) + 16 * _code(x, c + 4, scale)
-            set_byte(codes + 64 * i + c % 4, numba.int8(byte))
+    codes += 128 * vectors * (place // 16) + 4 * (place % 16)
+    for d in range(8 * vectors):
+        set_byte(codes + 64 * (d // 4) + d % 4, numba.int8(_code(x, d, scale)))
 
 
 @numba.njit(nogil=True)
 def store_value(x: int, cache: Cache, record: int, place: int) -> None:
     """Write one value; arguments as `store_key`."""
-    values, form = cache.values, cache.form
+    values = cache.values
     codes = record + values.codes
-    if form == HALF:
+    if cache.form == HALF:
         store_half_value(x, cache.dim, codes, place)
         return
     scale = _store_scale(x, cache, record + values.scales + 2 * place, record + values.zeros + 2 * place)
-    quad = 128 if form == 8 else 64
-    codes += quad * (place // 4) + place % 4
+    codes += 128 * (place // 4) + place % 4
     for start in range(0, cache.padded, 32):
         to = codes + start // 32 * values.block
         for c in range(start, start + 16):
-            low, high = _code(x, c, scale), _code(x, c + 16, scale)
-            if form == 8:
-                set_byte(to + 4 * (c - start), numba.int8(low))
-                set_byte(to + 64 + 4 * (c - start), numba.int8(high))
-            else:
-                set_byte(to + 4 * (c - start), numba.int8(low + 16 * high))
+            set_byte(to + 4 * (c - start), numba.int8(_code(x, c, scale)))
+            set_byte(to + 64 + 4 * (c - start), numba.int8(_code(x, c + 16, scale)))
 
 
 @numba.njit(nogil=True)
@@ -85,14 +73,13 @@ class _Scale(NamedTuple):
     """How a vector of `dim` numbers is quantized."""
 
     dim: int
-    bits: int
     scale: float
     zero: float
 
 
 @numba.njit(nogil=True)
 def _store_scale(x: int, cache: Cache, scale: int, zero: int) -> _Scale:
-    """Store zero = the least number and scale = (largest - least) / (2^bits - 1) in half precision.
+    """Store zero = the least number and scale = (largest - least) / 255 in half precision.
 
     Rounding keeps the order, so the extremes of the rounded numbers are the rounded extremes.
     """
@@ -102,8 +89,8 @@ def _store_scale(x: int, cache: Cache, scale: int, zero: int) -> _Scale:
     set_half(zero, least)
     set_half(scale, largest)
     largest = get_half(scale)
-    set_half(scale, numba.float32((largest - get_half(zero)) / numba.float32((1 << cache.form) - 1)))
-    return _Scale(cache.dim, cache.form, get_half(scale), get_half(zero))
+    set_half(scale, numba.float32((largest - get_half(zero)) / numba.float32(255)))
+    return _Scale(cache.dim, get_half(scale), get_half(zero))
 
 
 @numba.njit(nogil=True)
@@ -112,4 +99,4 @@ def _code(x: int, d: int, of: _Scale) -> int:
     if d >= of.dim or not of.scale > numba.float32(0.0):
         return 0
     code = np.rint((rounded_to_half(get_float(x + 4 * d)) - of.zero) / of.scale)
-    return numba.int64(max(numba.float32(0.0), min(numba.float32((1 << of.bits) - 1), code)))
+    return numba.int64(max(numba.float32(0.0), min(numba.float32(255), code)))

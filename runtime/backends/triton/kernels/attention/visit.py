@@ -98,19 +98,24 @@ def _hide(scores, positions, queries, CAUSAL: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def visit_window(queries, state, k_ptr, v_ptr, first, blocks, tile: tl.constexpr, layout: tl.constexpr):
-    """Add blocks of a slot, which lie in its window, to the running softmax of a tile's rows.
+def visit_window(queries, state, k_ptr, v_ptr, paged, blocks, in_pages, tile: tl.constexpr, layout: tl.constexpr):
+    """Add blocks of a slot to the running softmax of a tile's rows, all but those `in_pages`: they lie in its window.
 
-    k, v [tokens, D] of one slot and head, from position `first` on.
+    k, v [tokens, D] of one slot and head: the sinks, then what stands `paged` tokens behind them.
     """
     D: tl.constexpr = layout.k.D
     offs_t = tl.arange(0, tile.BLOCK_T)
     offs_d = tl.arange(0, tile.BLOCK_D)
     mask_d = offs_d < D
-    for block in tl.range(blocks.begin, blocks.end, num_stages=2):
+    skipped = in_pages.end - in_pages.begin
+    for number in tl.range(blocks.begin, blocks.end - skipped, num_stages=2):
+        block, before = number + skipped, paged
+        if layout.sinks > 0:
+            block = tl.where(number < in_pages.begin, number, block)
+            before = tl.where(block * tile.BLOCK_T < layout.sinks, 0, paged)
         positions = block * tile.BLOCK_T + offs_t
         mask = (positions <= blocks.last)[:, None] & mask_d[None, :]
-        offs = (positions - first)[:, None] * D + offs_d[None, :]
+        offs = (positions - before)[:, None] * D + offs_d[None, :]
         k = tl.load(k_ptr + offs, mask=mask, other=0.0)
         scores = tl.dot(queries.q, tl.trans(k)) * queries.scale
         p, state = _weigh(_hide(scores, positions, queries, True, tile), state)
@@ -170,8 +175,9 @@ def visit_pages(queries, state, pages, blocks, CAUSAL: tl.constexpr, tile: tl.co
     V: tl.constexpr = layout.v
     for block in range(blocks.begin, blocks.end):
         positions = block * tile.BLOCK_T + tl.arange(0, tile.BLOCK_T)
-        page = tl.load(pages.table + block * tile.BLOCK_T // layout.page).to(tl.int64) * pages.stride
-        first = block * tile.BLOCK_T % layout.page
+        at = block * tile.BLOCK_T - layout.sinks
+        page = tl.load(pages.table + at // layout.page).to(tl.int64) * pages.stride
+        first = at % layout.page
         written = positions <= blocks.last
         scores = _key_scores(queries, moved(pages.k, page * K.nbytes), first, written, CAUSAL, tile, K)
         p, state = _weigh(_hide(scores * queries.scale, positions, queries, CAUSAL, tile), state)
@@ -192,16 +198,20 @@ def visit_slot(queries, state, cache, slot, lowest, blocks, tile: tl.constexpr, 
     paged = lowest + 1
     if layout.window > 0:
         paged = tl.load(layer.paged + slot)
-    border = blocks.begin
+    first = blocks.begin
+    if layout.sinks > 0:
+        first = tl.minimum(tl.maximum(layout.sinks // tile.BLOCK_T, first), blocks.end)
+    border = first
     if layout.k.bits < 16:
-        border = tl.minimum(tl.maximum(paged // tile.BLOCK_T, border), blocks.end)
-        seen_whole = Blocks(blocks.begin, border, blocks.last)
+        border = tl.minimum(tl.maximum((layout.sinks + paged) // tile.BLOCK_T, border), blocks.end)
+        seen_whole = Blocks(first, border, blocks.last)
         state = visit_pages(queries, state, pages, seen_whole, False, tile, layout)
-    rest = Blocks(border, blocks.end, blocks.last)
     if layout.window > 0:
         at = (slot.to(tl.int64) * cache.stride + cache.kv_head) * layout.window * layout.k.D
         k_ptr, v_ptr = layer.k_window + at, layer.v_window + at
-        state = visit_window(queries, state, k_ptr, v_ptr, paged, rest, tile, layout)
+        in_pages = Blocks(first, border, blocks.last)
+        state = visit_window(queries, state, k_ptr, v_ptr, paged, blocks, in_pages, tile, layout)
     else:
+        rest = Blocks(border, blocks.end, blocks.last)
         state = visit_pages(queries, state, pages, rest, True, tile, layout)
     return state

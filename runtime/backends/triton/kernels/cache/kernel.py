@@ -101,12 +101,19 @@ def _packed(codes, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexp
 
 @triton.jit
 def _flush_kernel(
-    window_ptr, records, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, layout: tl.constexpr
+    window_ptr,
+    records,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    layout: tl.constexpr,
 ):
     """Program (i, j, h) quantizes a tile of record h, of all layers' heads: one group of each of its vectors.
 
     Where a vector is a channel, the tile is group i of the tokens, piece j of the channels; else, piece i of the
-    tokens, group j of the channels. window [records, WINDOW, D] of one slot, records of one page.
+    tokens, group j of the channels. window [records, WINDOW, D] of one slot, whose first SINKS tokens stay; records of
+    one page.
     """
     D: tl.constexpr = layout.D
     BITS: tl.constexpr = layout.bits
@@ -114,7 +121,7 @@ def _flush_kernel(
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = (offs_d < D)[None, :]
-    x = tl.load(window_ptr + (record * WINDOW + offs_t[:, None]) * D + offs_d[None, :], mask=mask_d, other=0.0)
+    x = tl.load(window_ptr + (record * WINDOW + SINKS + offs_t[:, None]) * D + offs_d[None, :], mask=mask_d, other=0.0)
     x = x.to(tl.float32)
     AXIS: tl.constexpr = 0 if layout.channel else 1
     LARGEST: tl.constexpr = (1 << BITS) - 1.0
@@ -128,9 +135,12 @@ def _flush_kernel(
     half = (tl.div_rn(largest - least, LARGEST) + tl.sum(x * 0.0, axis=AXIS)).to(tl.float16)
     scales_ptr = records.halves + record * (layout.nbytes // 2) + layout.at.scales
     tl.store(scales_ptr + (vector * layout.groups + group) * 2, half, mask=mask_s)
-    tl.store(scales_ptr + (vector * layout.groups + group) * 2 + 1, least.to(tl.float16), mask=mask_s)
     scale, zero = tl.expand_dims(half.to(tl.float32), AXIS), tl.expand_dims(least, AXIS)
     codes = tl.where(mask_d, _encode(x, scale, zero, LARGEST), 0.0)
+    if layout.exact_mean:
+        least = (tl.sum(x, axis=AXIS) - half.to(tl.float32) * tl.sum(codes, axis=AXIS)) / layout.group
+        least = tl.minimum(tl.maximum(least, -65504.0), 65504.0)
+    tl.store(scales_ptr + (vector * layout.groups + group) * 2 + 1, least.to(tl.float16), mask=mask_s)
     EACH: tl.constexpr = 8 // BITS
     ROW: tl.constexpr = (D + EACH - 1) // EACH
     offs_j = (tl.program_id(1) * (BLOCK_D // EACH) + tl.arange(0, BLOCK_D // EACH))[None, :]
@@ -145,7 +155,7 @@ def _flush_kernel(
 
 
 def flush(kind: CacheKind, windows: Mapping[Part, torch.Tensor], records: Mapping[Part, torch.Tensor]) -> None:
-    """Quantize the first page of tokens of a window, for a kind with a window and without GEAR's corrections.
+    """Quantize the page of tokens behind a window's sinks, for a kind with a window and without GEAR's corrections.
 
     Args:
         kind: The kind of cache.
@@ -155,16 +165,17 @@ def flush(kind: CacheKind, windows: Mapping[Part, torch.Tensor], records: Mappin
     for part in PARTS:
         window, record = windows[part], records[part]
         L, H_kv, tokens, D = window.shape
-        sizes = _sizes(record_layout(kind, part, D), tokens)
+        sizes = _sizes(kind, record_layout(kind, part, D), tokens)
         pieces = (kind.page // sizes["BLOCK_T"], -(-D // sizes["BLOCK_D"]), L * H_kv)
         _flush_kernel[pieces](window, record_views(record), **sizes, num_warps=_WARPS, enable_fp_fusion=False)
 
 
-def _sizes(layout: RecordLayout, window: int) -> dict[str, Any]:
+def _sizes(kind: CacheKind, layout: RecordLayout, window: int) -> dict[str, Any]:
     """Constants of `_flush_kernel`."""
     piece = min(_PIECE, layout.D) if layout.channel else layout.group
     return {
         "WINDOW": window,
+        "SINKS": kind.sinks,
         "BLOCK_T": layout.group if layout.channel else _PIECE,
         "BLOCK_D": max(4, power_of_two(piece)),
         "layout": layout,
@@ -173,14 +184,14 @@ def _sizes(layout: RecordLayout, window: int) -> dict[str, Any]:
 
 def ahead() -> tuple[Ahead, ...]:
     """Keys and values of the kinds with a window, with heads of 128 channels."""
-    return tuple(_ahead(KINDS[name], part) for name in ("hierarchical", "kivi2") for part in PARTS)
+    return tuple(_ahead(KINDS[name], part) for name in ("int4", "hierarchical", "kivi2") for part in PARTS)
 
 
 def _ahead(kind: CacheKind, part: Part) -> Ahead:
     """One specialization."""
     from runtime.backends.triton.ahead import Ahead
 
-    sizes = _sizes(record_layout(kind, part, 128), kind.window_capacity(128))
+    sizes = _sizes(kind, record_layout(kind, part, 128), kind.window_capacity(128))
     return Ahead(
         name=f"flush {kind.name} {part} D128",
         kernel=_flush_kernel,

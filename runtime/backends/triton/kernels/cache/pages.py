@@ -51,6 +51,8 @@ class RecordLayout(NamedTuple):
     """Rank of the low-rank correction; 0 = none."""
     outliers: int
     """Outliers of a vector; 0 = none."""
+    exact_mean: int
+    """Whether the zero is fitted last, so that a vector keeps its mean."""
 
 
 class PageLayout(NamedTuple):
@@ -60,6 +62,8 @@ class PageLayout(NamedTuple):
     """Tokens of a page."""
     window: int
     """Tokens that a window has room for; 0 where the kind has none."""
+    sinks: int
+    """Of them, first tokens of the sequence, before those in pages."""
     k: RecordLayout
     """Keys."""
     v: RecordLayout
@@ -177,7 +181,7 @@ def page_layout(kind: CacheKind, head_dim: int, *, window: int = 0, draft: bool 
         draft: Whether the upper plane alone is read, where there are two.
     """
     k, v = (record_layout(kind, part, head_dim, draft=draft) for part in PARTS)
-    return PageLayout(kind.page, window, k, v)
+    return PageLayout(kind.page, window, kind.sinks, k, v)
 
 
 def record_layout(kind: CacheKind, part: Part, head_dim: int, *, draft: bool = False) -> RecordLayout:
@@ -200,4 +204,5 @@ def record_layout(kind: CacheKind, part: Part, head_dim: int, *, draft: bool = F
         groups=-(-length // group),
         rank=min(kind.rank, head_dim),
         outliers=2 * kind.outliers(length),
+        exact_mean=int(code.exact_mean),
     )

@@ -1,0 +1,86 @@
+"""The basis in which keys stand in a cache of few bits, and in which queries meet them. Nothing here imports torch.
+
+A key is rounded with one scale for all of its channels, or a channel with one for all tokens of a page. Keys of real
+models make that hard: they stand far off zero, always to the same side, and a few channels are much larger than the
+rest. So keys and queries are *turned* once they are rotated, by an orthogonal matrix that leaves their products as they
+are: first Hadamard's, which spreads large channels over all, then a reflection that brings the direction which queries
+have most in common onto the one in which all channels are alike, whose error a zero-point takes off
+(`runtime.kv.kinds.Code.exact_mean`). Then the mean key is subtracted: the same from every key, so that all scores of a
+query change alike and their softmax does not.
+
+Source: QServe §4.3.1 and QuaRot for Hadamard's matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from models.keys import KeyStatistics
+from models.spec import ModelSpec
+from runtime.kv.kinds import CacheKind
+from runtime.weights import Weights
+
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyBasis:
+    """How the keys and queries of a layer are turned: x -> H x, x -> x - u (u . x), and of keys x -> x - m."""
+
+    reflection: Float32Array
+    """float32 [H_kv, D], u of length sqrt(2); or zeros, which reflect nothing."""
+    mean: Float32Array
+    """float32 [H_kv, D], m, in the new basis."""
+
+
+def hadamard_block(head_dim: int) -> int:
+    """Channels that Hadamard's matrix mixes: the largest power of two that divides D; H has a block for each."""
+    return head_dim & -head_dim
+
+
+def hadamard(x: Float32Array) -> Float32Array:
+    """Multiply with H: float32 [..., D] -> the same, float64 inside. H is its own inverse."""
+    D = x.shape[-1]
+    block = hadamard_block(D)
+    turned = x.astype(np.float64).reshape(*x.shape[:-1], D // block, block)
+    width = 1
+    while width < block:
+        pairs = turned.reshape(*x.shape[:-1], D // (2 * width), 2, width)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        turned = np.stack([first + second, first - second], axis=-2)
+        width *= 2
+    out: Float32Array = (turned.reshape(x.shape) / np.sqrt(block)).astype(np.float32)
+    return out
+
+
+def key_basis(found: KeyStatistics | None, kv_heads: int, head_dim: int) -> KeyBasis:
+    """The basis for a layer's keys.
+
+    Args:
+        found: What is known of them; None: H alone.
+        kv_heads: H_kv.
+        head_dim: D.
+    """
+    if found is None:
+        nothing = np.zeros((kv_heads, head_dim), np.float32)
+        return KeyBasis(nothing, nothing)
+    alike = np.full(head_dim, head_dim**-0.5)
+    axis = hadamard(found.axis).astype(np.float64)
+    axis *= np.where(axis @ alike > 0, -1.0, 1.0)[:, None]  # of both, the one that is further from `alike`
+    reflection = axis - alike
+    reflection *= np.sqrt(2) / np.linalg.norm(reflection, axis=-1, keepdims=True)
+    mean = hadamard(found.mean).astype(np.float64)
+    mean -= reflection * (reflection * mean).sum(-1, keepdims=True)
+    return KeyBasis(reflection.astype(np.float32), mean.astype(np.float32))
+
+
+def key_bases(kind: CacheKind, model: Weights) -> tuple[KeyBasis, ...]:
+    """The bases of all layers; none where the kind keeps keys as they are."""
+    spec: ModelSpec = model.spec
+    if not kind.turned:
+        return ()
+    statistics = (model.key_statistics(layer) for layer in range(spec.num_layers))
+    return tuple(key_basis(found, spec.num_kv_heads, spec.head_dim) for found in statistics)
