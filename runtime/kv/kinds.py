@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Literal
 
 from models.spec import ModelSpec
-from runtime.kv.low_rank import ALIKE
 
 KVKind = Literal["fp16", "int8", "int4", "hierarchical", "kcvt4", "kivi2", "gear4", "gear2", "gear-l4", "gear-l2"]
 Axis = Literal["token", "channel"]
@@ -29,6 +28,9 @@ LOW_RANK = 4
 """Rank of GEAR's correction of a page (GEAR §3: rank 4 for a prompt)."""
 SPARSITY = 0.02
 """Share of every vector that GEAR keeps aside as outliers, half of it at either end."""
+ALIKE = 64
+"""How much more an error counts that all channels of a turned key have alike: queries have this direction in common
+(`runtime.kv.basis`). On SmolLM2 it holds half of what they are, as it does with 64 where D is 64."""
 SINKS = 64
 """First tokens that kinds of 4 bits and fewer keep in half precision. One or a few take much of the attention, and
 their keys lie far from all others'; 64 is the step in which kernels walk through a window."""

@@ -9,10 +9,6 @@ ITERATIONS = 12
 """Rounds of the power iteration. What rounding leaves has a flat spectrum: with 64 channels, 4 rounds come within 2 %
 of the SVD's error and 8 within 1 %; with 8 channels, within 9 % and 6 %, 4 % and 1 % on average."""
 
-ALIKE = 64
-"""How much more an error counts that all channels of a turned key have alike: queries have this direction in common
-(`runtime.kv.basis`). On SmolLM2 it holds half of what they are, as it does with 64 where D is 64."""
-
 
 def start(head_dim: int, rank: int) -> npt.NDArray[np.float32]:
     """The numbers that the iteration begins with: normally distributed, the same every time.
