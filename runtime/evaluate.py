@@ -223,8 +223,8 @@ def _steps(decoder: Decoder, part: Window, as_chat: bool) -> Iterator[tuple[int,
         cache.clear(0)
     while end < part.end - 1:
         at, prompt = end, end < part.prompt
-        free = most if prompt or cache is None else min(most, cache.rows_until_flush(0))
-        rows = 1 if as_chat and not prompt else free
+        until = most if prompt or cache is None else min(most, cache.rows_until_flush(0))
+        rows = 1 if as_chat and not prompt else until
         end = min(at + rows, part.prompt if prompt else part.end - 1)
         yield at, end, prompt
 

@@ -52,8 +52,8 @@ def hadamard(x: Float32Array) -> Float32Array:
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         turned = np.stack([first + second, first - second], axis=-2)
         width *= 2
-    out: Float32Array = (turned.reshape(x.shape) / np.sqrt(block)).astype(np.float32)
-    return out
+    whole: Float32Array = (turned.reshape(x.shape) / np.sqrt(block)).astype(np.float32)
+    return whole
 
 
 def key_basis(found: KeyStatistics | None, kv_heads: int, head_dim: int) -> KeyBasis:

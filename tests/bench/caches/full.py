@@ -16,7 +16,7 @@ from models.checkpoint import Checkpoint
 from models.rope import tables
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.decoder import ReferenceDecoder, bases_of
-from runtime.decoder import DecoderOptions, Step
+from runtime.decoder import DecoderOptions, Step, Way
 from runtime.kv.kinds import KINDS
 from runtime.weights import Weights
 
@@ -35,7 +35,7 @@ class _FullLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight.float(), None if bias is None else bias.float()
 
-    def __call__(self, x: torch.Tensor, _positions: torch.Tensor, *, compensated: bool) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, _positions: torch.Tensor, *, way: Way) -> torch.Tensor:
         return functional.linear(x, self._weight, self._bias)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from models.keys import KeyStatistics
+from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.tiles import aligned_zeros
 from runtime.decoder import DecoderOptions, Step
 from runtime.kv.basis import key_basis
 from runtime.kv.kinds import KVKind
@@ -51,7 +51,7 @@ def test_heads_are_turned_as_the_reference_turns_them(
     )
 
 
-@pytest.mark.parametrize("kv", ["int4", "gear2"])
+@pytest.mark.parametrize("kv", ["int4", "gear4"])
 def test_a_model_answers_as_the_reference_does(
     tiny_model: Callable[..., Any], tiny_spec: Callable[..., Any], kv: KVKind
 ) -> None:
