@@ -98,10 +98,10 @@ def _hide(scores, positions, queries, CAUSAL: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def visit_window(queries, state, k_ptr, v_ptr, paged, blocks, in_pages, tile: tl.constexpr, layout: tl.constexpr):
+def visit_window(queries, state, window, paged, blocks, in_pages, tile: tl.constexpr, layout: tl.constexpr):
     """Add blocks of a slot to the running softmax of a tile's rows, all but those `in_pages`: they lie in its window.
 
-    k, v [tokens, D] of one slot and head: the sinks, then what stands `paged` tokens behind them.
+    The window is k and v [tokens, D] of one slot and head: the sinks, then what stands `paged` tokens behind them.
     """
     D: tl.constexpr = layout.k.D
     offs_t = tl.arange(0, tile.BLOCK_T)
@@ -116,10 +116,10 @@ def visit_window(queries, state, k_ptr, v_ptr, paged, blocks, in_pages, tile: tl
         positions = block * tile.BLOCK_T + offs_t
         mask = (positions <= blocks.last)[:, None] & mask_d[None, :]
         offs = (positions - before)[:, None] * D + offs_d[None, :]
-        k = tl.load(k_ptr + offs, mask=mask, other=0.0)
+        k = tl.load(window[0] + offs, mask=mask, other=0.0)
         scores = tl.dot(queries.q, tl.trans(k)) * queries.scale
         p, state = _weigh(_hide(scores, positions, queries, True, tile), state)
-        v = tl.load(v_ptr + offs, mask=mask, other=0.0)
+        v = tl.load(window[1] + offs, mask=mask, other=0.0)
         state = Softmax(state.peak, state.total, tl.dot(p, v, state.acc))
     return state
 
@@ -210,7 +210,7 @@ def visit_slot(queries, state, cache, slot, lowest, blocks, tile: tl.constexpr, 
         at = (slot.to(tl.int64) * cache.stride + cache.kv_head) * layout.window * layout.k.D
         k_ptr, v_ptr = layer.k_window + at, layer.v_window + at
         in_pages = Blocks(first, border, blocks.last)
-        state = visit_window(queries, state, k_ptr, v_ptr, paged, blocks, in_pages, tile, layout)
+        state = visit_window(queries, state, (k_ptr, v_ptr), paged, blocks, in_pages, tile, layout)
     else:
         rest = Blocks(border, blocks.end, blocks.last)
         state = visit_pages(queries, state, pages, rest, True, tile, layout)
