@@ -29,6 +29,8 @@ Batches = list[torch.Tensor]
 OBSERVED = 4
 """One of so many batches is enough to find scales by."""
 
+_TOGETHER = 2
+"""Sequences that pass through a block in all trials at once: their activations are the largest thing in memory."""
 _STREAMS = ("calibration", "full", "low", "copies")
 
 
@@ -165,9 +167,10 @@ class Streams:
         """
         oracle = Oracle(weights, resident=False)
         oracle.replace = linears
-        batches = [x.flatten(0, 1) for x in self.low]
-        passed = _pass(oracle, layer, batches, watch)
-        self.low = [y.view_as(x) for x, y in zip(self.low, passed, strict=True)]
+        for x in self.low:
+            for part in x.split(_TOGETHER, dim=1):
+                (passed,) = _pass(oracle, layer, [part.flatten(0, 1)], watch)
+                part.copy_(passed.view_as(part))
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

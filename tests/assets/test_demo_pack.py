@@ -43,7 +43,7 @@ def test_pack_makes_a_model_of_the_store_that_can_be_packed_again(run: Path, tmp
     target = tmp_path / "demo" / "packed"
     info = pack(run / "checkpoint", target)
     assert info.name == "demo"
-    assert info.recipe == Recipe(bits=4)
+    assert info.recipe == Recipe(method="rtn", bits=4, group_size=128)
     first = {path.name: path.read_bytes() for path in target.iterdir()}
     pack(run / "checkpoint", target)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == first

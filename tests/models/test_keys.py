@@ -52,7 +52,9 @@ def test_without_a_calibration_text_nothing_is_stored(
     tmp_path: Path, checkpoint_maker: Callable[..., Path], short_text: str
 ) -> None:
     folder, store = checkpoint_maker(tmp_path / "source"), Store(tmp_path / "store")
-    quantize(folder, store, Recipe(bits=4, group_size=32, residual_bits=0), name="plain", calibration=None)
+    quantize(
+        folder, store, Recipe(bits=4, method="rtn", group_size=32, residual_bits=0), name="plain", calibration=None
+    )
     assert store.open("plain").key_statistics(0) is None
 
 

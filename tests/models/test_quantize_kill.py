@@ -150,7 +150,7 @@ def test_a_kill_between_the_two_renames_keeps_the_old_model(
     from models.recipe import Recipe
     from models.store import store as store_module
 
-    store, recipe = Store(tmp_path / "store"), Recipe(bits=3, residual_bits=0)
+    store, recipe = Store(tmp_path / "store"), Recipe(bits=3, method="rtn", residual_bits=0)
     quantize(tiny_checkpoint, store, recipe, name="model")
     old = content(store.path("model"))
     moves: list[Path] = []
@@ -163,11 +163,16 @@ def test_a_kill_between_the_two_renames_keeps_the_old_model(
 
     monkeypatch.setattr(store_module, "move_folder", move)
     with pytest.raises(KeyboardInterrupt):
-        quantize(tiny_checkpoint, store, Recipe(bits=4, residual_bits=0), name="model", force=True)
+        quantize(tiny_checkpoint, store, Recipe(bits=4, method="rtn", residual_bits=0), name="model", force=True)
     monkeypatch.undo()
     assert not store.path("model").exists()
     assert [info.recipe.bits for info in store.list()] == [3]
     assert content(store.path("model")) == old
-    assert quantize(tiny_checkpoint, store, Recipe(bits=4, residual_bits=0), name="model", force=True).recipe.bits == 4
+    assert (
+        quantize(
+            tiny_checkpoint, store, Recipe(bits=4, method="rtn", residual_bits=0), name="model", force=True
+        ).recipe.bits
+        == 4
+    )
     with pytest.raises(ModelNotFoundError):
         store.open("other")

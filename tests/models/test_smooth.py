@@ -207,6 +207,6 @@ def test_every_recipe_can_have_it(method: str, tmp_path: Path, checkpoint_maker:
 
 
 def test_it_needs_a_calibration_text(tmp_path: Path, checkpoint_maker: Callable[..., Path]) -> None:
-    folder, recipe = checkpoint_maker(tmp_path / "model"), Recipe(residual_bits=0, smooth_attention=True)
+    folder, recipe = checkpoint_maker(tmp_path / "model"), Recipe(method="rtn", residual_bits=0, smooth_attention=True)
     with pytest.raises(QuantizationError, match="smooth_attention needs a calibration text"):
         quantize(folder, Store(tmp_path / "store"), recipe, calibration=None, evaluation=None)

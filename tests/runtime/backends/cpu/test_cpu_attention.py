@@ -81,7 +81,10 @@ def test_channels_far_off_and_single_outliers(attending: Callable[..., Any], dis
     for _ in range(26):
         attention.append(1, rows(16))
     worst = max(distance(*attention.step([1], [416 + i], rows(1))) for i in range(3))
-    assert worst < {"int8": 4e-4, "hierarchical": 4e-4}.get(kind, 2e-2)
+    # Turned keys have the large channel in all of theirs. Where 2 bits a channel keep no outliers aside, what rounding
+    # the queries to INT8 loses meets more of it.
+    bounds = {"int8": 4e-4, "hierarchical": 4e-4, "kivi2": 3e-2, "gear-l2": 3e-2}
+    assert worst < bounds.get(kind, 2e-2)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "hierarchical", "kivi2"])

@@ -98,7 +98,7 @@ def test_what_does_not_fit_the_card_is_planned_for_main_memory(
     room = MemoryInfo(total_bytes=64 << 30, available_bytes=48 << 30, limit_bytes=None)
 
     def planned(size: int, asked: str = "auto") -> LoadPlan:
-        summary = SimpleNamespace(gpu_bytes=size << 30, residual_bytes=8 << 30)
+        summary = SimpleNamespace(gpu_bytes=size << 30, residual_bytes=1 << 30)
         model: Any = SimpleNamespace(spec=tiny_spec(), info=SimpleNamespace(summary=summary))
         return plan_load(model, Compensation(), asked=asked, memory=room)
 

@@ -108,7 +108,7 @@ def visit_window(queries, state, window, paged, blocks, in_pages, tile: tl.const
     offs_d = tl.arange(0, tile.BLOCK_D)
     mask_d = offs_d < D
     skipped = in_pages.end - in_pages.begin
-    for number in tl.range(blocks.begin, blocks.end - skipped, num_stages=2):
+    for number in tl.range(blocks.begin, blocks.end - skipped, num_stages=3):
         block, before = number + skipped, paged
         if layout.sinks > 0:
             block = tl.where(number < in_pages.begin, number, block)
