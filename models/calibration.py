@@ -100,7 +100,8 @@ class InputStatistics:
                 pieces.append(left)
                 self.tokens += part.stop - part.start
         if pieces and pieces[0]:
-            self._add_left([np.concatenate(each) for each in zip(*pieces, strict=True)])
+            # Level by level, so that hardly more than one is held twice.
+            self._add_left([np.concatenate([piece.pop(0) for piece in pieces]) for _ in k_chunks])
 
     def _add_left(self, left: list[FloatArray]) -> None:
         """Take in the activations float32 [t, K] that each level leaves; nothing is left out at the first."""

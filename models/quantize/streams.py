@@ -29,7 +29,7 @@ Batches = list[torch.Tensor]
 OBSERVED = 4
 """One of so many batches is enough to find scales by."""
 
-_TOGETHER = 2
+_TOGETHER = 1
 """Sequences that pass through a block in all trials at once: their activations are the largest thing in memory."""
 _STREAMS = ("calibration", "full", "low", "copies")
 
@@ -168,7 +168,7 @@ class Streams:
         oracle = Oracle(weights, resident=False)
         oracle.replace = linears
         for x in self.low:
-            for part in x.split(_TOGETHER, dim=1):
+            for part in torch.split(x, _TOGETHER, dim=1):
                 (passed,) = _pass(oracle, layer, [part.flatten(0, 1)], watch)
                 part.copy_(passed.view_as(part))
 

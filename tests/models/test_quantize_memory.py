@@ -63,15 +63,15 @@ def test_error_feedback_is_prepared_in_place() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "layers"), [("rtn", 20), ("awq", 24)])
+@pytest.mark.parametrize(("method", "layers"), [("rtn", 26), ("awq", 28)])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_peak_is_one_block_and_one_shard(
     tmp_path: Path, checkpoint_maker: Callable[..., Path], short_text: str, method: str, layers: int
 ) -> None:
     """Against the peak of a tiny model in the same process, so that libraries and texts are not counted.
 
-    The full-precision weights are 20 blocks or more of 15.7 MB (float32) in 10 shards: keeping them all would cost
-    320 MB.
+    The full-precision weights are 26 blocks or more of 15.7 MB (float32) in 10 shards: keeping them all would cost
+    410 MB.
     """
     shape = {"hidden": 512, "intermediate": 2048, "layers": layers, "shards": 10, "tied": False, "vocabulary": 4096}
     folder = checkpoint_maker(tmp_path / "large", **shape)
@@ -93,5 +93,6 @@ def test_peak_is_one_block_and_one_shard(
     whole = 4 * sum(weights.values())
     allowance = 128 * 2**20  # activations of four windows and the pieces in work; far under the 1.5 GiB promised
     moments = sum(4 * checkpoint.spec.linear_shape(kind)[1] ** 2 for kind in LAYER_TYPES) if method == "awq" else 0
-    assert large_peak - tiny_peak <= block + shard + moments + allowance
-    assert block + shard + moments + allowance < 0.6 * whole, "the limit would not notice a model kept whole"
+    levels = 3 * 4 * 512 * 2048 * 4  # what three levels of compensation leave of a batch of four windows, at `down`
+    assert large_peak - tiny_peak <= block + shard + moments + levels + allowance
+    assert block + shard + moments + levels + allowance < 0.6 * whole, "the limit would not notice a model kept whole"
