@@ -12,6 +12,7 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba import types
+from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Quantized
 from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES, Tile, emit_unpack
@@ -110,9 +111,16 @@ def _finish(rows: int) -> Any:
     )
 
 
-def _tile(bits: int, rows: int) -> Any:
+def _tile(bits: int, rows: int, factors: Any) -> Any:
+    """The product of a tile with a row block.
+
+    Args:
+        bits: Of the codes; 8 for entries of a byte.
+        rows: Of the block.
+        factors: Takes the tile and a group for the scales and the scaled zeros of its outputs.
+    """
     zeros_of, multiply, finish = _zeros(rows), _multiply(bits, rows), _finish(rows)
-    block_bytes = BLOCK_BYTES[bits]
+    block_bytes = ENTRY_BYTES if bits == 8 else BLOCK_BYTES[bits]
 
     @numba.njit(nogil=True)
     def gemm(tile: Tile, x: Quantized, out: int) -> None:
@@ -124,17 +132,36 @@ def _tile(bits: int, rows: int) -> Any:
             sums = zeros_of()
             for block in range(start, stop):
                 sums = multiply(sums, tile.codes + block * block_bytes, x.codes + BLOCK * rows * block)
-            scale = load_halves(tile.scales + 32 * group)
-            scaled_zero = mul(scale, load_unsigned(tile.levels + 16 * group))
+            scale, scaled_zero = factors(tile, group)
             finish(sums, scale, scaled_zero, x.scales + 4 * rows * group, x.shifts + 4 * rows * group, out)
             start, group = stop, group + 1
 
     return gemm
 
 
-gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16 = (_tile(3, rows) for rows in (4, 8, 16))
+@register_jitable
+def _uniform(tile: Tile, group: int) -> Any:
+    """Scales in half precision, zeros of a byte."""
+    scale = load_halves(tile.scales + 32 * group)
+    return scale, mul(scale, load_unsigned(tile.levels + 16 * group))
+
+
+@register_jitable
+def _entries(tile: Tile, _group: int) -> Any:
+    """One scale for a row, and the offset of a codebook's entries."""
+    scale = load_halves(tile.scales)
+    return scale, mul(scale, fill(numba.float32(ENTRY_OFFSET)))
+
+
+@register_jitable
+def _panel(tile: Tile, group: int) -> Any:
+    """Steps and shifts in float32."""
+    return load_floats(tile.scales + 64 * group), load_floats(tile.levels + 64 * group)
+
+
+gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16 = (_tile(3, rows, _uniform) for rows in (4, 8, 16))
 """Sixteen outputs of 4, 8 or 16 rows with a 3-bit matrix; arguments as `gemm_tile_4x16`."""
-gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16 = (_tile(4, rows) for rows in (4, 8, 16))
+gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16 = (_tile(4, rows, _uniform) for rows in (4, 8, 16))
 """Sixteen outputs of 4, 8 or 16 rows with a 4-bit matrix.
 
 Args: the tile, the activations of a row block (see `runtime.backends.cpu.kernels.activation`), and the address of
@@ -142,55 +169,14 @@ float32 [rows, 16], aligned to 64 bytes, which is written.
 """
 
 
-def _entry_tile(rows: int) -> Any:
-    zeros_of, multiply, finish = _zeros(rows), _multiply(8, rows), _finish(rows)
-
-    @numba.njit(nogil=True)
-    def gemm(tile: Tile, x: Quantized, out: int) -> None:
-        for m in range(rows):
-            store_floats(out + 64 * m, zero_floats())
-        scale = load_halves(tile.scales)
-        scaled_offset = mul(scale, fill(numba.float32(ENTRY_OFFSET)))
-        start, group, blocks = 0, 0, tile.blocks
-        while start < blocks:
-            stop = min(start + tile.group_blocks, blocks)
-            sums = zeros_of()
-            for block in range(start, stop):
-                sums = multiply(sums, tile.codes + block * ENTRY_BYTES, x.codes + BLOCK * rows * block)
-            finish(sums, scale, scaled_offset, x.scales + 4 * rows * group, x.shifts + 4 * rows * group, out)
-            start, group = stop, group + 1
-
-    return gemm
-
-
-gemm_entries_tile_4, gemm_entries_tile_8 = _entry_tile(4), _entry_tile(8)
+gemm_entries_tile_4, gemm_entries_tile_8 = _tile(8, 4, _entries), _tile(8, 8, _entries)
 """Sixteen outputs of 4 or 8 rows with decoded entries; arguments as `gemm_entries_tile_16`."""
-gemm_entries_tile_16 = _entry_tile(16)
+gemm_entries_tile_16 = _tile(8, 16, _entries)
 """Sixteen outputs of 16 rows with a tile whose codes are decoded entries (`runtime.backends.cpu.kernels.lookup`)."""
 
 
-def _panel_tile(rows: int) -> Any:
-    zeros_of, multiply, finish = _zeros(rows), _multiply(8, rows), _finish(rows)
-
-    @numba.njit(nogil=True)
-    def gemm(tile: Tile, x: Quantized, out: int) -> None:
-        for m in range(rows):
-            store_floats(out + 64 * m, zero_floats())
-        start, group, blocks = 0, 0, tile.blocks
-        while start < blocks:
-            stop = min(start + tile.group_blocks, blocks)
-            sums = zeros_of()
-            for block in range(start, stop):
-                sums = multiply(sums, tile.codes + block * ENTRY_BYTES, x.codes + BLOCK * rows * block)
-            step, shift = load_floats(tile.scales + 64 * group), load_floats(tile.levels + 64 * group)
-            finish(sums, step, shift, x.scales + 4 * rows * group, x.shifts + 4 * rows * group, out)
-            start, group = stop, group + 1
-
-    return gemm
-
-
-gemm_panel_tile_4, gemm_panel_tile_8 = _panel_tile(4), _panel_tile(8)
+gemm_panel_tile_4, gemm_panel_tile_8 = _tile(8, 4, _panel), _tile(8, 8, _panel)
 """Sixteen outputs of 4 or 8 rows with a panel; arguments as `gemm_panel_tile_16`."""
-gemm_panel_tile_16 = _panel_tile(16)
+gemm_panel_tile_16 = _tile(8, 16, _panel)
 """Sixteen outputs of 16 rows with a tile whose codes are a panel's (`runtime.backends.cpu.kernels.panel`); its scales
 and levels are float32 [G, 16]."""

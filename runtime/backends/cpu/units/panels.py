@@ -13,7 +13,7 @@ from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Panel, Weights, header_at, panel_at
 from runtime.backends.cpu.data.step import rows_of, share_of
-from runtime.backends.cpu.kernels.gemm import gemm_panel_tile_4, gemm_panel_tile_8, gemm_panel_tile_16, row_block
+from runtime.backends.cpu.kernels.gemm import gemm_panel_tile_4, gemm_panel_tile_8, gemm_panel_tile_16
 from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES, Tile
 from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES, decode_tile_3, decode_tile_4
 from runtime.backends.cpu.kernels.panel import ENTRIES, LINE, block_of, copy_lines, factors_of
@@ -21,13 +21,12 @@ from runtime.backends.cpu.machine.unit import call_4, compiled_unit
 from runtime.backends.cpu.machine.vector import (
     div,
     fill,
-    load_floats,
     load_halves,
     load_unsigned,
     maximum,
     store_floats,
 )
-from runtime.backends.cpu.units.products import TILE_BYTES, row_block_at, write_tile
+from runtime.backends.cpu.units.products import TILE_BYTES, times_rows
 from runtime.operations.panel import ENTRY_TOP, LEAST_STEP
 
 _FACTORS = 2 * 64
@@ -61,26 +60,20 @@ def panel_scratch(panel: Panel) -> int:
     return TILE_BYTES + (ENTRY_BYTES + LINE * BLOCK) * weights.blocks + _FACTORS * weights.groups
 
 
+_all_rows = times_rows(gemm_panel_tile_4, gemm_panel_tile_8, gemm_panel_tile_16)
+
+
 @compiled_unit
 def multiply_panel(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the PANEL instruction at address i: a part is a range of whole tiles of 16 output channels."""
     panel = panel_at(i)
     weights, rows = panel.weights, rows_of(control, 0)
-    side, areas = row_block(rows), _areas(weights, scratch)
+    areas = _areas(weights, scratch)
     own = Tile(areas.codes, areas.steps, areas.shifts, weights.blocks, weights.group_blocks)
     first, last = share_of(weights.tiles, part, parts)
     for tile in range(first, last):
         call_4(header_at(i).inner, i, tile, tile == first, scratch)
-        for row in range(0, rows, side):
-            x = row_block_at(panel, row)
-            if side == 16:
-                gemm_panel_tile_16(own, x, scratch)
-            elif side == 8:
-                gemm_panel_tile_8(own, x, scratch)
-            else:
-                gemm_panel_tile_4(own, x, scratch)
-            for m in range(min(side, rows - row)):
-                write_tile(panel, row + m, tile, load_floats(scratch + 64 * m))
+        _all_rows(panel, own, tile, rows, scratch)
 
 
 def _groups(bits: int, residual_bits: int) -> Any:

@@ -62,7 +62,7 @@ def linear_scratch(linear: Linear) -> int:
 
 
 @numba.njit(nogil=True)
-def write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
+def _write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
     """Write, or add, sixteen outputs of a row."""
     out = linear.out.at + row * linear.out.stride + 64 * tile
     if linear.bias != 0:
@@ -73,7 +73,7 @@ def write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
 
 
 @numba.njit(nogil=True)
-def row_block_at(linear: Linear, row: int) -> Quantized:
+def _row_block_at(linear: Linear, row: int) -> Quantized:
     """The activations of the row block that begins at a row."""
     x, weights = linear.x, linear.weights
     groups = 4 * row * weights.groups
@@ -87,6 +87,32 @@ def _salient(linear: Linear, row: int) -> Salient:
     return Salient(x, chosen, linear.total)
 
 
+def times_rows(four: Any, eight: Any, sixteen: Any) -> Any:
+    """Writes a tile's outputs of several rows, for a Linear or a Panel.
+
+    Args:
+        four: The kernel of blocks of 4 rows; the others' likewise.
+        eight: Of 8.
+        sixteen: Of 16.
+    """
+
+    @register_jitable
+    def all_rows(of: Any, own: Tile, tile: int, rows: int, scratch: int) -> None:
+        side = row_block(rows)
+        for row in range(0, rows, side):
+            x = _row_block_at(of, row)
+            if side == 16:
+                sixteen(own, x, scratch)
+            elif side == 8:
+                eight(own, x, scratch)
+            else:
+                four(own, x, scratch)
+            for m in range(min(side, rows - row)):
+                _write_tile(of, row + m, tile, load_floats(scratch + 64 * m))
+
+    return all_rows
+
+
 def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> tuple[Any, Any]:
     """The product with one row of activations, and with several.
 
@@ -95,7 +121,7 @@ def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> 
         prepare: Takes it and the scratch for what the kernels of several rows want.
         kernels: Of one row, and of blocks of 4, 8 and 16.
     """
-    one, four, eight, sixteen = kernels
+    one, all_rows = kernels[0], times_rows(*kernels[1:])
 
     @register_jitable
     def one_row(linear: Linear, first: int, last: int, compensated: bool) -> None:
@@ -109,23 +135,13 @@ def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> 
             if wanted > asked:
                 fetch(ahead, asked, wanted)
                 asked = wanted
-            write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
+            _write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
 
     @register_jitable
     def several_rows(linear: Linear, first: int, last: int, rows: int, scratch: int) -> None:
-        side = row_block(rows)
         for tile in range(first, last):
             own = prepare(tile_of(linear.weights, tile), scratch + TILE_BYTES)
-            for row in range(0, rows, side):
-                x = row_block_at(linear, row)
-                if side == 16:
-                    sixteen(own, x, scratch)
-                elif side == 8:
-                    eight(own, x, scratch)
-                else:
-                    four(own, x, scratch)
-                for m in range(min(side, rows - row)):
-                    write_tile(linear, row + m, tile, load_floats(scratch + 64 * m))
+            all_rows(linear, own, tile, rows, scratch)
 
     return one_row, several_rows
 
