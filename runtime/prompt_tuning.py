@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from models.errors import ModelError
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from runtime.backends import backend
 from runtime.compensation import check_budget
 from runtime.decoder import Decoder, Step
-from runtime.errors import Cancelled, OutOfMemoryError, RuntimeFailure
+from runtime.errors import Cancelled, OutOfMemoryError
 from runtime.problem import Problem
 from runtime.profile_key import TunedModel, profile_key
-from runtime.tuning import MARGIN, NoTuningError, obstacle
+from runtime.tuning import MARGIN, NoTuningError, obstacle, or_problem
 from runtime.wire.device import PromptTuning
 
 if TYPE_CHECKING:
@@ -196,8 +195,9 @@ def prompts_within_budget(
     Raises:
         Cancelled: `cancelled` said so.
     """
-    try:
-        found = tune_prompts(
+
+    def found() -> PromptTuning:
+        return tune_prompts(
             decoder,
             model,
             budget_percent=budget_percent,
@@ -206,16 +206,10 @@ def prompts_within_budget(
             progress=progress,
             cancelled=cancelled,
         )
-    except Cancelled:
-        raise
-    except NoTuningError as error:
-        return None, error.problem
-    except (RuntimeFailure, ModelError, OSError) as error:
-        decoder.set_prompt_k_chunk(0)
-        logger.warning("tuning the prompts of %s failed, so they are not compensated: %s", model.name, error)
-        what = f"tuning failed, so the prompts of {model.name} are read without error compensation: {error}"
-        return None, Problem(what=what, fix="run `lowbit-chat tune-device --force`", failure=True)
-    return found, None
+
+    instead = f"the prompts of {model.name} are read without error compensation"
+    fix = "run `lowbit-chat tune-device --force`"
+    return or_problem(found, lambda: decoder.set_prompt_k_chunk(0), instead=instead, fix=fix)
 
 
 def is_known(decoder: Decoder, model: TunedModel, *, budget_percent: float, profiles: ProfileStore) -> bool:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from models.errors import ModelError
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
@@ -44,6 +44,7 @@ _READINGS_A_KIND = 10
 """About how many readings the search takes of a layer type, for the progress bar."""
 _BLOCK_COUNTS = 5
 """About how many times as many there are on a GPU, whose thread blocks are searched too."""
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -73,10 +74,9 @@ def within_budget(
     Raises:
         Cancelled: `cancelled` said so.
     """
-    from tuner.errors import TunerError
 
-    try:
-        found = tune(
+    def found() -> Tuning:
+        return tune(
             decoder,
             model,
             budget_percent=budget_percent,
@@ -85,17 +85,39 @@ def within_budget(
             progress=progress,
             cancelled=cancelled,
         )
+
+    instead = f"{model.name} runs without error compensation"
+    fix = "run `lowbit-chat tune-device --force`, or choose a fixed k_chunk"
+    return or_problem(found, lambda: decoder.set_k_chunk(0), instead=instead, fix=fix)
+
+
+def or_problem(
+    tuned: Callable[[], T], turn_off: Callable[[], None], *, instead: str, fix: str
+) -> tuple[T | None, Problem | None]:
+    """What a tuning finds for a model that is to be used, or what is wrong: then it goes without compensation.
+
+    Args:
+        tuned: Tunes.
+        turn_off: Ends what is left of compensation where that fails.
+        instead: What happens then, for the message.
+        fix: What to do about it.
+
+    Raises:
+        Cancelled: `tuned` was stopped.
+    """
+    from tuner.errors import TunerError
+
+    try:
+        return tuned(), None
     except Cancelled:
         raise
     except NoTuningError as error:
         return None, error.problem
     except (RuntimeFailure, ModelError, TunerError, OSError) as error:
-        decoder.set_k_chunk(0)
-        logger.warning("tuning %s failed, so it runs without error compensation: %s", model.name, error)
-        what = f"tuning failed, so {model.name} runs without error compensation: {error}"
-        fix = "run `lowbit-chat tune-device --force`, or choose a fixed k_chunk"
-        return None, Problem(what=what, fix=fix, failure=True)
-    return found, None
+        turn_off()
+        problem = Problem(what=f"tuning failed, so {instead}: {error}", fix=fix, failure=True)
+        logger.warning("%s", problem.what)
+        return None, problem
 
 
 def tune(

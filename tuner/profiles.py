@@ -13,10 +13,10 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from tuner.candidates import CHUNK
 from tuner.curve import Curve
@@ -75,46 +75,60 @@ class Profile:
     """When it ended, in ISO format."""
 
 
-class ProfileStore:
-    """Profiles in a folder, one file each.
+class Keyed(Protocol):
+    """What was found for a key."""
+
+    @property
+    def key(self) -> ProfileKey:
+        """What it was found for."""
+        ...
+
+
+K = TypeVar("K", bound=Keyed)
+
+
+class KeyedStore(Generic[K]):
+    """What tunings found, in a folder, one file for each key.
 
     Args:
         folder: Where; made when the first one is saved.
+        read: Makes one from its key and its body; raises KeyError, TypeError or ValueError where it is not one.
+        form: Version of the files.
+        suffix: What their names end with.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, read: Callable[[ProfileKey, Mapping[str, Any]], K], *, form: int, suffix: str
+    ) -> None:
         self.folder = folder
+        self._read, self._form, self._suffix = read, form, suffix
 
-    def find(self, key: ProfileKey) -> Profile | None:
-        """The profile of this key; None if there is none, or none that can be read."""
+    def find(self, key: ProfileKey) -> K | None:
+        """What was found for this key; None if there is nothing, or nothing that can be read."""
         try:
             data = json.loads(self._file(key).read_text(encoding="utf-8"))
-            if data["format"] != _FORMAT or data["key"] != json.loads(json.dumps(asdict(key))):
+            if data["format"] != self._form or data["key"] != json.loads(json.dumps(asdict(key))):
                 return None
-            return _profile(key, data["profile"])
+            return self._read(key, data["profile"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def save(self, profile: Profile) -> None:
+    def save(self, profile: K) -> None:
         """Save it in one step: whoever reads finds the former profile or this one, never a part.
 
         Raises:
             ProfileError: the folder can't be written.
         """
-        body = {name: value for name, value in asdict(profile).items() if name != "key"}
-        text = json.dumps({"format": _FORMAT, "key": asdict(profile.key), "profile": body}, indent=1, sort_keys=True)
+        body = {name: value for name, value in asdict(cast("Any", profile)).items() if name != "key"}
+        text = json.dumps({"format": self._form, "key": asdict(profile.key), "profile": body}, indent=1, sort_keys=True)
         try:
             self._sweep()
-            written(self._file(profile.key), text)
+            _write(self._file(profile.key), text)
         except OSError as error:
             raise ProfileError(f"the tuning cannot be saved in {self.folder}: {error.strerror or error}") from error
 
-    def journal(self, key: ProfileKey) -> Path:
-        """The file for times of a tuning that is under way: the same one for every budget."""
-        return self.folder / f"{replace(key, budget_percent=0.0).digest()}.journal"
-
     def _file(self, key: ProfileKey) -> Path:
-        return self.folder / f"{key.digest()}.json"
+        return self.folder / f"{key.digest()}{self._suffix}"
 
     def _sweep(self) -> None:
         """Remove what a process left that was killed while it saved."""
@@ -124,7 +138,22 @@ class ProfileStore:
                     stray.unlink()
 
 
-def written(file: Path, text: str) -> None:
+class ProfileStore(KeyedStore[Profile]):
+    """Profiles of decoding, and the times of tunings that are under way.
+
+    Args:
+        folder: Where; made when the first one is saved.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, _profile, form=_FORMAT, suffix=".json")
+
+    def journal(self, key: ProfileKey) -> Path:
+        """The file for times of a tuning that is under way: the same one for every budget."""
+        return self.folder / f"{replace(key, budget_percent=0.0).digest()}.journal"
+
+
+def _write(file: Path, text: str) -> None:
     """Write a file in one step, and its folder where that is missing; raises what the system says."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
@@ -210,16 +239,16 @@ def _profile(key: ProfileKey, data: Mapping[str, Any]) -> Profile:
     curve = tuple(
         Curve(
             kind=_text(line["kind"]),
-            n_tb=_count(line["n_tb"]),
-            points=tuple((_count(k_chunk), _number(value)) for k_chunk, value in line["points"]),
+            n_tb=count_of(line["n_tb"]),
+            points=tuple((count_of(k_chunk), _number(value)) for k_chunk, value in line["points"]),
         )
         for line in data["curve"]
     )
     found = data["configuration"]
     configuration = Configuration(
-        n_tb_max=None if found["n_tb_max"] is None else _count(found["n_tb_max"]),
-        n_tb={_text(kind): _count(count) for kind, count in found["n_tb"].items()},
-        k_chunk={_text(kind): _count(count) for kind, count in found["k_chunk"].items()},
+        n_tb_max=None if found["n_tb_max"] is None else count_of(found["n_tb_max"]),
+        n_tb={_text(kind): count_of(count) for kind, count in found["n_tb"].items()},
+        k_chunk={_text(kind): count_of(count) for kind, count in found["k_chunk"].items()},
         predicted_slowdown_percent=_number(found["predicted_slowdown_percent"]),
         predicted_loss_won=_optional(found["predicted_loss_won"]),
         loss_without=_optional(found["loss_without"]),
@@ -250,7 +279,8 @@ def _optional(value: object) -> float | None:
     return None if value is None else _number(value)
 
 
-def _count(value: object) -> int:
+def count_of(value: object) -> int:
+    """A value of a file that has to be a count."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value

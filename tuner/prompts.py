@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from tuner.candidates import CHUNK
-from tuner.errors import ProfileError
-from tuner.profiles import ProfileKey, written
+from tuner.profiles import KeyedStore, ProfileKey, count_of
 
 _FORMAT = 1
 
@@ -49,7 +47,7 @@ class PromptProfile:
         return next((own.slowdown_percent for own in self.readings if own.k_chunk == self.k_chunk), 0.0)
 
 
-class PromptStore:
+class PromptStore(KeyedStore[PromptProfile]):
     """Profiles of prompts in a folder, one file each, beside those of decoding.
 
     Args:
@@ -57,33 +55,7 @@ class PromptStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def find(self, key: ProfileKey) -> PromptProfile | None:
-        """The profile of this key; None if there is none, or none that can be read."""
-        try:
-            data = json.loads(self._file(key).read_text(encoding="utf-8"))
-            if data["format"] != _FORMAT or data["key"] != json.loads(json.dumps(asdict(key))):
-                return None
-            return _profile(key, data["profile"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-
-    def save(self, profile: PromptProfile) -> None:
-        """Save it in one step.
-
-        Raises:
-            ProfileError: the folder can't be written.
-        """
-        body = {name: value for name, value in asdict(profile).items() if name != "key"}
-        text = json.dumps({"format": _FORMAT, "key": asdict(profile.key), "profile": body}, indent=1, sort_keys=True)
-        try:
-            written(self._file(profile.key), text)
-        except OSError as error:
-            raise ProfileError(f"the tuning cannot be saved in {self._folder}: {error.strerror or error}") from error
-
-    def _file(self, key: ProfileKey) -> Path:
-        return self._folder / f"{key.digest()}.prompts.json"
+        super().__init__(folder, _profile, form=_FORMAT, suffix=".prompts.json")
 
 
 def _profile(key: ProfileKey, data: Mapping[str, Any]) -> PromptProfile:
@@ -95,25 +67,19 @@ def _profile(key: ProfileKey, data: Mapping[str, Any]) -> PromptProfile:
     if data.keys() != {field.name for field in fields(PromptProfile)} - {"key"}:
         raise ValueError("not the fields of a profile")
     readings = tuple(
-        Reading(k_chunk=_count(one["k_chunk"]), slowdown_percent=float(one["slowdown_percent"]))
+        Reading(k_chunk=count_of(one["k_chunk"]), slowdown_percent=float(one["slowdown_percent"]))
         for one in data["readings"]
     )
     if not all(math.isfinite(one.slowdown_percent) for one in readings):
         raise ValueError("not a number")
-    k_chunk = _count(data["k_chunk"])
+    k_chunk = count_of(data["k_chunk"])
     if k_chunk > CHUNK or (k_chunk and k_chunk not in {one.k_chunk for one in readings}):
         raise ValueError("not a level that was tried")
     return PromptProfile(
         key=key,
         k_chunk=k_chunk,
         readings=readings,
-        tokens=_count(data["tokens"]),
+        tokens=count_of(data["tokens"]),
         seconds=float(data["seconds"]),
         date=str(data["date"]),
     )
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
