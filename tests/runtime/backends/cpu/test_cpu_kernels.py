@@ -21,6 +21,7 @@ from models.checkpoint import Checkpoint
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers import squeezellm
+from models.quantizers.dequantize import dequantize
 from runtime.backends.cpu.arena import Arena, aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.kernels.gemm import row_block
@@ -423,6 +424,65 @@ def test_product_with_residuals_in_the_weights(
         place = op.Residual(address(stored), address(residual_scales), residual_bits, stored.strides[0], K)
         operands = (tiled.weights, inputs.places, matrix(out), address(bias), accumulate, place, address(kept))
         machine(rows).run(op.Panel(*operands))
+        assert_close(out[:rows, :N], expected + (before if accumulate else 0), "sums")
+        assert np.isnan(out[rows:]).all()
+
+
+def shared_product(
+    linear: PackedLinear,
+    codes: npt.NDArray[np.int8],
+    scales: npt.NDArray[np.float32],
+    channels: npt.NDArray[np.integer],
+) -> npt.NDArray[np.float64]:
+    """The product of the base and of some channels' residuals, as they stand, with rounded activations."""
+    assert linear.residual is not None
+    K = linear.shape[1]
+    x = codes.astype(np.float64) * np.repeat(scales, linear.group_size, axis=1)[:, :K]
+    residuals = panels.residual_codes(linear.residual, linear.shape[0]).astype(np.float64)
+    neutral = 2 ** (min(linear.residual.bits, 8) - 1)
+    restored = (residuals - neutral) * panels.residual_scales(linear.residual).astype(np.float64)
+    y: npt.NDArray[np.float64] = x @ dequantize(linear).astype(np.float64).T + x[:, channels] @ restored[channels]
+    return y
+
+
+@pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
+@pytest.mark.parametrize("residual_bits", [2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("bits", "rows", "N", "K", "group"), [(3, 2, 40, 96, 32), (4, 7, 33, 173, 64), (3, 16, 300, 1088, 128)]
+)
+def test_product_with_few_rows_and_the_residuals_beside_it(
+    request: pytest.FixtureRequest,
+    machine: Callable[..., Any],
+    kind: str,
+    bits: int,
+    residual_bits: int,
+    rows: int,
+    N: int,
+    K: int,
+    group: int,
+) -> None:
+    rng = np.random.default_rng(rows + bits)
+    linear = request.getfixturevalue(kind)(
+        rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=residual_bits
+    )
+    channels = np.sort(rng.permutation(K)[: K * 2 // 3])
+    codes, scales = activation.quantize(torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32)), group)
+    expected = shared_product(linear, codes.numpy(), scales.numpy(), channels)
+    inputs, tiled = Activations(rows, K), tile_linear(linear, Arena())
+    inputs.fill(codes.numpy(), scales.numpy(), group)
+    residual_scales = aligned_zeros((16 * tiled.tiles,), np.float16)
+    residual_scales[:N] = panels.residual_scales(linear.residual)
+    stored = linear.residual.codes
+    wide_codes = aligned_zeros((K, padded(max(stored.shape[1], N if residual_bits == 16 else 0), 16)), stored.dtype)
+    wide_codes[:, : stored.shape[1]] = stored
+    kept = aligned_zeros((padded(K, 32),), np.uint8)
+    kept[channels] = 255
+    before = rng.standard_normal((rows, N)).astype(np.float32)
+    for accumulate in (False, True):
+        out = wide(before, rows)
+        place = op.Residual(address(wide_codes), address(residual_scales), residual_bits, wide_codes.strides[0], K)
+        own = op.Linear(tiled.weights, inputs.places, False, matrix(out), 0, accumulate)
+        machine(rows).run(own._replace(residual=place, kept=address(kept)))
         assert_close(out[:rows, :N], expected + (before if accumulate else 0), "sums")
         assert np.isnan(out[rows:]).all()
 
