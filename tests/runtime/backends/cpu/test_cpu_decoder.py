@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from models.spec import RopeSpec
-from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.backends.cpu.decoder import FEW_ROWS, CpuDecoder
 from runtime.backends.cpu.link import most_scratch
 from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
 from runtime.backends.reference.decoder import ReferenceDecoder
@@ -23,7 +23,7 @@ from runtime.decoder import DecoderOptions, Step, Way
 from runtime.errors import BackendError, InvalidActivationError, RequestError
 from runtime.operations import activation
 from runtime.operations.linear import gemv
-from runtime.operations.panel import panel
+from runtime.operations.panel import panel, restored
 from tests.close import Tolerance, assert_close
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -46,7 +46,7 @@ def step(
 
 class Int8Linear(ReferenceLinear):
     """The reference's layer as the CPU path computes it: the base product sees activations rounded to INT8, and so does
-    what the rows of a prompt share, in weights that hold the residuals."""
+    what the rows of a prompt share: residuals as they are for few rows, for many in weights that hold them."""
 
     def __init__(self, inner: ReferenceLinear, group_size: int) -> None:
         self.__dict__.update(inner.__dict__)
@@ -55,7 +55,10 @@ class Int8Linear(ReferenceLinear):
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way) -> torch.Tensor:
         rounded = activation.dequantize(*activation.quantize(x, self._group_size), self._group_size)
         if way == "together" and self._shared is not None and not self._by_rows:
-            return gemv(rounded, torch.from_numpy(panel(self._packed, self._shared.numpy()).weights()), self._bias)
+            channels = self._shared.numpy()
+            if x.shape[0] <= FEW_ROWS:
+                return gemv(rounded, self._weight + torch.from_numpy(restored(self._packed, channels)), self._bias)
+            return gemv(rounded, torch.from_numpy(panel(self._packed, channels).weights()), self._bias)
         correction = gemv(rounded, self._weight) - gemv(x, self._weight)
         return super().__call__(x, positions, way=way) + correction
 
@@ -261,7 +264,7 @@ for bits, codebook in ((3, False), (4, False), (3, True), (4, True)):
     model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=bits, codebook=codebook)
     options = DecoderOptions(context=64, k_chunk=64, prompt_k_chunk=700, select="static", kv="int8", threads=2)
     decoder = CpuDecoder(model, options)
-    for count, prefill in ((19, False), (1, False), (3, True), (7, False), (13, True)):
+    for count, prefill in ((19, False), (1, False), (3, True), (7, False), (33, True)):
         numbers = np.arange(count, dtype=np.int32)
         one = Step(tokens=numbers + 1, slots=numbers * 0, positions=numbers, logit_rows=numbers, prefill=prefill)
         results.append(decoder.forward(one).tolist())
@@ -300,7 +303,7 @@ def test_every_variant_computes_the_same(best_variant: dict[str, Any], variant: 
 def test_a_prompt_is_compensated_together_however_it_is_cut(tiny_model: Any) -> None:
     """All residuals in 8 bits give nearly the full-precision model; cut elsewhere, rows meet the same weights."""
     model = tiny_model(bits=3, residual_bits=8)
-    tokens = np.arange(1, 24)
+    tokens = np.arange(1, 2 * FEW_ROWS + 1)
 
     def logits(cut: int, **changes: Any) -> Any:
         decoder = CpuDecoder(model, DecoderOptions(context=40, max_rows=40, threads=2, **changes))
@@ -308,8 +311,9 @@ def test_a_prompt_is_compensated_together_however_it_is_cut(tiny_model: Any) -> 
         return np.concatenate([np.array(decoder.forward(part)) for part in parts])
 
     everything: dict[str, Any] = {"k_chunk": {"head": 1024}, "prompt_k_chunk": 1024}
-    whole = logits(9, **everything)
-    assert_close(logits(15, **everything), whole, Tolerance(span=0.02, why="INT8 codes near a tie"))
+    whole = logits(9, **everything)  # few rows, then many
+    for cut in (3, FEW_ROWS, FEW_ROWS + 5):
+        assert_close(logits(cut, **everything), whole, Tolerance(span=0.02, why="INT8 codes near a tie"))
     plain = CpuDecoder(model, DecoderOptions(context=40, max_rows=40, threads=2, k_chunk=1024))
     exact = np.array(plain.forward(step(tokens, 0)))
     lost = np.abs(logits(9) - exact).mean()

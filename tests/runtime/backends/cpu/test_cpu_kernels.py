@@ -428,23 +428,6 @@ def test_product_with_residuals_in_the_weights(
         assert np.isnan(out[rows:]).all()
 
 
-def shared_product(
-    linear: PackedLinear,
-    codes: npt.NDArray[np.int8],
-    scales: npt.NDArray[np.float32],
-    channels: npt.NDArray[np.integer],
-) -> npt.NDArray[np.float64]:
-    """The product of the base and of some channels' residuals, as they stand, with rounded activations."""
-    assert linear.residual is not None
-    K = linear.shape[1]
-    x = codes.astype(np.float64) * np.repeat(scales, linear.group_size, axis=1)[:, :K]
-    residuals = panels.residual_codes(linear.residual, linear.shape[0]).astype(np.float64)
-    neutral = 2 ** (min(linear.residual.bits, 8) - 1)
-    restored = (residuals - neutral) * panels.residual_scales(linear.residual).astype(np.float64)
-    y: npt.NDArray[np.float64] = x @ dequantize(linear).astype(np.float64).T + x[:, channels] @ restored[channels]
-    return y
-
-
 @pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
 @pytest.mark.parametrize("residual_bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(
@@ -467,7 +450,8 @@ def test_product_with_few_rows_and_the_residuals_beside_it(
     )
     channels = np.sort(rng.permutation(K)[: K * 2 // 3])
     codes, scales = activation.quantize(torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32)), group)
-    expected = shared_product(linear, codes.numpy(), scales.numpy(), channels)
+    x = codes.double().numpy() * np.repeat(scales.double().numpy(), group, axis=1)[:, :K]
+    expected = x @ (dequantize(linear).astype(np.float64) + panels.restored(linear, channels)).T
     inputs, tiled = Activations(rows, K), tile_linear(linear, Arena())
     inputs.fill(codes.numpy(), scales.numpy(), group)
     residual_scales = aligned_zeros((16 * tiled.tiles,), np.float16)
