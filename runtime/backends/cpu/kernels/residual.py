@@ -174,7 +174,7 @@ def _add(bits: int, side: int) -> Any:
         scales, inverse = residual.scales + 32 * tile, fill(numba.float32(0.0))
         if bits == 16:
             inverse = div(fill(numba.float32(1.0)), maximum(load_halves(scales), fill(numba.float32(LEAST_STEP))))
-        phase = column // _SLICE % (LINE // _SLICE)
+        phase = (column >> 4) & 3  # of the four slices of a line
         for first in range(0, valid, rows):
             sums = none()
             for k in range(group * size, min(group * size + size, last + 1), 4):
@@ -182,7 +182,7 @@ def _add(bits: int, side: int) -> Any:
                 r1, r2, r3 = r0 + stride, r0 + 2 * stride, r0 + 3 * stride
                 if k + 3 > last:  # activations beyond the last channel are zero
                     r1, r2, r3 = min(r1, column + last * stride), column + min(k + 2, last) * stride, r0
-                if first == 0 and k // 4 % (LINE // _SLICE) == phase:
+                if first == 0 and (k >> 2) & 3 == phase:
                     prefetch(r0 + ahead)
                     prefetch(r1 + ahead)
                     prefetch(r2 + ahead)

@@ -11,7 +11,7 @@ import numba
 from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Linear, Quantized, Weights, header_at, linear_at
-from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, share_of_weights
+from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, share_of_weights, tiles_of_line
 from runtime.backends.cpu.kernels.compensate import (
     Columns,
     Salient,
@@ -196,7 +196,7 @@ def _tiles(linear: Linear, rows: int, part: int, parts: int) -> tuple[int, int]:
         return share_of_weights(tiles, part, parts)
     if linear.kept == 0:
         return share_of(tiles, part, parts)
-    side = max(1, 8 // linear.residual.bits)  # tiles whose residuals are read together
+    side = tiles_of_line(linear.residual.bits)
     first, last = share_of((tiles + side - 1) // side, part, parts)
     return side * first, min(side * last, tiles)
 
