@@ -74,8 +74,8 @@ class Row:
     """What bytes or operations take at least."""
 
 
-def read_bytes(model: Weights, decoder: Decoder, way: Way, rows: int) -> int:
-    """Bytes of weights and residuals that a step has to read; channels of several rows counted once if they can be."""
+def read_bytes(model: Weights, decoder: Decoder, way: Way) -> int:
+    """Bytes of weights and residuals that a step has to read; salient channels as if all rows had the same."""
     total = decoder.weight_bytes
     for name in model.spec.linear_names():
         residual, (N, K) = model.linear(name).residual, model.spec.linear_shape(name.rsplit(".", 1)[-1])
@@ -131,7 +131,7 @@ def measured(name: str, model: Weights, sizes: Sequence[int], rounds: int) -> li
     print(f"{name}: {bandwidth:.0f} GB/s, {rate:.0f} GOP/s")
     rows_of: list[Row] = []
     for (way, rows), own in times.items():
-        reading = read_bytes(model, decoder, way, rows) / bandwidth / 1e6
+        reading = read_bytes(model, decoder, way) / bandwidth / 1e6
         adding = operations(model.spec, way, rows) / rate / 1e6
         rows_of.append(
             Row(
