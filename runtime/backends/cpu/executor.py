@@ -13,7 +13,7 @@ from typing import Any
 import numba
 
 from runtime.backends.cpu.arena import LINE
-from runtime.backends.cpu.data.instructions import WIDTH, Header, changing_header_at
+from runtime.backends.cpu.data.instructions import BESIDE, WIDTH, Header, changing_header_at
 from runtime.backends.cpu.data.step import Parameters, changing_parameters_at
 from runtime.backends.cpu.machine.sync import (
     ACTIVE,
@@ -45,9 +45,9 @@ def _instruction(step: Parameters, number: int) -> int:
 
 @numba.njit(nogil=True)
 def _parts(step: Parameters, header: Header) -> int:
-    """Parts that an instruction is cut into in this step."""
+    """Parts that an instruction is cut into in this step, or `BESIDE`."""
     parts = header.parts if step.rows == 1 else header.parts_of_many
-    return parts if parts > 0 else step.items
+    return parts if parts != 0 else step.items
 
 
 @numba.njit(nogil=True)
@@ -58,10 +58,11 @@ def _go_on(control: int, thread: int, number: int) -> None:
         i = _instruction(step, number)
         header: Any = changing_header_at(i)
         parts = _parts(step, header)
-        if parts != 1:
+        if parts > 1:
             begin_turn(control, number, parts)
             return
-        call_5(header.unit, i, control, 0, 1, step.scratch + thread * step.scratch_stride)
+        if parts != BESIDE:
+            call_5(header.unit, i, control, 0, 1, step.scratch + thread * step.scratch_stride)
         number += 1
     begin_turn(control, number, 0)
 
@@ -99,7 +100,8 @@ def _alone(control: int) -> None:
         header: Any = changing_header_at(i)
         for line in range(_AHEAD):
             prefetch(i + 8 * WIDTH + LINE * line)
-        call_5(header.unit, i, control, 0, 1, step.scratch)
+        if _parts(step, header) != BESIDE:
+            call_5(header.unit, i, control, 0, 1, step.scratch)
 
 
 @compiled_unit

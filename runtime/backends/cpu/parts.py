@@ -13,7 +13,7 @@ _ALONE_BYTES = 16 << 10
 _LARGE_BYTES = 256 << 10
 """From so many bytes of weights on, threads have a large part each and small ones at the end (`share_of_weights`)."""
 _ALONE_CHANNELS = 4096
-"""Channels that one thread norms, gates, chooses from or rotates in less time than another needs to join."""
+"""Channels that one thread norms, gates or rotates in less time than another needs to join."""
 _MANY = 4
 """Parts for each thread of a product of several rows."""
 
@@ -26,7 +26,7 @@ def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
         threads: Threads that share it.
 
     Returns:
-        Parts in a step of one row, and in one of several rows; (0, 0): as many as attention has items in the step.
+        Parts in a step of one row, and in one of several rows, as `Header` has them.
     """
     match instruction:
         case op.Linear(weights=weights, residual=residual, kept=kept) if kept:
@@ -37,8 +37,8 @@ def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
             return 0, 0
         case op.Norm(to=to) | op.Gate(to=to):
             return _even(to.width, threads), threads
-        case op.Select(width=width, measure=measure):
-            return 1 if measure else _even(width, threads), threads
+        case op.Select(measure=measure):
+            return 1 if measure else op.BESIDE, threads
         case op.Heads(heads=heads, kv_heads=kv_heads, dim=dim):
             return _even((heads + 2 * kv_heads) * dim, threads), threads
         case op.Flush() | op.Restore():

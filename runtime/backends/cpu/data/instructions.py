@@ -17,6 +17,8 @@ from runtime.backends.cpu.machine.view import record_of, view
 
 WIDTH: Final = 40
 """Words of an instruction."""
+BESIDE: Final = -1
+"""Parts of a SELECT that has no turn of its own, see `runtime.backends.cpu.units.products`."""
 
 
 class Header(NamedTuple):
@@ -31,7 +33,8 @@ class Header(NamedTuple):
     scratch: int
     """Bytes of scratch that a thread needs for it."""
     parts: int
-    """Parts that it is cut into in a step of one row; 0: as many as attention has items in the step."""
+    """Parts that it is cut into in a step of one row; 0: as many as attention has items in the step; `BESIDE`: the
+    instruction after it does its work as well."""
     parts_of_many: int
     """Likewise in a step of several rows."""
 
@@ -175,6 +178,8 @@ class Select(NamedTuple):
     """Whether recall is measured."""
     hits: int
     """Address of float32 [rows], to which each row's recall is added."""
+    chosen_in: int = -1
+    """Number of the turn in which the channels were chosen, where that is the next instruction's."""
 
 
 class Weights(NamedTuple):
@@ -389,6 +394,10 @@ OPERATIONS: Final[tuple[type[Instruction], ...]] = (
 HEADER: Final = record_of(Header)
 _RECORDS: Final = {operation: record_of(operation) for operation in OPERATIONS}
 assert HEADER.itemsize + max(record.itemsize for record in _RECORDS.values()) <= 8 * WIDTH
+_SELECT_FIELDS = _RECORDS[Select].fields
+assert _SELECT_FIELDS is not None
+CHOSEN_IN: Final = HEADER.itemsize + int(_SELECT_FIELDS["chosen_in"][1])
+"""Bytes from a SELECT's address to its `chosen_in`, the word by which threads tell each other."""
 
 
 def _view(operation: type[Instruction]) -> Any:

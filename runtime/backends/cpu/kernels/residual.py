@@ -17,7 +17,7 @@ side. The line that comes next is asked for, row by row, while the one before it
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from llvmlite import ir
@@ -119,6 +119,15 @@ def _multiply(bits: int, side: int, rows: int) -> Any:
     return define(sums_type, sums_type, *(types.int64,) * 6, floats16)(emit)
 
 
+class Outputs(NamedTuple):
+    """Where rows are added to."""
+
+    rows: int
+    """How many, at most a row block."""
+    at: int
+    """Address of the first one's first output."""
+
+
 def _no_sums(count: int) -> Any:
     def emit(_b: Builder) -> Any:
         return ir.Constant(ir.ArrayType(WORDS, count), [constant(WORDS, 0)] * count)
@@ -166,7 +175,7 @@ def _add(bits: int, side: int) -> Any:
 
     @numba.njit(nogil=True)
     def add_slice(
-        linear: Linear, x: Quantized, group: int, tile: int, tiles: int, ahead: int, valid: int, out: int, scratch: int
+        linear: Linear, x: Quantized, group: int, tile: int, tiles: int, ahead: int, to: Outputs, scratch: int
     ) -> None:
         residual, size = linear.residual, BLOCK * linear.weights.group_blocks
         stride, last = residual.stride, residual.rows - 1
@@ -175,7 +184,7 @@ def _add(bits: int, side: int) -> Any:
         if bits == 16:
             inverse = div(fill(numba.float32(1.0)), maximum(load_halves(scales), fill(numba.float32(LEAST_STEP))))
         phase = (column >> 4) & 3  # of the four slices of a line
-        for first in range(0, valid, rows):
+        for first in range(0, to.rows, rows):
             sums = none()
             for k in range(group * size, min(group * size + size, last + 1), 4):
                 r0 = column + k * stride
@@ -189,14 +198,14 @@ def _add(bits: int, side: int) -> Any:
                     prefetch(r3 + ahead)
                 sums = multiply(sums, r0, r1, r2, r3, linear.kept + k, x.codes + side * k + 4 * first, inverse)
             store(sums, scratch)
-            for m in range(first, min(first + rows, valid)):
+            for m in range(first, min(first + rows, to.rows)):
                 factor = 4 * (side * group + m)
                 scale, shift = (
                     broadcast(x.scales + factor),
                     mul(broadcast(x.shifts + factor), fill(numba.float32(neutral))),
                 )
                 for t in range(min(count, tiles)):
-                    at = out + m * linear.out.stride + 64 * t
+                    at = to.at + m * linear.out.stride + 64 * t
                     dots = load_floats(scratch + 64 * (count * (m - first) + t))
                     own = fma(dots, scale, shift)
                     store_floats(at, fma(load_halves(scales + 32 * t), own, load_floats(at)))
@@ -227,13 +236,13 @@ def few_rows(bits: int) -> Any:
         for group in range(weights.groups):
             for tile in range(first, last, count):
                 ahead = onward if 2 * bits * tile // LINE == last_line else LINE
-                at = out + 64 * tile
+                to = Outputs(valid, out + 64 * tile)
                 if side == 16:
-                    add_16(linear, x, group, tile, last - tile, ahead, valid, at, scratch)
+                    add_16(linear, x, group, tile, last - tile, ahead, to, scratch)
                 elif side == 8:
-                    add_8(linear, x, group, tile, last - tile, ahead, valid, at, scratch)
+                    add_8(linear, x, group, tile, last - tile, ahead, to, scratch)
                 else:
-                    add_4(linear, x, group, tile, last - tile, ahead, valid, at, scratch)
+                    add_4(linear, x, group, tile, last - tile, ahead, to, scratch)
 
     return add_tiles
 

@@ -98,6 +98,26 @@ def wake_all(b: Builder, address: Any) -> None:
         _system_call(b, code, address, wake, everybody, zero, zero, zero)
 
 
+@define(types.void)
+def give_way(b: Builder) -> None:
+    """Let another thread have the core."""
+    if sys.platform == "win32":
+        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "SwitchToThread"), [])
+    else:
+        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
+
+
+@numba.njit(nogil=True)
+def wait_for(address: int, value: int) -> None:
+    """Wait until a word has a value that another thread is about to write."""
+    spins = 0
+    while read_word(address) != value:
+        relax()
+        spins += 1
+        if spins > _SPINS:  # the system has put that thread aside
+            give_way()
+
+
 @numba.njit(nogil=True)
 def number_of(turn: int) -> int:
     """Number of the instruction whose turn it is, below 2^32."""

@@ -1,5 +1,8 @@
 """The LINEAR instruction: a matrix product, uniform or with codebooks, and the compensation of its outputs.
 
+Of one row the salient channels are chosen beside the product, which does not need them: whoever has the first part runs
+the SELECT that stands before the instruction, says so in it, and the other parts look for that before they compensate.
+
 Each width of codes has a unit of its own, uniform and with codebooks, and so has compensation by the residuals' width.
 """
 
@@ -48,8 +51,10 @@ from runtime.backends.cpu.kernels.gemv import (
 )
 from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES, decode_tile_3, decode_tile_4
 from runtime.backends.cpu.kernels.residual import SUMS_BYTES
+from runtime.backends.cpu.machine.sync import wait_for
 from runtime.backends.cpu.machine.unit import call_5, compiled_unit
 from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
+from runtime.backends.cpu.units.selection import MADE_BEFORE, Choice, choose, is_made
 
 TILE_BYTES = 16 * 64
 """Bytes at the start of the scratch that hold a tile of 16 rows of outputs. After them, one after the other, a tile's
@@ -126,14 +131,15 @@ def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> 
     one, all_rows = kernels[0], times_rows(*kernels[1:])
 
     @register_jitable
-    def one_row(linear: Linear, first: int, last: int, compensated: bool) -> None:
+    def one_row(linear: Linear, first: int, last: int, compensated: bool, choice: Choice) -> None:
         ahead = ahead_of(linear.residual, _salient(linear, 0), Columns(16 * first, 16 * last))
-        lines = ahead.lines * linear.total if compensated else 0
-        asked = 0
+        lines, asked, since = ahead.lines * linear.total if compensated else 0, 0, -1
         if compensated:
             fetch_scales(linear.residual, Columns(16 * first, 16 * last))
         for tile in range(first, last):
-            wanted = min(lines, lines * (tile - first + 2) // (last - first))
+            if compensated and since < 0 and is_made(choice):
+                since = tile
+            wanted = 0 if since < 0 else min(lines, lines * (tile - since + 2) // (last - since))
             if wanted > asked:
                 fetch(ahead, asked, wanted)
                 asked = wanted
@@ -207,14 +213,22 @@ def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, 
     linear = linear_at(i)
     rows = rows_of(control, linear.wanted)
     first, last = _tiles(linear, rows, part, parts)
-    compensate = parameters_at(control).compensate != 0 and last > first
+    compensate = parameters_at(control).compensate != 0
+    choice = MADE_BEFORE
     if rows == 1:
-        one_row(linear, first, last, compensate and linear.total > 0)
+        compensated = compensate and linear.total > 0
+        if compensated:
+            choice = choose(i, control, part, scratch)
+        one_row(linear, first, last, compensated, choice)
     else:
         several_rows(linear, first, last, rows, scratch)
-    if compensate and linear.kept != 0:
+    if not compensate or first == last:
+        return
+    if linear.kept != 0:
         call_5(header_at(i).inner, i, rows, first, last, scratch + TILE_BYTES)
-    elif compensate and linear.total > 0:
+    elif linear.total > 0:
+        if choice.at != 0:
+            wait_for(choice.at, choice.number)
         for row in range(rows):
             call_5(header_at(i).inner, i, row, first, last, scratch + TILE_BYTES)
 

@@ -1,13 +1,17 @@
-"""The SELECT instruction: salient channels of every chunk of a row, one unit for each way of choosing them."""
+"""The SELECT instruction: salient channels of every chunk of a row, one unit for each way of choosing them.
+
+In a step of one row it has no turn of its own: the product behind it does not need the channels before it compensates,
+so they are chosen beside it (`choose`), by whoever has the product's first part, and announced in the instruction.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data.instructions import Select, header_at, select_at
+from runtime.backends.cpu.data.instructions import BESIDE, CHOSEN_IN, WIDTH, Select, header_at, select_at
 from runtime.backends.cpu.data.step import Parameters, parameters_at, rows_of, share_of
 from runtime.backends.cpu.kernels.select import (
     Chunk,
@@ -16,8 +20,8 @@ from runtime.backends.cpu.kernels.select import (
     select_exact,
     select_random,
 )
-from runtime.backends.cpu.machine.sync import FAILED, write_word
-from runtime.backends.cpu.machine.unit import call_3, compiled_unit
+from runtime.backends.cpu.machine.sync import FAILED, TURN, number_of, read_word, write_word
+from runtime.backends.cpu.machine.unit import call_3, call_5, compiled_unit
 from runtime.backends.cpu.machine.vector import get_float, get_int, set_float, set_int
 from runtime.operations.channels import CHUNK
 
@@ -116,3 +120,36 @@ def add_recall(i: int, row: int, scratch: int) -> None:
     hits = numba.float32(count_hits(x, select.width, chosen, total, scratch)) / numba.float32(total)
     to = select.hits + 4 * row
     set_float(to, numba.float32(get_float(to) + hits))
+
+
+class Choice(NamedTuple):
+    """Where and how the choice of a row's channels is announced."""
+
+    at: int
+    """Address of a word; 0: it was made before the instruction began."""
+    number: int
+    """What the word is then."""
+
+
+MADE_BEFORE = Choice(0, 0)
+"""Of channels that are chosen already."""
+
+
+@numba.njit(nogil=True)
+def is_made(choice: Choice) -> bool:
+    """Whether the channels may be read."""
+    return choice.at == 0 or read_word(choice.at) == choice.number
+
+
+@numba.njit(nogil=True)
+def choose(i: int, control: int, part: int, scratch: int) -> Choice:
+    """See to it that the channels of the LINEAR instruction at address i, in a step of one row, are chosen."""
+    before = i - 8 * WIDTH
+    header = header_at(before)
+    if parameters_at(control).rows != 1 or header.parts != BESIDE:
+        return MADE_BEFORE
+    choice = Choice(before + CHOSEN_IN, number_of(read_word(control + 8 * TURN)))
+    if part == 0:
+        call_5(header.unit, before, control, 0, 1, scratch)
+        write_word(choice.at, choice.number)
+    return choice
