@@ -20,11 +20,11 @@ from tests.bench.caches import drift, gear, judge, reasons, size, smooth, summar
 from tests.bench.caches import perplexity as losses
 from tests.bench.caches.extent import CONTEXTS, ORDER, paged_share, window
 from tests.bench.caches.full import STEP, FullDecoder, feed, rows
-from tests.bench.caches.laboratory import Laboratory, Notebook
+from tests.bench.caches.laboratory import Codes, Laboratory, Notebook
 from tests.bench.caches.report import write
 from tests.bench.caches.view import View
 from tests.bench.reporting.cases import CASES
-from tests.bench.reporting.results import Results
+from tests.bench.reporting.results import Results, digest
 from tests.bench.reporting.verdicts import Verdict
 from tests.close import assert_close
 
@@ -228,6 +228,17 @@ def test_the_table_of_the_readme_is_put_between_its_markers(tmp_path: Path) -> N
     assert "+1.01 ± 0.00 %" in lines["int4"]
     assert "0.30" in lines["int4"]
     assert lines["llama.cpp q4_0"].endswith("| 2 |")
+
+
+def test_numbers_of_another_version_are_marked(tmp_path: Path) -> None:
+    found, now = Results(tmp_path / "results.json"), Codes.now()
+    found.about = results(tmp_path / "other.json").about
+    about = {"model": ENGLISH.name, "weights": "4-bit", "backend": "cpu", "kind": "fp16", "smooth": False}
+    for code, marked in ((digest([now.cpu, now.making]), False), ("of yesterday", True)):
+        found.add("perplexity", 0, code, entry(FULL, **about, window=256, quantized=0.8))
+        write(View(found), tmp_path / "kv.md")
+        text = (tmp_path / "kv.md").read_text(encoding="utf-8")
+        assert ("Of an older version of the program" in text) == marked
 
 
 def test_reasons_name_claims_that_exist(tmp_path: Path) -> None:

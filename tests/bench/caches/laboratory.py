@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from models.checkpoint import Checkpoint
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
+from tests.bench.caches.shape_sizes import described
 from tests.bench.quality.measure import making_code
 from tests.bench.reporting.cases import ROOT, Case
 from tests.bench.reporting.results import Entry, Results, digest, digest_files
@@ -50,6 +51,15 @@ class Codes:
     def now(cls) -> Codes:
         """Of the code as it is."""
         return cls(storing=_code(_STORING), reference=_code(_REFERENCE), cpu=_code(_CPU), making=making_code())
+
+
+def older(entries: Iterable[Entry]) -> bool:
+    """Whether any number was measured with other code than there is now."""
+    codes = Codes.now()
+    parts = (codes.storing, codes.reference, codes.cpu, codes.making)
+    pairs = ((codes.storing, codes.cpu), (codes.cpu, codes.making), (codes.reference, codes.making))
+    now = {*parts, *(digest(list(pair)) for pair in pairs), digest([codes.cpu, described()])}
+    return any(entry["code"] not in now for entry in entries)
 
 
 class Notebook:

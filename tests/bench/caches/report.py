@@ -13,7 +13,7 @@ from tests.bench.caches import judge, reasons, timing
 from tests.bench.caches.drift import WAYS as CONTINUATIONS
 from tests.bench.caches.extent import DRIFT_PROMPT, ORDER
 from tests.bench.caches.gear import STEPS
-from tests.bench.caches.laboratory import BITS, K_CHUNK
+from tests.bench.caches.laboratory import BITS, K_CHUNK, older
 from tests.bench.caches.perplexity import FULL, LOW, WAYS
 from tests.bench.caches.plots import draw
 from tests.bench.caches.size import HEAD_DIMS, LENGTHS
@@ -88,7 +88,7 @@ Minutes that each part took when something of it was measured last: {minutes}. `
 again what depends on the machine.
 
 {models}
-
+{_older(view)}
 The kinds are `fp16`; `int8` and `int4` with a scale and a zero for each token and head (QServe); `hierarchical`, two
 planes of 4 bits (QuantSpec); `kcvt4` and `kivi2`, keys by channel and values by token; and GEAR over these two, with
 a low-rank matrix (`gear-l4`, `gear-l2`) and with outliers too (`gear4`, `gear2`). Those of 4 and 2 bits keep a
@@ -96,6 +96,16 @@ sequence's first {SINKS} tokens in half precision and turn keys before they roun
 is a mean difference and its standard error, from the differences of the same text's consecutive pieces; differences
 within two standard errors are called noise. SmolLM2 is a real chat model and decides; the others show orderings. It is
 measured as a person runs it, with {LOW} weights on the CPU backend."""
+
+
+def _older(view: View) -> str:
+    """Which sections have numbers of another version of the program."""
+    names = [name for name in sorted(view.results.sections) if older(view.results.all(name))]
+    if not names:
+        return ""
+    return f"""
+**Of an older version of the program** are numbers of these parts, until they are measured again: {", ".join(names)}.
+"""
 
 
 def _promises(view: View, found: Sequence[Claim]) -> str:
