@@ -99,7 +99,7 @@ class _Run:
         self._given, self._results = given, results
         self._peer = llama.available(given.peer_python)
         self._whole = set(given.only) == {*PARTS} and set(given.methods) == {*METHODS} and not given.bits
-        self._skipped: dict[str, str] = {}
+        self._skipped: dict[str, str] = {} if self._whole else dict(results.about.get("skipped", {}))
         self._texts: dict[str, Any] = dict(results.about.get("texts", {}))
         self._tell = teller(time.monotonic())
 
@@ -109,6 +109,7 @@ class _Run:
         for case in cases(given.smollm2):
             if case.name not in given.models:
                 continue
+            self._skipped.pop(case.name, None)
             if not case.there():
                 self._skipped[case.name] = _missing(case)
                 continue
@@ -196,6 +197,7 @@ class _Run:
 
     def _attempt(self, what: str, act: Callable[[], object]) -> None:
         """Do something; where that fails the report goes on and says so."""
+        self._skipped.pop(what, None)
         try:
             act()
         except Exception as error:  # noqa: BLE001  one number that can't be had must not end the report

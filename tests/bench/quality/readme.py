@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from tests.bench.reporting.markdown import number, table
 _TITLES = {"rtn": "plain rounding", DEFAULT_METHOD: f"{DEFAULT_METHOD.upper()}, the default"}
 _METHODS = (DEFAULT_METHOD, "rtn")
 """Methods of the table; the report has all."""
+_WIDTH = 130
+"""Characters of a line."""
 _OLD = f"{OLD} of an older version of the code."
 
 
@@ -53,12 +56,13 @@ def between(text: str, name: str, content: str) -> str:
 
 
 def _quality(view: View, case: Case) -> str:
-    numbers = view.numbers()
+    numbers = view.numbers() or [0]
     full = view.chat_full[case.name]["perplexity"]
     head = ("SmolLM2-135M-Instruct", "MB", *(f"k_chunk {count}" for count in numbers), "× full precision")
     rows = [*_ours(view, case, numbers, full), *_theirs(view, case, numbers, full)]
     body = table(head, rows)
-    return "\n\n".join([body, *_sentences(view, case), *([_OLD] if OLD in body else [])])
+    parts = [*_sentences(view, case), *([_OLD] if OLD in body else [])]
+    return "\n\n".join([body, *(textwrap.fill(part, _WIDTH, break_on_hyphens=False) for part in parts)])
 
 
 def _ours(view: View, case: Case, numbers: list[int], full: float) -> Iterator[tuple[str, ...]]:
