@@ -66,7 +66,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
     parser.add_argument("--models", type=_listed, default=names, help=f"some of {', '.join(names)}")
     parser.add_argument("--methods", type=_listed, default=METHODS, help=f"some of {', '.join(METHODS)}")
-    parser.add_argument("--bits", type=lambda text: tuple(map(float, _listed(text))), help="some of 3, 3.5, 4")
+    parser.add_argument("--bits", type=_numbers, help="some of 3, 3.5, 4")
     parser.add_argument("--only", type=_listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--again", action="store_true", help=f"measure {' and '.join(MACHINES)} even where known")
     parser.add_argument("--quick", action="store_true", help="a little of everything, in a few minutes")
@@ -85,6 +85,11 @@ def _arguments() -> argparse.Namespace:
 
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers as the points have them: whole ones are integers, which decides by what key they are found again."""
+    return tuple(int(word) if word.isdigit() else float(word) for word in _listed(text))
 
 
 class _Run:

@@ -164,7 +164,7 @@ def _curves(case: Case, extent: Extent) -> Iterator[Point]:
 
 
 def _comparisons(case: Case, extent: Extent) -> Iterator[Point]:
-    for method in case.closer:
+    for method in [method for method in case.closer if method in extent.methods]:
         own = Point(model=case.name, method=method, bits=3, group_size=case.group_size)
         for k_chunk in extent.selected:
             for select in SELECTORS:
