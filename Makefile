@@ -46,7 +46,7 @@ quality: $(READY)
 	$(BIN)/python -m tests.bench.quality $(if $(SMOLLM2),--smollm2 $(SMOLLM2)) $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
 
 kv: $(READY)
-	$(BIN)/python -m tests.bench.caches $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+	$(BIN)/python -m tests.bench.caches $(if $(SMOLLM2),--smollm2 $(SMOLLM2)) $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
 
 mutations: $(READY)
 	$(BIN)/python -m tests.bench.mutations

@@ -6,18 +6,19 @@ Hessian.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from os import cpu_count
 
 import numpy as np
 import numpy.typing as npt
 
 from models.errors import QuantizationError
 from models.salience import FloatArray, levels, without_each
+from models.threads import each
 
 _CHUNK = 1 << 19
 """Activations handled at a time by a thread."""
+_HESSIAN_ROWS = 2048
+"""Rows of second moments computed at a time."""
 _RESTORED_FLOOR = np.float32(0.1)
 """Added to what is restored of every channel, in units of the mean: other texts restore other channels."""
 
@@ -84,28 +85,27 @@ class InputStatistics:
             squares = np.square(own, dtype=np.float64).sum(0)
             left = without_each(own, k_chunks) if self.expected_k_chunk or self.hessian is not None else []
             if weights is not None:
-                left = [each * weights[part, None] for each in left]
+                left = [level * weights[part, None] for level in left]
             return magnitudes.max(0)[::-1], squares, left
 
         pieces: list[list[FloatArray]] = []
-        with ThreadPoolExecutor(max(1, min(len(parts), cpu_count() or 1))) as pool:
-            for part, (maximum, squares, left) in zip(parts, pool.map(look, parts), strict=True):
-                if not np.isfinite(maximum[0]):  # NaN sorts behind everything
-                    raise QuantizationError(
-                        f"the full-precision model computes NaN or infinity before {name}; the checkpoint is damaged, "
-                        "or its numbers leave the range of its format"
-                    )
-                np.maximum(self.rank_maximum, maximum, out=self.rank_maximum)
-                self.square_sum += squares
-                pieces.append(left)
-                self.tokens += part.stop - part.start
+        for part, (maximum, squares, left) in zip(parts, each(look, parts), strict=True):
+            if not np.isfinite(maximum[0]):  # NaN sorts behind everything
+                raise QuantizationError(
+                    f"the full-precision model computes NaN or infinity before {name}; the checkpoint is damaged, "
+                    "or its numbers leave the range of its format"
+                )
+            np.maximum(self.rank_maximum, maximum, out=self.rank_maximum)
+            self.square_sum += squares
+            pieces.append(left)
+            self.tokens += part.stop - part.start
         if pieces and pieces[0]:
             # Level by level, so that hardly more than one is held twice.
             self._add_left([np.concatenate([piece.pop(0) for piece in pieces]) for _ in k_chunks])
 
     def _add_left(self, left: list[FloatArray]) -> None:
         """Take in the activations float32 [t, K] that each level leaves; nothing is left out at the first."""
-        energies = [np.einsum("tk,tk->k", each, each).astype(np.float64) for each in left]
+        energies = [np.einsum("tk,tk->k", level, level).astype(np.float64) for level in left]
         self.restored_sum += energies[0] - energies[-1]
         if self.hessian is None:
             return
@@ -115,9 +115,11 @@ class InputStatistics:
         import torch
 
         hessian = torch.from_numpy(self.hessian)
-        for each, share in zip(left, self.shares, strict=True):
-            part = torch.from_numpy(each)
-            hessian.addmm_(part.T, part, alpha=share)
+        for level, share in zip(left, self.shares, strict=True):
+            x = torch.from_numpy(level)
+            for start in range(0, len(hessian), _HESSIAN_ROWS):  # a product has hardly any memory of its own
+                rows = slice(start, start + _HESSIAN_ROWS)
+                hessian[rows].add_(x[:, rows].T @ x, alpha=share)
 
     def mean_square(self) -> FloatArray:
         """float32 [K]: mean of x² over tokens."""

@@ -19,8 +19,9 @@ WINDOW = 256
 _BATCH = 4
 CALIBRATION_TOKENS = 2048
 """Most tokens of the calibration text that are used."""
-SECOND_MOMENT_TOKENS = 8192
-"""The same for methods that need more than one number a channel: how channels go together, or what each weight does."""
+SECOND_MOMENT_TOKENS = 4096
+"""The same for methods that need more than one number a channel: how channels go together, or what each weight does.
+Twice as many are no better (docs/decisions.md)."""
 EVALUATION_TOKENS = 1024
 """Most tokens of the evaluation text that are used."""
 TOKENIZER_FILES = (

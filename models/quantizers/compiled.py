@@ -15,10 +15,8 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float32]
 
 _FAST = {"reassoc", "contract", "nsz"}
-_BLOCK = 64
-"""Channels whose errors are handed on to all that follow at once; a multiple of 8."""
-_TILE = 256
-"""Channels that receive them together: their part of the factor stays in the processor's cache."""
+_STRIP = 64
+"""Rows that are rounded together: a block of their channels stays in the processor's cache."""
 _SMALLEST = np.float32(2.0**-24)
 _SMALLEST_NORMAL = np.float32(2.0**-14)
 _INFINITE = np.float32(np.inf)
@@ -81,49 +79,35 @@ def round_groups(weight: FloatArray, size: int, top: Any, scales: FloatArray, ze
 
 
 @numba.njit(nogil=True, fastmath=_FAST)
-def feed_back(
-    left: FloatArray, groups: Any, factor: FloatArray, top: Any, grids: tuple[FloatArray, FloatArray], codes: Any
-) -> None:
-    """Round channel after channel, and hand each one's error on to those that follow.
+def feed_back(left: FloatArray, groups: Any, factor: FloatArray, top: Any, grids: tuple[Any, Any], found: Any) -> None:
+    """Round a block's channels one after the other, and hand each one's error on to those of the block that follow.
+
+    Rows of the matrix lie beside each other, so that many are rounded in one instruction.
 
     Args:
-        left: float32 [n, K], the weights with channels in the order of rounding; used up.
-        groups: intp [K], the group of each of these channels.
-        factor: float32 [K, K]: what an error of channel j takes off channel k > j stands at [j, k].
+        left: float32 [B, n], the weights of n rows with channels in the order of rounding; used up.
+        groups: intp [B], the group of each of these channels.
+        factor: float32 [B, B]: what an error of channel j takes off channel k > j stands at [j, k].
         top: float32, the largest code.
-        grids: Scales and zero-points of the groups, float32 [n, G] each.
-        codes: uint8 [n, K], to be filled, in the same order.
+        grids: Scales and zero-points of the groups, float32 [G, n] each.
+        found: Codes uint8 and errors float32, [B, n] each, to be filled.
     """
     scales, zeros = grids
-    rows, width = left.shape
-    errors = np.empty((rows, _BLOCK), np.float32)
-    for first in range(0, width, _BLOCK):
-        last = min(first + _BLOCK, width)
-        for n in range(rows):
-            for j in range(first, last):
-                scale, zero = scales[n, groups[j]], zeros[n, groups[j]]
-                code = min(max(np.rint(left[n, j] / scale) + zero, np.float32(0)), top)
-                codes[n, j] = np.uint8(code)
-                error = left[n, j] - (code - zero) * scale
-                errors[n, j - first] = error
-                for k in range(j + 1, last):
-                    left[n, k] -= error * factor[j, k]
-        for begin in range(last, width, _TILE):  # where anything follows, the block is whole
-            end = min(begin + _TILE, width)
-            for n in range(rows):
-                _hand_on(left[n, begin:end], errors[n], factor[first:last, begin:end])
-
-
-@numba.njit(nogil=True, fastmath=_FAST)
-def _hand_on(left: FloatArray, errors: FloatArray, factor: FloatArray) -> None:
-    """Take float32 [m] = errors [_BLOCK] times factor [_BLOCK, m] off `left`, eight channels at a time."""
-    for j in range(0, _BLOCK, 8):
-        a, b, c, d = errors[j], errors[j + 1], errors[j + 2], errors[j + 3]
-        e, f, g, h = errors[j + 4], errors[j + 5], errors[j + 6], errors[j + 7]
-        for k in range(len(left)):
-            low = a * factor[j, k] + b * factor[j + 1, k] + c * factor[j + 2, k] + d * factor[j + 3, k]
-            high = e * factor[j + 4, k] + f * factor[j + 5, k] + g * factor[j + 6, k] + h * factor[j + 7, k]
-            left[k] -= low + high
+    codes, errors = found
+    channels, rows = left.shape
+    for begin in range(0, rows, _STRIP):
+        end = min(begin + _STRIP, rows)
+        for j in range(channels):
+            group = groups[j]
+            for n in range(begin, end):
+                scale, zero = scales[group, n], zeros[group, n]
+                code = min(max(np.rint(left[j, n] / scale) + zero, np.float32(0)), top)
+                codes[j, n] = np.uint8(code)
+                errors[j, n] = left[j, n] - (code - zero) * scale
+            for k in range(j + 1, channels):
+                share = factor[j, k]
+                for n in range(begin, end):
+                    left[k, n] -= errors[j, n] * share
 
 
 @numba.njit(nogil=True, fastmath=_FAST)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+
+from models.threads import each
 
 CHUNK = 1 << 18
 """Weights handled at a time by a thread, so that the search stays in the processor's cache."""
@@ -20,11 +20,4 @@ def each_chunk(rows: int, width: int, work: Callable[[slice], None]) -> None:
     """
     step = max(1, CHUNK // max(1, width))
     chunks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    threads = min(len(chunks), os.cpu_count() or 1)
-    if threads <= 1:
-        for chunk in chunks:
-            work(chunk)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(work, chunk) for chunk in chunks]:
-            done.result()
+    each(work, chunks)

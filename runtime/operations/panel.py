@@ -1,4 +1,4 @@
-"""A matrix with its residuals added, rounded to 8 bits: the CPU path's arithmetic for the rows of a prompt.
+"""A matrix with its residuals added, rounded to 8 bits: the CPU path's arithmetic for many rows of a prompt.
 
 Many rows share a matrix, so it is unpacked once for all of them, and what it is unpacked to can hold the residuals
 too. With c a code, z its zero-point, s the scale of its group, r the code of its residual and t the scale of that, a
@@ -15,6 +15,8 @@ so a weight takes two products of 16 bits, and is off by half a step and by what
 the usual widths, up to 0.8 with codebooks or residuals of 8 bits. A step is s / 36 at 3 bits and s / 17 at 4 where t is
 small against s, and where residuals of 4 bits cover the error of rounding, whose scale is then s / 15 or more, at most
 half of t at 3 bits and t at 4.
+
+Few rows are not worth a panel: theirs is a second product with the residual codes as they are (`restored`).
 """
 
 from __future__ import annotations
@@ -118,6 +120,24 @@ def panel(linear: PackedLinear, channels: npt.NDArray[np.integer]) -> Panel:
         steps, middles = (np.repeat(part, G, axis=1) for part in (steps, middles))
     found = (spread[0] * codes + spread[1] * r + 128 >> 8) - 127
     return Panel(codes=found.astype(np.int8), steps=steps, middles=middles, group_size=linear.group_size)
+
+
+def restored(linear: PackedLinear, channels: npt.NDArray[np.integer]) -> Float32Array:
+    """What the residuals of some input channels add to a matrix where few rows share them: t (r - 2^(bits-1)).
+
+    Args:
+        linear: The matrix, with residuals.
+        channels: integer [k], the channels that are compensated.
+
+    Returns:
+        float32 [N, K], zero in all other channels.
+    """
+    assert linear.residual is not None
+    codes = residual_codes(linear.residual, linear.shape[0])[channels].astype(np.float32)
+    neutral = np.float32(2 ** (min(linear.residual.bits, 8) - 1))
+    found = np.zeros(linear.shape, np.float32)
+    found[:, channels] = ((codes - neutral) * residual_scales(linear.residual).astype(np.float32)).T
+    return found
 
 
 def product(

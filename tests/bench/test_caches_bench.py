@@ -16,7 +16,7 @@ from models.store import Store
 from runtime.decoder import DecoderOptions
 from runtime.evaluate import perplexity
 from runtime.kv.kinds import KINDS, KVKind, page_bytes
-from tests.bench.caches import drift, gear, judge, reasons, size, smooth
+from tests.bench.caches import drift, gear, judge, reasons, size, smooth, summary
 from tests.bench.caches import perplexity as losses
 from tests.bench.caches.extent import CONTEXTS, ORDER, paged_share, window
 from tests.bench.caches.full import STEP, FullDecoder, feed, rows
@@ -211,6 +211,25 @@ def test_a_report_of_few_numbers_is_written_too(tmp_path: Path) -> None:
     assert one(verdicts(found), "faster than llama.cpp") is Verdict.NONE
 
 
+def test_the_table_of_the_readme_is_put_between_its_markers(tmp_path: Path) -> None:
+    found, readme = results(tmp_path / "results.json"), tmp_path / "README.md"
+    for kind, nats in (("fp16", 3.0), ("int4", 3.01)):
+        about = {"model": "smollm2", "smooth": False, "window": 1024, "weights": "4-bit", "backend": "cpu"}
+        found.add("perplexity", [about, kind], "", entry(nats, **about, kind=kind, quantized=0.8))
+    readme.write_text(f"before\n{summary.BEGIN}\n\nold\n\n{summary.END}\nafter\n", encoding="utf-8")
+    for _ in range(2):
+        summary.write(View(found), readme)
+    text = readme.read_text(encoding="utf-8")
+    assert "old" not in text
+    assert text.startswith(f"before\n{summary.BEGIN}")
+    assert text.endswith(f"{summary.END}\nafter\n")
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
+    assert f"{math.exp(3.0):.2f}" in lines["fp16"]
+    assert "+1.01 ± 0.00 %" in lines["int4"]
+    assert "0.30" in lines["int4"]
+    assert lines["llama.cpp q4_0"].endswith("| 2 |")
+
+
 def test_reasons_name_claims_that_exist(tmp_path: Path) -> None:
     assert set(reasons.WHY) <= set(verdicts(results(tmp_path / "results.json")))
 
@@ -300,6 +319,11 @@ def test_errors_of_keys_and_values_and_drift_of_a_real_model(tmp_path: Path) -> 
     view = View(notebook.results)
     errors = view.gear[DEMO.name]["errors"]
     assert errors["int8"]["keys"] < 0.1 * errors["int4"]["keys"]
+    for bits, kind in (("4", "gear4"), ("2", "gear2")):
+        later, ours = view.gear[DEMO.name]["paper"][bits][1:]
+        assert {name: ours[name] for name in ("keys", "values")} == errors[kind]
+        assert (later["tokens"], later["rank"]) == gear.PAPER[int(bits)][1]
+        assert ours["bytes"] == pytest.approx(size.accounted(KINDS[kind], 64), rel=0.01)  # type: ignore[index]
     means = {kind: view.drift[DEMO.name, "sampled", kind]["mean"] for kind in ORDER}
     assert means["fp16"] < means["int8"] < means["int4"]
     assert means["gear2"] < means["kivi2"]

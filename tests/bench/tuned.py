@@ -4,7 +4,7 @@
     make bench-tuned SMOLLM2=FOLDER                   SmolLM2-135M-Instruct too, as a Hugging Face folder
     python -m tests.bench.tuned --models demo --only times
 
-Every model is quantized to 3 bits by round-to-nearest (the bundled model is also taken as it ships), tuned as `run`
+Every model is quantized to 3 bits by the default recipe (the bundled model is also taken as it ships), tuned as `run`
 does it, and timed: decoding with the tuner's choice and with uniform k_chunk, in turns, medians. Then perplexities. A
 uniform k_chunk of exactly the tuner's slowdown is interpolated between its neighbours, so that neither side has an
 advantage. The two phases can run apart (`--only`): times want a machine of their own. Results go to
@@ -142,7 +142,7 @@ def _subject(name: str, smollm2: Path | None) -> Subject:
     if name == _SMOLLM2:
         assert smollm2 is not None
         if name not in store:
-            recipe = Recipe(bits=3, group_size=64, expected_k_chunk=0)
+            recipe = Recipe(bits=3)
             quantize(smollm2, store, recipe, name=name, calibration=calibration_text())
         tokens = Tokenizer(smollm2).encode((DATA / "text" / "wikitext2-test.txt").read_text(encoding="utf-8")[:40000])[
             :2000

@@ -24,8 +24,10 @@ from runtime.errors import InvalidActivationError, RequestError
 from runtime.operations.channels import LAYER_KINDS, k_chunk_of
 from runtime.weights import Weights
 
-_PROGRAMS = 6
+_PROGRAMS = 9
 """Recorded programs that are kept."""
+FEW_ROWS = 16
+"""Up to so many rows of a prompt are compensated by a product of their own with the residuals; more pay for a panel."""
 
 
 class CpuDecoder:
@@ -101,7 +103,7 @@ class CpuDecoder:
         splits = self._splits(runs, max(map(self.cache.units, set(step.slots.tolist()))))
         parameters["splits"], parameters["items"] = splits, runs * self.spec.num_kv_heads * splits
         way = compensation_of(step, self.options)
-        program = self._prompts if way == "together" else self._program
+        program = self._prompts[M <= FEW_ROWS] if way == "together" else self._program
         parameters["compensate"], parameters["draft"] = way != "none", step.draft
         control[sync.FAILED] = 0
         self._pool.step(program.words, token=M == 1)
@@ -151,19 +153,23 @@ class CpuDecoder:
     def close(self) -> None:
         """See `runtime.decoder.Decoder.close`. Nothing runs between sessions, so there is nothing to stop."""
 
-    def _recorded_together(self, options: DecoderOptions) -> Program:
-        """The program for rows of a prompt; that of other steps where nothing in prompts is compensated."""
+    def _recorded_together(self, options: DecoderOptions) -> tuple[Program, Program]:
+        """The programs for many and for few rows of a prompt; that of other steps where prompts are not compensated."""
         if not any(k_chunk_by_type(options.prompt_k_chunk).values()):
-            return self._program
-        return self._recorded({"head": k_chunk_of(options.k_chunk, "head")}, options.prompt_k_chunk)
+            return self._program, self._program
+        head = {"head": k_chunk_of(options.k_chunk, "head")}
+        return self._recorded(head, options.prompt_k_chunk), self._recorded(head, options.prompt_k_chunk, few=True)
 
-    def _recorded(self, k_chunk: Mapping[str, int] | int, prompt: Mapping[str, int] | int | None = None) -> Program:
+    def _recorded(
+        self, k_chunk: Mapping[str, int] | int, prompt: Mapping[str, int] | int | None = None, *, few: bool = False
+    ) -> Program:
         """The program for some k_chunk; the last few are kept, so that a timer can go back and forth."""
-        key = tuple(k_chunk_of(own, kind) for own in (k_chunk, prompt) if own is not None for kind in LAYER_KINDS)
+        kinds = [k_chunk_of(own, kind) for own in (k_chunk, prompt) if own is not None for kind in LAYER_KINDS]
+        key = (few, *kinds)
         if key not in self._programs:
             while len(self._programs) >= _PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            self._programs[key] = self._plan.record(k_chunk, prompt)
+            self._programs[key] = self._plan.record(k_chunk, prompt, few=few)
         self._make_room(self._programs[key].scratch)
         return self._programs[key]
 

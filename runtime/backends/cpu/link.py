@@ -12,7 +12,17 @@ from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SEL
 from runtime.backends.cpu.machine.build import build
 from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.cpu.parts import parts_of
-from runtime.backends.cpu.units import attention, inputs, outputs, paging, panels, products, repacking, selection
+from runtime.backends.cpu.units import (
+    attention,
+    inputs,
+    outputs,
+    paging,
+    panels,
+    products,
+    repacking,
+    residuals,
+    selection,
+)
 from runtime.kv.kinds import CacheKind
 from runtime.weights import Weights
 
@@ -34,6 +44,7 @@ _COMPENSATE = {
     8: products.compensate_8,
     16: products.compensate_16,
 }
+_SHARE = {2: residuals.share_2, 4: residuals.share_4, 8: residuals.share_8, 16: residuals.share_16}
 _PANEL = {2: panels.panel_2, 4: panels.panel_4, 8: panels.panel_8, 16: panels.panel_16}
 _SELECT = {
     SELECT_APPROX: selection.select_by_buckets,
@@ -71,7 +82,7 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         found |= {own[linear.bits] for own in stored if linear.bits in own}
         if compensated and linear.residual is not None:
             found |= {_COMPENSATE[linear.residual.bits], _SELECT[SELECT_APPROX]}
-            found |= {panels.multiply_panel, _PANEL[linear.residual.bits]}
+            found |= {panels.multiply_panel, _PANEL[linear.residual.bits], _SHARE[linear.residual.bits]}
     return sorted(found, key=lambda unit: unit.name)
 
 
@@ -110,9 +121,9 @@ def is_linked(program: npt.NDArray[np.int64]) -> bool:
 def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
     """The unit that runs an instruction, and the one that this calls."""
     match instruction:
-        case op.Linear(weights=weights, total=total, residual=residual):
+        case op.Linear(weights=weights, total=total, residual=residual, kept=kept):
             own = (_CODEBOOK if weights.codebooks else _UNIFORM)[weights.bits]
-            return own, _COMPENSATE[residual.bits] if total else None
+            return own, _SHARE[residual.bits] if kept else _COMPENSATE[residual.bits] if total else None
         case op.Panel(residual=residual):
             return panels.multiply_panel, _PANEL[residual.bits]
         case op.Select(mode=mode, measure=measure):

@@ -6,7 +6,7 @@ A thread takes a part in some 50 to 100 ns, and reading weights from memory is f
 from __future__ import annotations
 
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.step import PARTS_OF_WEIGHTS
+from runtime.backends.cpu.data.step import PARTS_OF_WEIGHTS, tiles_of_line
 
 _ALONE_BYTES = 16 << 10
 """Bytes of weights that one thread reads in less time than another needs to join."""
@@ -29,6 +29,8 @@ def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
         Parts in a step of one row, and in one of several rows; (0, 0): as many as attention has items in the step.
     """
     match instruction:
+        case op.Linear(weights=weights, residual=residual, kept=kept) if kept:
+            return _product(weights, threads)[0], _shared(weights, residual, threads)
         case op.Linear(weights=weights) | op.Panel(weights=weights):
             return _product(weights, threads)
         case op.Attend():
@@ -46,6 +48,12 @@ def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
 
 def _even(channels: int, threads: int) -> int:
     return 1 if channels < _ALONE_CHANNELS else threads
+
+
+def _shared(weights: op.Weights, residual: op.Residual, threads: int) -> int:
+    """Parts that read whole cache lines of the residuals' rows, some of them side by side."""
+    lines = -(-weights.tiles // tiles_of_line(residual.bits))
+    return min(lines, threads * min(_MANY, max(1, lines // (2 * threads))))
 
 
 def _product(weights: op.Weights, threads: int) -> tuple[int, int]:

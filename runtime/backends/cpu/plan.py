@@ -93,6 +93,7 @@ class PlanOperations:
         self._cache, self._threads = cache, threads
         self._k_chunk: Mapping[str, int] | int = 0
         self._prompt: Mapping[str, int] | int | None = None
+        self._few = False
         self._program: list[op.Instruction] = []
         self._kinds: list[str] = []
         self._arena = Arena()
@@ -107,12 +108,15 @@ class PlanOperations:
         self._selections = [0, 0]
         self._bases = key_bases(cache.kind, model)
 
-    def record(self, k_chunk: Mapping[str, int] | int, prompt: Mapping[str, int] | int | None = None) -> Program:
+    def record(
+        self, k_chunk: Mapping[str, int] | int, prompt: Mapping[str, int] | int | None = None, *, few: bool = False
+    ) -> Program:
         """Record the forward pass. Weights are repacked the first time only.
 
         Args:
             k_chunk: Salient channels per 1024, as in `DecoderOptions`.
             prompt: The `prompt_k_chunk` of rows that are compensated together; None: each by its own channels.
+            few: Whether these are so few that a product with the residuals beside the other is cheaper than a panel.
 
         Returns:
             The program. The arrays whose addresses it holds live as long as this object.
@@ -121,7 +125,7 @@ class PlanOperations:
             RequestError: compensation is asked for, and the model keeps no residuals.
             BackendError: a kernel cannot be compiled here.
         """
-        self._k_chunk, self._prompt = k_chunk, prompt
+        self._k_chunk, self._prompt, self._few = k_chunk, prompt, few
         self._program, self._kinds, self._selections = [], [], [0, 0]
         forward(self, self._spec)
         self._emit(op.Check(_matrix(self._buffers["logits"]), padded(self._spec.vocab_size, LANES)))
@@ -164,12 +168,12 @@ class PlanOperations:
                 "quantize the model again with residual bits"
             )
         values = self._prepare(x, tiled)
-        if shared:
+        if shared and not self._few:
             return self._panel(packed, tiled, shared)
         total = total_budget(packed.shape[1], k_chunk)
         if total:
             self._select(values, packed, k_chunk, total)
-        return self._product(values, packed, tiled, total)
+        return self._product(values, packed, tiled, total, shared)
 
     def split(self, x: Activations, widths: tuple[int, ...]) -> tuple[Activations, ...]:
         """See `models.architecture.Operations`."""
@@ -312,7 +316,9 @@ class PlanOperations:
             kind=layer_kind(packed.name),
         )
 
-    def _product(self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int) -> Activations:
+    def _product(
+        self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int, shared: int
+    ) -> Activations:
         kind, columns = layer_kind(packed.name), tiled.tiles * LANES
         out = replace(self._matrix("logits" if kind == "head" else kind, packed.shape[0]), wanted=values.wanted)
         linear = op.Linear(
@@ -326,18 +332,15 @@ class PlanOperations:
         if total and packed.residual is not None:
             residual = self._residual(packed.name, packed.residual, columns)
             linear = linear._replace(total=total, residual=residual, values=values.place, chosen=self._chosen())
+        elif shared:
+            linear = linear._replace(residual=self._scaled(packed, columns), kept=self._kept(packed, shared))
         self._emit(linear, kind=kind)
         return replace(out, instruction=len(self._program) - 1)
 
     def _panel(self, packed: PackedLinear, tiled: TiledLinear, k_chunk: int) -> Activations:
         """Write the product of a prompt's rows with the matrix and the residuals of some channels."""
-        kind, columns, stored = layer_kind(packed.name), tiled.tiles * LANES, packed.residual
-        assert stored is not None
+        kind, columns = layer_kind(packed.name), tiled.tiles * LANES
         out = self._matrix(kind, packed.shape[0])
-        residual = self._residual(packed.name, stored, columns)
-        if stored.scales is None:
-            scales = self._constant(f"{packed.name}.derived", lambda: residual_scales(stored))
-            residual = residual._replace(scales=self._widened(f"{packed.name}.residual_scales", scales, columns))
         self._emit(
             op.Panel(
                 weights=tiled.weights,
@@ -345,7 +348,7 @@ class PlanOperations:
                 out=out.place,
                 bias=0 if packed.bias is None else self._widened(f"{packed.name}.bias", packed.bias, columns),
                 accumulate=False,
-                residual=residual,
+                residual=self._scaled(packed, columns),
                 kept=self._kept(packed, k_chunk),
             ),
             kind=kind,
@@ -376,6 +379,16 @@ class PlanOperations:
         codes = self._constant(f"{name}.residual", rows)
         scales = 0 if residual.scales is None else self._widened(f"{name}.residual_scales", residual.scales, columns)
         return op.Residual(_address(codes), scales, residual.bits, codes.strides[0], codes.shape[0])
+
+    def _scaled(self, packed: PackedLinear, columns: int) -> op.Residual:
+        """Residuals with scales, those in half precision too."""
+        stored = packed.residual
+        assert stored is not None
+        residual = self._residual(packed.name, stored, columns)
+        if stored.scales is None:
+            scales = self._constant(f"{packed.name}.derived", lambda: residual_scales(stored))
+            residual = residual._replace(scales=self._widened(f"{packed.name}.residual_scales", scales, columns))
+        return residual
 
     def _basis(self, layer: int) -> tuple[int, int]:
         """Addresses of a layer's reflection and mean key; 0 where keys are not turned."""

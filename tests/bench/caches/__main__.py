@@ -1,8 +1,8 @@
-"""What compressing the KV cache costs and what it gives: docs/kv.md with its pictures.
+"""What compressing the KV cache costs and what it gives: docs/kv.md with its pictures, and the README's table.
 
-    make kv                                      or: python -m tests.bench.caches --models english3m,demo
-    python -m tests.bench.caches --smollm2 FOLDER --models smollm2,smollm2-book,smollm2-4k    a real model alone
+    make kv SMOLLM2=FOLDER                       FOLDER: SmolLM2-135M-Instruct, as the tests' cache keeps it
     make kv PEER_PYTHON=peers-venv/bin/python    beside llama.cpp (tests/peers/README.md says how to install it)
+    python -m tests.bench.caches --models english3m,demo --only perplexity
 
 Losses go through the program's own evaluation, sizes come from real buffers, speeds from the CPU backend. Numbers are
 kept in docs/kv/results.json with everything that decides them; a run that was stopped goes on where it was. `--only
@@ -15,14 +15,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from models.store import Store
-from tests.bench.caches import attention, drift, gear, perplexity, size, smooth, speed
-from tests.bench.caches.extent import QUICK, REAL, SECTIONS, SMOLLM2, Extent, cases, known_cases
+from tests.bench.caches import attention, drift, gear, perplexity, size, smooth, speed, summary
+from tests.bench.caches.extent import FIRST, QUICK, REAL, SECTIONS, SMOLLM2, Extent, cases, known_cases
 from tests.bench.caches.laboratory import Laboratory, Notebook
 from tests.bench.caches.report import write
 from tests.bench.caches.view import View
@@ -32,6 +32,7 @@ from tests.bench.reporting.results import Results
 from tests.bench.reporting.run import about_run, teller
 
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 BUILD = ROOT / "build" / "kv"
 
 
@@ -45,6 +46,8 @@ def main() -> None:
     if not results.about:
         raise SystemExit(f"{results.path} holds no results; run without --report first")
     write(View(results), given.out or out / "kv.md")
+    if out == DOCS and not (given.out or given.results):
+        summary.write(View(results), README)
     print(f"written to {given.out or out / 'kv.md'}")
 
 
@@ -111,7 +114,7 @@ def _parts(
     store = Store(BUILD / "store")
     found: list[Laboratory] = []
 
-    def each(*acts: Callable[[Laboratory], Any], every: bool = False) -> Callable[[], object]:
+    def each(*acts: Callable[[Laboratory], Any], real: Collection[str] = ()) -> Callable[[], object]:
         def run() -> None:
             if not found:
                 found.extend(
@@ -121,18 +124,18 @@ def _parts(
             notebook.results.about["texts"] = {**notebook.results.about.get("texts", {}), **texts}
             for act in acts:
                 for laboratory in found:
-                    if every or laboratory.case.name not in REAL:
+                    if laboratory.case.name in real or laboratory.case.name not in REAL:
                         act(laboratory)
                     notebook.results.save()
 
         return run
 
     return {
-        "gear": each(gear.measure),
+        "gear": each(gear.measure, real=(FIRST,)),
         "size": lambda: size.measure(notebook),
         "drift": each(lambda one: drift.measure(one, extent.drift_steps)),
         "perplexity": each(
-            *(partial(perplexity.measure, kinds=extent.kinds, way=way) for way in perplexity.WAYS), every=True
+            *(partial(perplexity.measure, kinds=extent.kinds, way=way) for way in perplexity.WAYS), real=REAL
         ),
         "smooth": each(lambda one: smooth.measure(one, BUILD / "planted")),
         "attention": lambda: attention.measure(notebook, extent),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from runtime.backends.reference.decoder import bases_of
-from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
+from runtime.kv.kinds import KINDS, LOW_RANK, PARTS, CacheKind, KVKind, Part, page_fields
 from runtime.kv.oracle import correction
 from runtime.kv.oracle.page import Stored, dequantize, quantize
 from runtime.operations.turn import turn
@@ -21,6 +23,10 @@ KINDS_SHOWN: tuple[KVKind, ...] = ("int8", "hierarchical", "int4", *STEPS[4], *S
 """Kinds whose errors are measured."""
 TOKENS = 2048
 """Tokens whose keys and values are looked at."""
+PAPER: dict[int, tuple[tuple[int, int], ...]] = {4: ((1024, 4), (20, 2)), 2: ((1024, 4), (64, 2))}
+"""Tokens that the paper compresses together, and the rank of their correction, by bits: a prompt, and what comes after
+it, a buffer at a time (GEAR §4.1; n = 1024 as in §3)."""
+_OURS = (PAGE, LOW_RANK)
 
 
 def measure(laboratory: Laboratory) -> None:
@@ -68,12 +74,31 @@ def _errors(laboratory: Laboratory, tokens: list[int]) -> dict[str, Any]:
             str(bits): {part: _parts(names[2], part, held[part], D) for part in PARTS} for bits, names in STEPS.items()
         },
         "iteration": iteration,
+        "paper": {str(bits): [_as_paper(bits, *one, held, D) for one in (*PAPER[bits], _OURS)] for bits in STEPS},
     }
 
 
+def _as_paper(bits: int, tokens: int, rank: int, held: Mapping[Part, torch.Tensor], D: int) -> dict[str, Any]:
+    """Errors where so many tokens share a correction of some rank, and what that takes, in percent of half precision.
+
+    Pages [layers, pages, H_kv, 128, D] are taken apart or put together; tokens that fill no whole group are left out.
+    """
+    kind = replace(KINDS[STEPS[bits][2]], page=tokens, rank=rank)
+    errors = {}
+    for part, pages in held.items():
+        whole = pages.transpose(1, 2).flatten(2, 3)  # [layers, H_kv, T, D]
+        groups = whole[:, :, : whole.shape[2] // tokens * tokens].unflatten(2, (-1, tokens))
+        errors[part] = round(_relative(kind, part, groups, D), 6)
+    held_bytes = sum(field.nbytes for part in PARTS for field in page_fields(kind, part, D))
+    return {"tokens": tokens, "rank": rank, **errors, "bytes": round(100 * held_bytes / (4 * tokens * D), 2)}
+
+
 def _error(name: KVKind, part: Part, x: torch.Tensor, D: int) -> float:
+    return _relative(KINDS[name], part, x, D)
+
+
+def _relative(kind: CacheKind, part: Part, x: torch.Tensor, D: int) -> float:
     """Root mean square of what is lost over that of what was there."""
-    kind = KINDS[name]
     return float((dequantize(kind, part, quantize(kind, part, x), D) - x).norm() / x.norm())
 
 

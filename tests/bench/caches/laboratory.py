@@ -115,13 +115,13 @@ class Laboratory:
         """Digest of checkpoint and calibration text."""
 
     def recipe(self, *, smooth: bool = False) -> Recipe:
-        """How its low-bit form is made."""
-        return Recipe(bits=BITS, group_size=self.case.group_size, smooth_attention=smooth)
+        """How its low-bit form is made: rounded plainly, for a cache is compared with fp16 over the same weights."""
+        return Recipe(method="rtn", bits=BITS, group_size=self.case.group_size, smooth_attention=smooth)
 
     def low_bit(self, *, smooth: bool = False) -> StoredModel:
         """The low-bit form, made if it is not there."""
         identity = [self.source, self.recipe(smooth=smooth).to_json(), self.notebook.codes.making]
-        name = f"{self.case.name}-kv-{digest(identity)}"
+        name = f"kv-{digest(identity)}"
         if name not in self._store:
             self.notebook.tell(f"{self.case.name}: quantizing to {BITS} bits{', keys evened out' if smooth else ''}")
             recipe = self.recipe(smooth=smooth)

@@ -1,4 +1,4 @@
-"""Perplexity over each kind of cache, by the program's own evaluation in windows of up to 1024 tokens."""
+"""Perplexity over each kind of cache, by the program's own evaluation; windows of `extent.window`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runtime.decoder import Decoder, DecoderOptions
 from runtime.evaluate import full_precision_perplexity, perplexity, windows
 from runtime.kv.kinds import KVKind
 from runtime.open import open_decoder
-from tests.bench.caches.extent import REAL, paged_share, window
+from tests.bench.caches.extent import LONGEST, REAL, REAL_KINDS, paged_share, window
 from tests.bench.caches.full import FullDecoder
 from tests.bench.caches.laboratory import K_CHUNK, Laboratory
 from tests.bench.reporting.losses import numbers
@@ -34,11 +34,12 @@ def measure(laboratory: Laboratory, kinds: Sequence[KVKind], way: tuple[str, str
         way: One of `WAYS`.
     """
     weights, backend = way
-    if laboratory.case.name in REAL and backend != REAL_BACKEND:
-        return
-    if weights == FULL:
+    name = laboratory.case.name
+    if weights == FULL and REAL.get(name, 0) <= LONGEST:
         exact(laboratory)
-    for kind in kinds:
+    if name in REAL and backend != REAL_BACKEND:
+        return
+    for kind in [kind for kind in kinds if kind in REAL_KINDS.get(name, kinds)]:
         what = f"{laboratory.case.name}, {weights} weights, {kind} cache on the {backend} backend"
         laboratory.notebook.attempt(what, lambda k=kind: point(laboratory, weights, backend, k))  # type: ignore[misc]
 

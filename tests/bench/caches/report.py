@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.checkpoint import Checkpoint
-from runtime.kv.kinds import KINDS, SINKS
+from runtime.kv.kinds import KINDS, PARTS, SINKS
 from tests.bench.caches import judge, reasons, timing
 from tests.bench.caches.drift import WAYS as CONTINUATIONS
 from tests.bench.caches.extent import DRIFT_PROMPT, ORDER
@@ -68,10 +68,11 @@ def _opening(view: View) -> str:
     rows = []
     for case in view.models:
         exact = view.exact(case.name)
-        length = "" if exact is None else f"{exact['window']} every {exact['window'] // 2}"
+        some = exact or next((entry for (model, *_), entry in view.losses.items() if model == case.name), None)
+        length = "" if some is None else f"{some['window']} every {some['window'] // 2}"
         heads = _head_dim(view, case)
         full = "" if exact is None else number(exact["perplexity"])
-        tokens = "" if exact is None else f", {exact['tokens']:,} tokens"
+        tokens = "" if some is None else f", {some['tokens']:,} tokens"
         rows.append((case.name, case.about, heads, f"{case.evaluated}{tokens}", length, full))
     models = table(("model", "what", "channels of a head", "measured on", "windows", "without a cache"), rows)
     minutes = ", ".join(f"{part} {spent:g}" for part, spent in about.get("minutes", {}).items())
@@ -217,10 +218,31 @@ alone clips them. The same pages read as D̂ → D̂ + L → D̂ + L + S, in per
 
 {table(("", *names), parts)}
 
+{_as_paper(view)}
+
 The low-rank matrix comes from power iteration. What it leaves over what the best matrix of rank 4 (by SVD) would leave:
 on average over heads and pages, and the worst page.
 
 {table(("", *names), iteration)}"""
+
+
+def _as_paper(view: View) -> str:
+    """Ours beside the paper's numbers of tokens and ranks, on the first model that was looked at."""
+    name = next(case.name for case in view.models if case.name in view.gear)
+    if "paper" not in view.gear[name]:
+        return ""
+    rows = [
+        (STEPS[int(bits)][2], f"{one['tokens']:,}", one["rank"], *(f"{100 * one[p]:.1f}" for p in PARTS), one["bytes"])
+        for bits, each in view.gear[name]["paper"].items()
+        for one in each
+    ]
+    head = ("", "tokens together", "rank", "keys, %", "values, %", "bytes, % of fp16")
+    return f"""GEAR corrects a prompt as a whole, by rank 4, and what comes after it by rank 2 a buffer at a time, of 20
+tokens at 4 bits and 64 at 2. Here every page of {KINDS["gear2"].page} tokens has rank {KINDS["gear2"].rank}. Errors of
+{name}'s keys and values with these numbers of tokens and ranks, and what a page of them takes (outliers are 2 % of each
+vector, one at each end at least, which weighs on short buffers):
+
+{table(head, rows)}"""
 
 
 def _above(ratio: dict[str, float]) -> str:

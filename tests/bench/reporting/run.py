@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+_PLACES = ("--peer-python", "--results", "--out")
 Tell = Callable[[str], None]
 """Receives a line for each thing done."""
 
@@ -43,11 +44,11 @@ def about_run(program: str) -> dict[str, Any]:
 
 
 def shown(arguments: Sequence[str]) -> list[str]:
-    """The command line without folders of this machine."""
+    """The command line without places of this machine: absolute paths, and what is written where."""
     shown, hidden = [], False
     for word in arguments:
-        name, equals, _ = word.partition("=")
-        private = name in ("--peer-python", "--results", "--out")
-        shown.append("PATH" if hidden else f"{name}=PATH" if private and equals else word)
-        hidden = private and not equals
+        name, equals, value = word.rpartition("=")
+        place = hidden or value.startswith("/")
+        shown.append(f"{name}{equals}PATH" if place or name in _PLACES else word)
+        hidden = word in _PLACES
     return shown

@@ -206,7 +206,7 @@ class Residual(NamedTuple):
     codes: int = 0
     """Address."""
     scales: int = 0
-    """Address of float16 [N padded to 16]; 0 with halves."""
+    """Address of float16 [N padded to 16]; 0 with halves whose channels each row chooses."""
     bits: int = 0
     """2, 4, 8 or 16."""
     stride: int = 0
@@ -238,6 +238,8 @@ class Linear(NamedTuple):
     """The activations in float32."""
     chosen: Matrix = Matrix(0, 0)
     """int32, the channels."""
+    kept: int = 0
+    """As of `Panel`, where all rows are compensated by the same channels; 0: each by its own."""
 
 
 class Panel(NamedTuple):

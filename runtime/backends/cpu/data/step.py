@@ -8,6 +8,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from runtime.backends.cpu.arena import LINE
 from runtime.backends.cpu.machine.sync import CONTROL_WORDS
 from runtime.backends.cpu.machine.view import record_of, view
 
@@ -93,6 +94,12 @@ def share_of_weights(tiles: int, part: int, parts: int) -> tuple[int, int]:
         return share_of(border, part, large)
     first, last = share_of(tiles - border, part - large, parts - large)
     return border + first, border + last
+
+
+@numba.njit(nogil=True)
+def tiles_of_line(residual_bits: int) -> int:
+    """Tiles of 16 output channels whose residuals share a cache line of a row."""
+    return LINE // 2 // residual_bits
 
 
 @numba.njit(nogil=True)

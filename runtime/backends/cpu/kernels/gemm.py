@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Quantized
-from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES, Tile, emit_unpack
+from runtime.backends.cpu.kernels.gemv import AHEAD, BLOCK, BLOCK_BYTES, Tile, emit_unpack
 from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES
 from runtime.backends.cpu.machine.emit import (
     BYTES,
@@ -43,12 +43,16 @@ from runtime.backends.cpu.machine.vector import (
     load_halves,
     load_unsigned,
     mul,
+    prefetch,
     store_floats,
     zero_floats,
 )
 
 ROW_BLOCKS = (1, 4, 8, 16)
 """Rows that a product handles at once."""
+_CHAINS = 16
+"""Sums that are independent of each other, several of a row where there are few rows: a dot product takes its place in
+a sum only when the one before it is done."""
 
 
 @numba.njit(nogil=True)
@@ -61,13 +65,13 @@ def row_block(rows: int) -> int:
     return 8 if rows <= 8 else 16
 
 
-def _zeros(rows: int) -> Any:
+def _zeros() -> Any:
     def emit(_b: Builder) -> Any:
-        return ir.Constant(ir.ArrayType(WORDS, rows), [constant(WORDS, 0)] * rows)
+        return ir.Constant(ir.ArrayType(WORDS, _CHAINS), [constant(WORDS, 0)] * _CHAINS)
 
-    emit.__name__ = f"zeros{rows}"
-    emit.__doc__ = "Sums of all rows, zero."
-    return define(types.UniTuple(words16, rows))(emit)
+    emit.__name__ = "zeros"
+    emit.__doc__ = "All sums, zero."
+    return define(types.UniTuple(words16, _CHAINS))(emit)
 
 
 def _multiply(bits: int, rows: int) -> Any:
@@ -75,7 +79,7 @@ def _multiply(bits: int, rows: int) -> Any:
     dot = emit_dot4_entries if bits == 8 else emit_dot4
 
     def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
-        totals = [b.extract_value(sums, m) for m in range(rows)]
+        totals = [b.extract_value(sums, chain) for chain in range(_CHAINS)]
         if bits == 8:
             vectors = [load(b, BYTES, offset(b, codes, 64 * j), 64) for j in range(8)]
         else:
@@ -83,14 +87,15 @@ def _multiply(bits: int, rows: int) -> Any:
         for j, vector in enumerate(vectors):
             for m in range(rows):
                 word = load(b, I32, offset(b, x, 4 * (rows * j + m)), 4)
-                totals[m] = dot(b, totals[m], vector, b.bitcast(splat(b, word, WORDS), BYTES))
-        for m, total in enumerate(totals):
-            sums = b.insert_value(sums, total, m)
+                chain = (rows * j + m) % _CHAINS
+                totals[chain] = dot(b, totals[chain], vector, b.bitcast(splat(b, word, WORDS), BYTES))
+        for chain, total in enumerate(totals):
+            sums = b.insert_value(sums, total, chain)
         return sums
 
     emit.__name__ = f"multiply{bits}x{rows}"
     emit.__doc__ = "Add the products of one block of codes with every row."
-    tuple_type = types.UniTuple(words16, rows)
+    tuple_type = types.UniTuple(words16, _CHAINS)
     return define(tuple_type, tuple_type, types.int64, types.int64)(emit)
 
 
@@ -100,15 +105,17 @@ def _finish(rows: int) -> Any:
             address = offset(b, out, 64 * m)
             x_scale = splat(b, load(b, FLOAT, offset(b, x_scales, 4 * m), 4), FLOATS)
             x_shift = splat(b, load(b, FLOAT, offset(b, x_shifts, 4 * m), 4), FLOATS)
-            products = b.sitofp(b.extract_value(sums, m), FLOATS)
+            whole = b.extract_value(sums, m)
+            for chain in range(m + rows, _CHAINS, rows):
+                whole = b.add(whole, b.extract_value(sums, chain))
+            products = b.sitofp(whole, FLOATS)
             total = emit_fma(b, products, b.fmul(scale, x_scale), load(b, FLOATS, address, 64))
             b.store(emit_fma(b, scaled_zero, x_shift, total), pointer(b, address), align=64)
 
     emit.__name__ = f"finish{rows}"
     emit.__doc__ = "Scale a group's sums and add them to the tile's totals, float32 [rows, 16] at `out`."
-    return define(types.void, types.UniTuple(words16, rows), floats16, floats16, types.int64, types.int64, types.int64)(
-        emit
-    )
+    sums_type = types.UniTuple(words16, _CHAINS)
+    return define(types.void, sums_type, floats16, floats16, types.int64, types.int64, types.int64)(emit)
 
 
 def _tile(bits: int, rows: int, factors: Any) -> Any:
@@ -119,8 +126,9 @@ def _tile(bits: int, rows: int, factors: Any) -> Any:
         rows: Of the block.
         factors: Takes the tile and a group for the scales and the scaled zeros of its outputs.
     """
-    zeros_of, multiply, finish = _zeros(rows), _multiply(bits, rows), _finish(rows)
+    zeros_of, multiply, finish = _zeros(), _multiply(bits, rows), _finish(rows)
     block_bytes = ENTRY_BYTES if bits == 8 else BLOCK_BYTES[bits]
+    lines = 0 if bits == 8 else block_bytes  # entries were written a moment ago
 
     @numba.njit(nogil=True)
     def gemm(tile: Tile, x: Quantized, out: int) -> None:
@@ -131,7 +139,10 @@ def _tile(bits: int, rows: int, factors: Any) -> Any:
             stop = min(start + tile.group_blocks, blocks)
             sums = zeros_of()
             for block in range(start, stop):
-                sums = multiply(sums, tile.codes + block * block_bytes, x.codes + BLOCK * rows * block)
+                codes = tile.codes + block * block_bytes
+                for line in range(0, lines, 64):
+                    prefetch(codes + AHEAD + line)
+                sums = multiply(sums, codes, x.codes + BLOCK * rows * block)
             scale, scaled_zero = factors(tile, group)
             finish(sums, scale, scaled_zero, x.scales + 4 * rows * group, x.shifts + 4 * rows * group, out)
             start, group = stop, group + 1

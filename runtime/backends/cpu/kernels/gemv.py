@@ -66,7 +66,7 @@ BLOCK = 32
 """Input channels unpacked at a time."""
 BLOCK_BYTES = {3: 192, 4: 256}
 """Bytes of a block of 16 output by 32 input channels, by bits."""
-_AHEAD = 8192
+AHEAD = 8192
 """Bytes that the prefetch runs ahead of the loads. On a core whose memory others use too, a tile's walk is a tenth to a
 quarter faster with it than with 1536; on an idle machine distances cannot be told apart. Codebook tiles ask for nothing
 ahead: at 4 bits they are a quarter faster without, at 3 bits it makes no difference."""
@@ -133,7 +133,7 @@ def _tile(bits: int) -> Any:
             for block in range(start, stop):
                 base = tile.codes + block * block_bytes
                 for line in range(0, block_bytes, 64):
-                    prefetch(base + _AHEAD + line)
+                    prefetch(base + AHEAD + line)
                 quad = x.codes + BLOCK * block
                 u = unpack(base)
                 a0 = dot4(a0, u[0], broadcast_word(quad))

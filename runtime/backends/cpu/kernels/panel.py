@@ -143,7 +143,7 @@ def _turned(b: Builder, rows: list[Any], bits: int) -> Any:
     return b.and_(b.bitcast(b.lshr(b.bitcast(spread, WORDS), shifts), BYTES), constant(BYTES, (1 << bits) - 1))
 
 
-def _rounded_halves(b: Builder, rows: list[Any], inverse: Any) -> Any:
+def rounded_halves(b: Builder, rows: list[Any], inverse: Any) -> Any:
     """Four rows of sixteen halves as codes of 8 bits, likewise."""
     words = constant(WORDS, 0)
     for c, address in enumerate(rows):
@@ -195,7 +195,7 @@ def block_of(bits: int, residual_bits: int) -> Any:
         neutral = constant(BYTES, 1 << (min(residual_bits, 8) - 1))
         for j, base in enumerate(_base(b, codes, bits)):
             rows = [offset(b, residual, LINE * (4 * j + c)) for c in range(4)]
-            found = _rounded_halves(b, rows, inverse) if residual_bits == 16 else _turned(b, rows, residual_bits)
+            found = rounded_halves(b, rows, inverse) if residual_bits == 16 else _turned(b, rows, residual_bits)
             mask = b.bitcast(splat(b, load(b, I32, offset(b, kept, 4 * j), 4), WORDS), BYTES)
             found = b.or_(b.and_(found, mask), b.and_(neutral, b.not_(mask)))
             b.store(_panel_codes(b, base, found, factors), pointer(b, offset(b, out, 64 * j)), align=64)

@@ -11,7 +11,7 @@ import numba
 from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Linear, Quantized, Weights, header_at, linear_at
-from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, share_of_weights
+from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, share_of_weights, tiles_of_line
 from runtime.backends.cpu.kernels.compensate import (
     Columns,
     Salient,
@@ -47,6 +47,7 @@ from runtime.backends.cpu.kernels.gemv import (
     gemv_tile_4,
 )
 from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES, decode_tile_3, decode_tile_4
+from runtime.backends.cpu.kernels.residual import SUMS_BYTES
 from runtime.backends.cpu.machine.unit import call_5, compiled_unit
 from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
 
@@ -58,7 +59,8 @@ decoded entries and compensation's sums."""
 def linear_scratch(linear: Linear) -> int:
     """Bytes of scratch that a thread needs for the instruction."""
     entries = ENTRY_BYTES * linear.weights.blocks if linear.weights.codebooks else 0
-    return TILE_BYTES + max(entries, sums_bytes(16 * linear.weights.tiles) if linear.total else 0)
+    sums = sums_bytes(16 * linear.weights.tiles) if linear.total else SUMS_BYTES if linear.kept else 0
+    return TILE_BYTES + max(entries, sums)
 
 
 @numba.njit(nogil=True)
@@ -73,7 +75,7 @@ def _write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
 
 
 @numba.njit(nogil=True)
-def _row_block_at(linear: Linear, row: int) -> Quantized:
+def row_block_at(linear: Linear, row: int) -> Quantized:
     """The activations of the row block that begins at a row."""
     x, weights = linear.x, linear.weights
     groups = 4 * row * weights.groups
@@ -100,7 +102,7 @@ def times_rows(four: Any, eight: Any, sixteen: Any) -> Any:
     def all_rows(of: Any, own: Tile, tile: int, rows: int, scratch: int) -> None:
         side = row_block(rows)
         for row in range(0, rows, side):
-            x = _row_block_at(of, row)
+            x = row_block_at(of, row)
             if side == 16:
                 sixteen(own, x, scratch)
             elif side == 8:
@@ -187,18 +189,32 @@ _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook
 
 
 @numba.njit(nogil=True)
+def _tiles(linear: Linear, rows: int, part: int, parts: int) -> tuple[int, int]:
+    """A part's tiles."""
+    tiles = linear.weights.tiles
+    if rows == 1:
+        return share_of_weights(tiles, part, parts)
+    if linear.kept == 0:
+        return share_of(tiles, part, parts)
+    side = tiles_of_line(linear.residual.bits)
+    first, last = share_of((tiles + side - 1) // side, part, parts)
+    return side * first, min(side * last, tiles)
+
+
+@numba.njit(nogil=True)
 def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run a LINEAR instruction: a part is a range of whole tiles of 16 output channels."""
     linear = linear_at(i)
     rows = rows_of(control, linear.wanted)
-    tiles = linear.weights.tiles
-    first, last = share_of_weights(tiles, part, parts) if rows == 1 else share_of(tiles, part, parts)
-    compensated = linear.total > 0 and parameters_at(control).compensate != 0
+    first, last = _tiles(linear, rows, part, parts)
+    compensate = parameters_at(control).compensate != 0 and last > first
     if rows == 1:
-        one_row(linear, first, last, compensated)
+        one_row(linear, first, last, compensate and linear.total > 0)
     else:
         several_rows(linear, first, last, rows, scratch)
-    if compensated and last > first:
+    if compensate and linear.kept != 0:
+        call_5(header_at(i).inner, i, rows, first, last, scratch + TILE_BYTES)
+    elif compensate and linear.total > 0:
         for row in range(rows):
             call_5(header_at(i).inner, i, row, first, last, scratch + TILE_BYTES)
 

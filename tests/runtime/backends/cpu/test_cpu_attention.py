@@ -23,6 +23,7 @@ from models.store import Store, StoredModel
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS, PARTS, KVKind
+from runtime.kv.oracle.uniform import unpack
 from runtime.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
 
@@ -63,6 +64,41 @@ def test_rows_of_a_step_get_what_they_get_alone(attending: Callable[..., Any], k
     assert_close(*outputs, Tolerance(atol=2e-6, why="a few roundings of outputs below 1"))
 
 
+def rounded_as_there(attention: Any, slot: int, x: Array) -> Array:
+    """Attention of one row where queries and weights are rounded as the CPU's integer products want them.
+
+    For kinds whose keys have scales by channel: a query times its page's scales is rounded to nearest, a page's weights
+    times the values' scales with the fixed dither. What both lose meets codes less their middle.
+    """
+    cpu, reference, D = attention.cpu, attention.reference, attention.dim
+    kind, pages, dither = cpu.kind, reference.table.held(slot), torch.from_numpy(np.array(cpu._dither))
+    stored = {part: reference.store.stored(part, 1, pages) for part in PARTS}
+    codes = {part: unpack(stored[part]["codes"], kind.code(part).bits, D) for part in PARTS}
+    lost = {part: codes[part] - (2 ** kind.code(part).bits - 1) / 2 for part in PARTS}
+    keys, values = (reference.read(part, 1, slot) for part in PARTS)
+    out = np.empty((1, attention.heads, D), np.float32)
+    for head in range(attention.heads):
+        of = head // (attention.heads // attention.kv_heads)
+        q = torch.from_numpy(x[0, head]) * D**-0.5
+        scores = keys[:, of] @ q
+        for page in range(len(pages)):
+            scales = stored["keys"]["scales"][page, of, :, :, 0].float()  # [D, groups]
+            for group, tokens in enumerate(lost["keys"][page, of].chunk(scales.shape[1])):
+                scaled = q * scales[:, group]
+                step = scaled.abs().max() / 127
+                at = kind.sinks + page * kind.page + group * len(tokens)
+                scores[at : at + len(tokens)] += tokens @ ((scaled / step).round() * step - scaled)
+        weights = torch.softmax(scores, 0)
+        total = weights @ values[:, of]
+        for page in range(len(pages)):
+            at = kind.sinks + page * kind.page
+            scaled = weights[at : at + kind.page] * stored["values"]["scales"][page, of, :, 0, 0].float()
+            step = scaled.max() / 127
+            total += ((scaled / step + dither).floor().clamp(max=127) * step - scaled) @ lost["values"][page, of]
+        out[0, head] = total.numpy()
+    return out
+
+
 @pytest.mark.parametrize("kind", PACKED)
 def test_channels_far_off_and_single_outliers(attending: Callable[..., Any], distance: Distance, kind: KVKind) -> None:
     """A key channel of 30 times the others' size and off zero, a large value channel, and a spike in every token."""
@@ -80,11 +116,18 @@ def test_channels_far_off_and_single_outliers(attending: Callable[..., Any], dis
 
     for _ in range(26):
         attention.append(1, rows(16))
-    worst = max(distance(*attention.step([1], [416 + i], rows(1))) for i in range(3))
-    # Turned keys have the large channel in all of theirs. Where 2 bits a channel keep no outliers aside, what rounding
-    # the queries to INT8 loses meets more of it.
+    worst, unexplained = 0.0, 0.0
+    for i in range(3):
+        x = rows(1)
+        actual, expected = attention.step([1], [416 + i], x)
+        worst = max(worst, distance(actual, expected))
+        if KINDS[kind].keys.axis == "channel" and not KINDS[kind].hierarchical:
+            unexplained = max(unexplained, distance(actual, rounded_as_there(attention, 1, x)))
+    # Two bits a channel keep no outliers aside, so a token's scale is that of its large channel or spike. What rounding
+    # its weight to INT8 loses is in proportion, and meets channels that average out to little: 2.4 % with kivi2.
     bounds = {"int8": 4e-4, "hierarchical": 4e-4, "kivi2": 3e-2, "gear-l2": 3e-2}
     assert worst < bounds.get(kind, 2e-2)
+    assert unexplained < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "hierarchical", "kivi2"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from models.spec import RopeSpec
-from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.backends.cpu.decoder import FEW_ROWS, CpuDecoder
 from runtime.backends.cpu.link import most_scratch
 from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
 from runtime.backends.reference.decoder import ReferenceDecoder
@@ -23,7 +23,7 @@ from runtime.decoder import DecoderOptions, Step, Way
 from runtime.errors import BackendError, InvalidActivationError, RequestError
 from runtime.operations import activation
 from runtime.operations.linear import gemv
-from runtime.operations.panel import panel
+from runtime.operations.panel import panel, restored
 from tests.close import Tolerance, assert_close
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -46,7 +46,7 @@ def step(
 
 class Int8Linear(ReferenceLinear):
     """The reference's layer as the CPU path computes it: the base product sees activations rounded to INT8, and so does
-    what the rows of a prompt share, in weights that hold the residuals."""
+    what the rows of a prompt share: residuals as they are for few rows, for many in weights that hold them."""
 
     def __init__(self, inner: ReferenceLinear, group_size: int) -> None:
         self.__dict__.update(inner.__dict__)
@@ -55,7 +55,10 @@ class Int8Linear(ReferenceLinear):
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way) -> torch.Tensor:
         rounded = activation.dequantize(*activation.quantize(x, self._group_size), self._group_size)
         if way == "together" and self._shared is not None and not self._by_rows:
-            return gemv(rounded, torch.from_numpy(panel(self._packed, self._shared.numpy()).weights()), self._bias)
+            channels = self._shared.numpy()
+            if x.shape[0] <= FEW_ROWS:
+                return gemv(rounded, self._weight + torch.from_numpy(restored(self._packed, channels)), self._bias)
+            return gemv(rounded, torch.from_numpy(panel(self._packed, channels).weights()), self._bias)
         correction = gemv(rounded, self._weight) - gemv(x, self._weight)
         return super().__call__(x, positions, way=way) + correction
 
@@ -261,9 +264,9 @@ for bits, codebook in ((3, False), (4, False), (3, True), (4, True)):
     model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=bits, codebook=codebook)
     options = DecoderOptions(context=64, k_chunk=64, prompt_k_chunk=700, select="static", kv="int8", threads=2)
     decoder = CpuDecoder(model, options)
-    for count, prefill in ((19, False), (1, False), (3, True), (7, False), (13, True)):
+    for count, prefill, first in ((19, False, 1), (1, False, 1), (3, True, 1), (7, False, 1), (33, True, 13)):
         numbers = np.arange(count, dtype=np.int32)
-        one = Step(tokens=numbers + 1, slots=numbers * 0, positions=numbers, logit_rows=numbers, prefill=prefill)
+        one = Step(tokens=numbers + first, slots=numbers * 0, positions=numbers, logit_rows=numbers, prefill=prefill)
         results.append(decoder.forward(one).tolist())
 print(json.dumps({"variant": decoder.variant, "logits": results}))
 """
@@ -290,7 +293,12 @@ def best_variant() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name in supported_variants() if name != VARIANT])
 def test_every_variant_computes_the_same(best_variant: dict[str, Any], variant: str) -> None:
-    """Integer sums are exact, so variants differ by how the compiler fuses float additions at most."""
+    """Integer sums are exact, so variants differ by how the compiler fuses float additions at most.
+
+    That may bring an activation from one side of a tie between two INT8 codes to the other, its row off by 1 to 8 %.
+    Of 33 rows, half of all choices of tokens have such a row in one model or another; in one, looked at instruction by
+    instruction, the first number apart was an activation of -29.50006 steps here and -29.49984 there. These have none.
+    """
     result = run_variant(variant)
     assert result["variant"] == variant
     for actual, expected in zip(result["logits"], best_variant["logits"], strict=True):
@@ -298,22 +306,24 @@ def test_every_variant_computes_the_same(best_variant: dict[str, Any], variant: 
 
 
 def test_a_prompt_is_compensated_together_however_it_is_cut(tiny_model: Any) -> None:
-    """All residuals in 8 bits give nearly the full-precision model; cut elsewhere, rows meet the same weights."""
+    """All residuals in 8 bits give nearly the full-precision model, whether few rows share them or many."""
     model = tiny_model(bits=3, residual_bits=8)
-    tokens = np.arange(1, 24)
+    tokens = np.arange(1, 2 * FEW_ROWS + 1)
 
-    def logits(cut: int, **changes: Any) -> Any:
+    def logits(*cuts: int, **changes: Any) -> Any:
         decoder = CpuDecoder(model, DecoderOptions(context=40, max_rows=40, threads=2, **changes))
-        parts = [step(tokens[:cut], 0, prefill=True), step(tokens[cut:], cut, prefill=True)]
-        return np.concatenate([np.array(decoder.forward(part)) for part in parts])
+        parts = zip((0, *cuts), (*cuts, tokens.size), strict=True)
+        return np.concatenate([np.array(decoder.forward(step(tokens[a:b], a, prefill=True))) for a, b in parts])
 
     everything: dict[str, Any] = {"k_chunk": {"head": 1024}, "prompt_k_chunk": 1024}
-    whole = logits(9, **everything)
-    assert_close(logits(15, **everything), whole, Tolerance(span=0.02, why="INT8 codes near a tie"))
+    few, many = logits(FEW_ROWS, **everything), logits(**everything)
+    assert_close(logits(9, 12, 25, **everything), few, Tolerance(span=0.02, why="INT8 codes near a tie"))
     plain = CpuDecoder(model, DecoderOptions(context=40, max_rows=40, threads=2, k_chunk=1024))
     exact = np.array(plain.forward(step(tokens, 0)))
-    lost = np.abs(logits(9) - exact).mean()
-    assert np.abs(whole - exact).mean() < 0.15 * lost
+    lost = np.abs(logits() - exact).mean()
+    assert np.abs(many - exact).mean() < 0.15 * lost
+    assert np.abs(few - exact).mean() < 0.1 * lost
+    assert np.abs(few - many).mean() < 0.15 * lost
 
 
 def test_a_prompt_of_one_row_is_compensated_as_a_decoded_token(tiny_model: Any) -> None:

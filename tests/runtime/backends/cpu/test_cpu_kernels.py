@@ -21,6 +21,7 @@ from models.checkpoint import Checkpoint
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers import squeezellm
+from models.quantizers.dequantize import dequantize
 from runtime.backends.cpu.arena import Arena, aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.kernels.gemm import row_block
@@ -425,6 +426,84 @@ def test_product_with_residuals_in_the_weights(
         machine(rows).run(op.Panel(*operands))
         assert_close(out[:rows, :N], expected + (before if accumulate else 0), "sums")
         assert np.isnan(out[rows:]).all()
+
+
+def product_beside(
+    machine: Callable[..., Any],
+    linear: PackedLinear,
+    rounded: tuple[torch.Tensor, torch.Tensor],
+    channels: npt.NDArray[np.integer],
+    before: npt.NDArray[np.float32] | None = None,
+) -> npt.NDArray[np.float32]:
+    """The product of few rows, codes and scales, that share the residuals of some channels; added to `before`."""
+    assert linear.residual is not None
+    codes, scales = (part.numpy() for part in rounded)
+    (rows, K), N = codes.shape, linear.shape[0]
+    inputs, tiled = Activations(rows, K), tile_linear(linear, Arena())
+    inputs.fill(codes, scales, linear.group_size)
+    stored, bits = linear.residual.codes, linear.residual.bits
+    wide_codes = aligned_zeros((K, padded(max(stored.shape[1], N if bits == 16 else 0), 16)), stored.dtype)
+    wide_codes[:, : stored.shape[1]] = stored
+    residual_scales = aligned_zeros((16 * tiled.tiles,), np.float16)
+    residual_scales[:N] = panels.residual_scales(linear.residual)
+    kept = aligned_zeros((padded(K, 32),), np.uint8)
+    kept[channels] = 255
+    out = wide(np.zeros((rows, N), np.float32) if before is None else before, rows)
+    own = op.Linear(tiled.weights, inputs.places, False, matrix(out), 0, before is not None)
+    place = op.Residual(address(wide_codes), address(residual_scales), bits, wide_codes.strides[0], K)
+    machine(rows).run(own._replace(residual=place, kept=address(kept)))
+    assert np.isnan(out[rows:]).all()
+    found: npt.NDArray[np.float32] = out[:rows, :N]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
+@pytest.mark.parametrize("residual_bits", [2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("bits", "rows", "N", "K", "group"), [(3, 2, 40, 96, 32), (4, 7, 33, 173, 64), (3, 16, 300, 1088, 128)]
+)
+def test_product_with_few_rows_and_the_residuals_beside_it(
+    request: pytest.FixtureRequest,
+    machine: Callable[..., Any],
+    kind: str,
+    bits: int,
+    residual_bits: int,
+    rows: int,
+    N: int,
+    K: int,
+    group: int,
+) -> None:
+    rng = np.random.default_rng(rows + bits)
+    linear = request.getfixturevalue(kind)(
+        rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=residual_bits
+    )
+    channels = np.sort(rng.permutation(K)[: K * 2 // 3])
+    rounded = activation.quantize(torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32)), group)
+    x = activation.dequantize(*rounded, group).double().numpy()
+    expected = x @ (dequantize(linear).astype(np.float64) + panels.restored(linear, channels)).T
+    before = rng.standard_normal((rows, N)).astype(np.float32)
+    assert_close(product_beside(machine, linear, rounded, channels), expected, "sums")
+    assert_close(product_beside(machine, linear, rounded, channels, before), expected + before, "sums")
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["layers.0.qkv", "layers.11.down"])
+def test_few_rows_of_real_weights(
+    machine: Callable[..., Any], packed_linear: Callable[..., PackedLinear], smollm2_hf: Path, name: str
+) -> None:
+    """All residuals of a real matrix bring rows with one huge activation near the product in full precision."""
+    weight = Checkpoint.open(smollm2_hf).linear(name)[0].float().numpy()
+    linear = packed_linear(weight, bits=3, group_size=64, residual_bits=4)
+    K = weight.shape[1]
+    values = np.random.default_rng(3).standard_normal((5, K)).astype(np.float32)
+    values[:, 7] *= 300
+    rounded = activation.quantize(torch.from_numpy(values), 64)
+    x = activation.dequantize(*rounded, 64).double().numpy()
+    found = product_beside(machine, linear, rounded, np.arange(K))
+    base = dequantize(linear).astype(np.float64)
+    assert_close(found, x @ (base + panels.restored(linear, np.arange(K))).T, "sums")
+    exact = x @ weight.T.astype(np.float64)
+    assert np.abs(found - exact).mean() < 0.2 * np.abs(x @ base.T - exact).mean()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -35,7 +35,7 @@ from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.cpu.machine.vector import set_word
 from runtime.backends.cpu.machine.view import record_of, view
 from runtime.backends.cpu.pool import Pool
-from runtime.backends.cpu.units import attention, inputs, paging, panels, products, repacking, selection
+from runtime.backends.cpu.units import attention, inputs, paging, panels, products, repacking, residuals, selection
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS
 
@@ -481,7 +481,8 @@ def test_a_model_needs_the_products_of_its_weights_only(stored: StoredModel) -> 
     products_of = {3: products.multiply_uniform_3, 4: products.multiply_uniform_4}
     weights = {unit for own in bits for unit in (products_of[own], repacking.UNIFORM[own])}
     assert plain == {*needed(KINDS["fp16"]), *weights}
-    decoding, prompts = {products.compensate_4, selection.select_by_buckets}, {panels.multiply_panel, panels.panel_4}
+    decoding = {products.compensate_4, selection.select_by_buckets}
+    prompts = {panels.multiply_panel, panels.panel_4, residuals.share_4}
     assert compensated - plain == decoding | prompts
 
 

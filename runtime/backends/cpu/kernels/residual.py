@@ -1,0 +1,242 @@
+"""Residuals times few rows: what compensates a short prompt, or the last piece of one.
+
+A panel (`runtime.backends.cpu.kernels.panel`) costs as much for two rows as for a hundred. Few rows are cheaper off
+with a second product beside that of the base: residuals of all channels times the same INT8 activations,
+
+    y += t (sum of r x  -  2^(bits-1) sum of x),
+
+which are integers up to the scales of a group of activations. Nothing is rounded to 8 bits on the way.
+
+Residuals are stored input-channel-major. Sixteen bytes of four rows are brought together and turned by one byte
+shuffle: lane i then holds byte i of all four, and each field of its bits is four input channels of one output channel,
+as the dot product wants them. The sums come out of order, and are put into order once for a group.
+
+Groups are walked through one after the other, and the columns of a part within them: a row's bytes are read side by
+side. The line that comes next is asked for, row by row, while the one before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+
+from runtime.backends.cpu.arena import LINE
+from runtime.backends.cpu.data.instructions import Linear, Quantized
+from runtime.backends.cpu.kernels.gemv import BLOCK
+from runtime.backends.cpu.kernels.panel import rounded_halves
+from runtime.backends.cpu.machine.emit import (
+    BYTES,
+    ENTRY_OFFSET,
+    FLOATS,
+    I8,
+    I32,
+    WORDS,
+    Builder,
+    constant,
+    define,
+    emit_dot4,
+    emit_dot4_entries,
+    floats16,
+    load,
+    offset,
+    pointer,
+    splat,
+    words16,
+)
+from runtime.backends.cpu.machine.vector import (
+    broadcast,
+    div,
+    fill,
+    fma,
+    load_floats,
+    load_halves,
+    maximum,
+    mul,
+    prefetch,
+    store_floats,
+)
+from runtime.operations.panel import LEAST_STEP
+
+_SLICE = 16
+"""Bytes of a row of residuals that are turned at once; of those in half precision twice as many."""
+_SUMS = 16
+"""Sums that are kept in registers."""
+
+
+def fields(bits: int) -> int:
+    """Tiles of 16 output channels that a slice of residuals covers."""
+    return max(1, 8 // bits)
+
+
+def _neutral(bits: int) -> int:
+    """A byte of codes that stand for zero."""
+    return sum(1 << (shift + bits - 1) for shift in range(0, 8, bits)) if bits < 8 else 128
+
+
+def _turned(b: Builder, rows: list[Any]) -> Any:
+    """Sixteen bytes of each of four rows as a vector of bytes: lane i holds byte i of all four."""
+    parts = [load(b, ir.VectorType(I8, _SLICE), row, 1) for row in rows]
+    while len(parts) > 1:
+        count = 2 * parts[0].type.count
+        mask = ir.Constant(ir.VectorType(I32, count), list(range(count)))
+        parts = [b.shuffle_vector(low, high, mask) for low, high in zip(parts[::2], parts[1::2], strict=True)]
+    places = [_SLICE * c + i for i in range(_SLICE) for c in range(4)]
+    undefined = ir.Constant(BYTES, ir.Undefined)
+    return b.shuffle_vector(parts[0], undefined, ir.Constant(ir.VectorType(I32, 64), places))
+
+
+def _multiply(bits: int, side: int, rows: int) -> Any:
+    count, low = fields(bits), (1 << min(bits, 8)) - 1
+    dot = emit_dot4 if bits < 8 else emit_dot4_entries
+
+    def emit(b: Builder, sums: Any, *operands: Any) -> Any:
+        *channels, kept, x, inverse = operands
+        found = rounded_halves(b, channels, inverse) if bits == 16 else _turned(b, channels)
+        mask = b.bitcast(splat(b, load(b, I32, kept, 4), WORDS), BYTES)
+        found = b.or_(b.and_(found, mask), b.and_(constant(BYTES, _neutral(bits)), b.not_(mask)))
+        if bits >= 8 and not ENTRY_OFFSET:
+            found = b.xor(found, constant(BYTES, -128))
+        totals = [b.extract_value(sums, i) for i in range(count * rows)]
+        for field in range(count):
+            codes = found
+            if count > 1:
+                shifted = b.lshr(b.bitcast(found, WORDS), constant(WORDS, bits * field))
+                codes = b.and_(b.bitcast(shifted, BYTES), constant(BYTES, low))
+            for m in range(rows):
+                word = splat(b, load(b, I32, offset(b, x, 4 * m), 4), WORDS)
+                at = count * m + field
+                totals[at] = dot(b, totals[at], codes, b.bitcast(word, BYTES))
+        for at, total in enumerate(totals):
+            sums = b.insert_value(sums, total, at)
+        return sums
+
+    emit.__name__ = f"multiply_residuals{bits}x{side}x{rows}"
+    emit.__doc__ = "Add the products of four input channels' residuals with some rows."
+    sums_type = types.UniTuple(words16, count * rows)
+    return define(sums_type, sums_type, *(types.int64,) * 6, floats16)(emit)
+
+
+def _no_sums(count: int) -> Any:
+    def emit(_b: Builder) -> Any:
+        return ir.Constant(ir.ArrayType(WORDS, count), [constant(WORDS, 0)] * count)
+
+    emit.__name__ = f"no_sums{count}"
+    emit.__doc__ = "Zero for every row."
+    return define(types.UniTuple(words16, count))(emit)
+
+
+def _store(bits: int, rows: int) -> Any:
+    count = fields(bits)
+
+    def emit(b: Builder, sums: Any, out: Any) -> None:
+        for m in range(rows):
+            parts = [b.sitofp(b.extract_value(sums, count * m + field), FLOATS) for field in range(count)]
+            for tile in range(count):
+                value = _in_order(b, parts, tile)
+                b.store(value, pointer(b, offset(b, out, 64 * (count * m + tile))), align=64)
+
+    emit.__name__ = f"store_sums{bits}x{rows}"
+    emit.__doc__ = "Write sums as float32 [rows, tiles, 16], output channels in order."
+    return define(types.void, types.UniTuple(words16, count * rows), types.int64)(emit)
+
+
+def _in_order(b: Builder, parts: list[Any], tile: int) -> Any:
+    """Sixteen neighbours: output channel n is in lane n // fields of vector n % fields."""
+    width = 16 // len(parts)
+    lanes = [ir.Constant(ir.VectorType(I32, width), [width * tile + i for i in range(width)])] * len(parts)
+    few = [
+        b.shuffle_vector(part, ir.Constant(FLOATS, ir.Undefined), own) for part, own in zip(parts, lanes, strict=True)
+    ]
+    while len(few) > 1:
+        half, count = len(few) // 2, few[0].type.count
+        mask = ir.Constant(ir.VectorType(I32, 2 * count), [i // 2 + i % 2 * count for i in range(2 * count)])
+        few = [b.shuffle_vector(few[i], few[i + half], mask) for i in range(half)]
+    return few[0]
+
+
+def _add(bits: int, side: int) -> Any:
+    """Adds the products of a slice's columns with a group's channels to the outputs of a row block."""
+    count = fields(bits)
+    rows = min(side, _SUMS // count)
+    multiply, none, store = _multiply(bits, side, rows), _no_sums(count * rows), _store(bits, rows)
+    neutral = float(ENTRY_OFFSET if bits >= 8 else 1 << (bits - 1))
+
+    @numba.njit(nogil=True)
+    def add_slice(
+        linear: Linear, x: Quantized, group: int, tile: int, tiles: int, ahead: int, valid: int, out: int, scratch: int
+    ) -> None:
+        residual, size = linear.residual, BLOCK * linear.weights.group_blocks
+        stride, last = residual.stride, residual.rows - 1
+        column = residual.codes + 2 * bits * tile
+        scales, inverse = residual.scales + 32 * tile, fill(numba.float32(0.0))
+        if bits == 16:
+            inverse = div(fill(numba.float32(1.0)), maximum(load_halves(scales), fill(numba.float32(LEAST_STEP))))
+        phase = (column >> 4) & 3  # of the four slices of a line
+        for first in range(0, valid, rows):
+            sums = none()
+            for k in range(group * size, min(group * size + size, last + 1), 4):
+                r0 = column + k * stride
+                r1, r2, r3 = r0 + stride, r0 + 2 * stride, r0 + 3 * stride
+                if k + 3 > last:  # activations beyond the last channel are zero
+                    r1, r2, r3 = min(r1, column + last * stride), column + min(k + 2, last) * stride, r0
+                if first == 0 and (k >> 2) & 3 == phase:
+                    prefetch(r0 + ahead)
+                    prefetch(r1 + ahead)
+                    prefetch(r2 + ahead)
+                    prefetch(r3 + ahead)
+                sums = multiply(sums, r0, r1, r2, r3, linear.kept + k, x.codes + side * k + 4 * first, inverse)
+            store(sums, scratch)
+            for m in range(first, min(first + rows, valid)):
+                factor = 4 * (side * group + m)
+                scale, shift = (
+                    broadcast(x.scales + factor),
+                    mul(broadcast(x.shifts + factor), fill(numba.float32(neutral))),
+                )
+                for t in range(min(count, tiles)):
+                    at = out + m * linear.out.stride + 64 * t
+                    dots = load_floats(scratch + 64 * (count * (m - first) + t))
+                    own = fma(dots, scale, shift)
+                    store_floats(at, fma(load_halves(scales + 32 * t), own, load_floats(at)))
+
+    return add_slice
+
+
+def few_rows(bits: int) -> Any:
+    """Adds the products of the residuals of some tiles with all rows to their outputs.
+
+    Args:
+        bits: Of the residuals; 2, 4, 8 or 16.
+
+    Returns:
+        A function of: a LINEAR instruction with `kept`; its activations from a row on, a multiple of the row block; the
+        row block; the rows from there on, at most a row block; the address of the first one's outputs; the first tile,
+        a multiple of `fields`, and the one behind the last; and the address of scratch, `SUMS_BYTES`.
+    """
+    count = fields(bits)
+    add_4, add_8, add_16 = (_add(bits, side) for side in (4, 8, 16))
+
+    @numba.njit(nogil=True)
+    def add_tiles(
+        linear: Linear, x: Quantized, side: int, valid: int, out: int, first: int, last: int, scratch: int
+    ) -> None:
+        weights, first_line, last_line = linear.weights, 2 * bits * first // LINE, (2 * bits * last - 1) // LINE
+        onward = BLOCK * weights.group_blocks * linear.residual.stride - LINE * (last_line - first_line)
+        for group in range(weights.groups):
+            for tile in range(first, last, count):
+                ahead = onward if 2 * bits * tile // LINE == last_line else LINE
+                at = out + 64 * tile
+                if side == 16:
+                    add_16(linear, x, group, tile, last - tile, ahead, valid, at, scratch)
+                elif side == 8:
+                    add_8(linear, x, group, tile, last - tile, ahead, valid, at, scratch)
+                else:
+                    add_4(linear, x, group, tile, last - tile, ahead, valid, at, scratch)
+
+    return add_tiles
+
+
+SUMS_BYTES = 64 * _SUMS
+"""Bytes of scratch for the sums of a slice."""
