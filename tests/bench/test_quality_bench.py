@@ -82,7 +82,8 @@ def results(path: Path, change: dict[str, Any] | None = None) -> Results:
         found.add("points", point.to_json(), measure.point_code("weights", CODE), {**point.to_json(), **numbers})
         about = {**point.to_json(), "weights": "weights", "bits_per_weight": point.bits + 0.2, "parameters": 10**8}
         sizes = dict.fromkeys(("gpu_bytes", "cpu_buffers", "gpu_buffers"), int(20e6 * point.bits))
-        made = {"seconds": 14.0, "processor_seconds": 20.0, "peak_bytes": 5 << 28, "limit_bytes": 6 << 28}
+        made = {"seconds": 14.0, "processor_seconds": 20.0, "others_seconds": 1.0, "cores": 2}
+        made |= {"peak_bytes": 5 << 28, "limit_bytes": 6 << 28}
         identity = [point.method, point.bits, point.group_size, point.residual_bits]
         found.add("stored", identity, CODE, {**about, **sizes, **made, "residual_bytes": 10**8})
     peer = {"kind": "Q3_K_M", "weighted": True, "gpu_bytes": 90_000_000, "bits_per_weight": 4.5, "types": {"Q3_K": 1.0}}
@@ -190,6 +191,19 @@ def test_a_limit_that_is_passed_is_seen(tmp_path: Path, claim: str, section: str
     for one in found.sections[section].values():
         one.update(change)
     assert verdict(found, claim) is Verdict.NO
+
+
+def test_a_time_of_a_busy_machine_is_no_verdict(tmp_path: Path) -> None:
+    found = results(tmp_path / "results.json")
+    for one in found.sections["stored"].values():
+        one |= {"seconds": 200.0, "others_seconds": 150.0}
+    assert verdict(found, "slowest method within") is Verdict.UNSURE
+    for one in list(found.sections["stored"].values()):
+        one |= {"seconds": 14.0}
+        if one["method"] == "awq":
+            del found.sections["stored"][one["key"]]
+    assert verdict(found, "slowest method within") is Verdict.NONE
+    assert verdict(found, "by rtn within") is Verdict.YES
 
 
 def test_too_low_a_recall_is_seen(tmp_path: Path) -> None:

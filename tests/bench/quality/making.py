@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from models.recipe import Recipe
 from models.spec import ModelSpec
 from models.store import Store, StoredModel
@@ -46,8 +48,9 @@ def make(folder: Path, store: Store, recipe: Recipe, *, name: str, calibration: 
 
     Returns:
         JSON object: `seconds` from the start of the process to the finished model, `processor_seconds` of all its
-        threads, `peak_bytes` and the `limit_bytes` that are promised, `cpu_buffers` and `gpu_buffers`, the bytes that
-        the weights of all linear layers take in the layouts of the backends.
+        threads, `others_seconds` of processor time that other processes took meanwhile, `cores`, `peak_bytes` and the
+        `limit_bytes` that are promised, `cpu_buffers` and `gpu_buffers`, the bytes that the weights of all linear
+        layers take in the layouts of the backends.
 
     Raises:
         MakingError: the process failed.
@@ -65,16 +68,25 @@ def make(folder: Path, store: Store, recipe: Recipe, *, name: str, calibration: 
         }
         path = Path(scratch) / "request.json"
         path.write_text(json.dumps(request), encoding="utf-8")
+        before = _busy_seconds()
         command = [sys.executable, "-m", "tests.bench.quality.making", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise MakingError((done.stderr.strip().splitlines() or ["no output"])[-1][:300])
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        found["others_seconds"] = round(max(0.0, _busy_seconds() - before), 2)
         if name in store:
             store.remove(name)
         store.path(name).parent.mkdir(parents=True, exist_ok=True)
         shutil.move(Store(root).path(name), store.path(name))
     return found
+
+
+def _busy_seconds() -> float:
+    """Seconds of processor time that all processes but this one and its children have taken."""
+    all_of_them = psutil.cpu_times()
+    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return float(all_of_them.user + all_of_them.system) - sum(used.ru_utime + used.ru_stime for used in own)
 
 
 def weights_of(folder: Path) -> str:

@@ -174,6 +174,7 @@ def _bytes_of(view: View, case: Case, axes: Any) -> None:
     if rows:
         label = "llama.cpp, importance matrix"
         axes.plot([], [], marker="D", color=COLORS["llama.cpp"], ls="", markersize=4, label=label)
+    axes.margins(x=0.1, y=0.15)
     axes.set_title(f"{case.name}, {way}")
     axes.set(xlabel="MB on the device", ylabel="perplexity")
     axes.annotate(

@@ -211,6 +211,7 @@ def _quantizing(view: View) -> str:
             method,
             f"{entry['seconds']:.1f}{view.mark(entry)}",
             f"{entry['processor_seconds']:.1f}",
+            promises.others(entry),
             f"{entry['parameters'] / entry['seconds'] / 1e6:.1f} M",
             f"{entry['peak_bytes'] / 2**20:.0f}",
             f"{entry['limit_bytes'] / 2**20:.0f}",
@@ -220,12 +221,21 @@ def _quantizing(view: View) -> str:
     ]
     if not rows:
         return ""
-    head = ("bits", "method", "seconds", "processor seconds", "parameters a second", "peak MiB", "promised MiB")
+    head = (
+        "bits",
+        "method",
+        "seconds",
+        "processor seconds",
+        "others'",
+        "parameters a second",
+        "peak MiB",
+        "promised MiB",
+    )
     return f"""## Quantizing
 
 {REAL}, each time in a process of its own, as `lowbit-chat quantize` does it: start of the process, calibration and
-judging included. The largest memory is that of the process, torch itself included. On a machine that does other things
-seconds grow, processor seconds hardly do.
+judging included. "Others'" are the processor seconds that other processes took meanwhile: on a machine that does other
+things seconds grow. The largest memory is that of the process, torch itself included.
 
 {table(head, rows)}"""
 
