@@ -43,7 +43,7 @@ bench-prompts: $(READY)
 	$(BIN)/python -m tests.bench.prompts $(if $(SMOLLM2),--stored smollm2=$(SMOLLM2))
 
 quality: $(READY)
-	$(BIN)/python -m tests.bench.quality $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+	$(BIN)/python -m tests.bench.quality $(if $(SMOLLM2),--smollm2 $(SMOLLM2)) $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
 
 kv: $(READY)
 	$(BIN)/python -m tests.bench.caches $(if $(SMOLLM2),--smollm2 $(SMOLLM2)) $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))

@@ -22,7 +22,7 @@ from models.spec import ModelSpec
 from runtime.evaluate import windows
 
 FULL = "F32"
-KINDS = ("Q3_K_M", "IQ3_S", "IQ3_M", "Q4_0", "Q4_K_M")
+KINDS = ("Q2_K", "Q3_K_M", "IQ3_M", "Q4_0", "Q4_K_M")
 """llama.cpp's quantizations that are compared with."""
 _WORKER = Path(__file__).with_name("llama_worker.py")
 _TABLE = "token_embd.weight"
@@ -42,6 +42,37 @@ class PeerError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """What is scored."""
+
+    tokens: Sequence[int]
+    """The text."""
+    window: int
+    """Tokens of a window."""
+    stride: int
+    """Tokens between windows."""
+
+    def parts(self) -> list[dict[str, Any]]:
+        """For each window of `runtime.evaluate` its tokens, and the first one that is scored in it: `first`, and of
+        those that an evaluation as a chat scores, `chat_first`."""
+        count = len(self.tokens)
+        chat = {part.start: part.first for part in windows(count, self.window, self.stride, as_chat=True)}
+        return [
+            {
+                "tokens": list(self.tokens[part.start : part.end]),
+                "first": part.first - part.start,
+                "chat_first": chat.get(part.start, part.end) - part.start,
+            }
+            for part in windows(count, self.window, self.stride)
+        ]
+
+    def scored(self, *, as_chat: bool) -> int:
+        """Tokens that are scored."""
+        found = windows(len(self.tokens), self.window, self.stride, as_chat=as_chat)
+        return sum(part.end - part.first for part in found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRow:
     """What one of llama.cpp's quantizations did."""
 
@@ -55,8 +86,12 @@ class PeerRow:
     """Share of the matrices' weights, by tensor type."""
     bits_per_weight: float
     """Of the matrices."""
+    seconds: float
+    """Wall time of quantizing."""
     nats: tuple[float, ...]
     """Negative log-likelihood of each window."""
+    chat_nats: tuple[float, ...]
+    """The same of the tokens that an evaluation as a chat scores."""
 
 
 def available(python: str) -> str | None:
@@ -152,9 +187,7 @@ def importance(spec: ModelSpec, squares: Mapping[str, FloatArray]) -> dict[str, 
 def ask(
     python: str,
     checkpoint: Checkpoint,
-    tokens: Sequence[int],
-    window: int,
-    stride: int,
+    text: Text,
     squares: Mapping[str, FloatArray],
     kinds: Sequence[tuple[str, bool]],
 ) -> tuple[str, list[PeerRow]]:
@@ -163,9 +196,7 @@ def ask(
     Args:
         python: An interpreter with llama-cpp-python and gguf.
         checkpoint: The model.
-        tokens: The text.
-        window: Tokens of a window.
-        stride: Tokens between windows.
+        text: What is scored.
         squares: Result of `importance`.
         kinds: What to measure, and whether with the importance matrix.
 
@@ -175,10 +206,6 @@ def ask(
     Raises:
         PeerError: llama.cpp could not do it.
     """
-    parts = [
-        {"tokens": list(tokens[part.start : part.end]), "first": part.first - part.start}
-        for part in windows(len(tokens), window, stride)
-    ]
     about = describe(checkpoint.spec)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -189,7 +216,7 @@ def ask(
             "tensors": str(folder / "tensors.npz"),
             "importance": str(folder / "importance.npz"),
             "kinds": [list(kind) for kind in kinds],
-            "windows": parts,
+            "windows": text.parts(),
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         done = subprocess.run(
@@ -221,5 +248,7 @@ def _row(row: Mapping[str, Any]) -> PeerRow:
         gpu_bytes=stored + norms,
         types={name: round(share, 4) for name, share in sorted(types.items(), key=lambda pair: -pair[1])},
         bits_per_weight=round(8 * stored / weights, 4),
+        seconds=row["seconds"],
         nats=tuple(row["nats"]),
+        chat_nats=tuple(row["chat_nats"]),
     )

@@ -3,7 +3,8 @@
     python llama_worker.py REQUEST.json
 
 The request names tensors (.npz, by GGUF's names), metadata, kinds of quantization and windows of token ids; the answer,
-one JSON object on stdout, has for each kind the bytes by tensor type and the nats of every window. Models are converted
+one JSON object on stdout, has for each kind the bytes by tensor type and the nats of every window, all of its scored
+tokens and those that a chat decodes. Models are converted
 with the `gguf` package and quantized by llama.cpp itself; nothing is kept.
 """
 
@@ -12,8 +13,10 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import json
+import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,8 @@ import numpy as np
 
 FULL = "F32"
 FILE_TYPES = {
+    "Q2_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q2_K,
     "Q3_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q3_K_M,
-    "IQ3_S": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ3_S,
     "IQ3_M": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ3_M,
     "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
     "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
@@ -72,7 +75,7 @@ def quantize(source: Path, target: Path, kind: str, importance: dict[str, np.nda
         importance: Mean squares of each tensor's inputs, float32 [K], by GGUF's names; empty for none.
     """
     parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype, parameters.nthread = FILE_TYPES[kind], 1
+    parameters.ftype, parameters.nthread = FILE_TYPES[kind], os.cpu_count() or 1
     if importance:
         kept = [np.ascontiguousarray(values, np.float32) for values in importance.values()]
         table = (llama_cpp.llama_model_imatrix_data * (len(kept) + 1))()
@@ -109,12 +112,13 @@ class Model:
     def __init__(self, path: Path, window: int) -> None:
         choices = llama_cpp.llama_model_default_params()
         choices.n_gpu_layers = 0
+        choices.use_extra_bufts = False  # repacked weights crash on some virtual machines with AMX
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), choices)
         if not self._model:
             raise SystemExit(f"llama.cpp could not load {path.name}")
         options = llama_cpp.llama_context_default_params()
         options.n_ctx = options.n_batch = options.n_ubatch = max(window, 32)
-        options.n_threads = options.n_threads_batch = 1
+        options.n_threads = options.n_threads_batch = os.cpu_count() or 1
         self._context = llama_cpp.llama_init_from_model(self._model, options)
         if not self._context:
             raise SystemExit(f"llama.cpp could not make a context for {path.name}")
@@ -122,8 +126,8 @@ class Model:
         self._batch = llama_cpp.llama_batch_init(max(window, 32), 0, 1)
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
-    def nats(self, tokens: list[int], first: int) -> float:
-        """Negative log-likelihood of tokens first .. end of a window.
+    def nats(self, tokens: list[int], first: int) -> np.ndarray:
+        """Negative log-likelihoods of tokens first .. end of a window, float64.
 
         Args:
             tokens: The window.
@@ -138,13 +142,13 @@ class Model:
         llama_cpp.llama_memory_clear(self._memory, True)
         if llama_cpp.llama_decode(self._context, self._batch):
             raise SystemExit("llama_decode failed")
-        total = 0.0
+        found = []
         for i in range(first - 1, count):
             row = llama_cpp.llama_get_logits_ith(self._context, i)
             logits = np.ctypeslib.as_array(row, (self._vocabulary,)).astype(np.float64)
             top = logits.max()
-            total += top + np.log(np.exp(logits - top).sum()) - logits[tokens[i + 1]]
-        return float(total)
+            found.append(top + np.log(np.exp(logits - top).sum()) - logits[tokens[i + 1]])
+        return np.array(found)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -171,12 +175,20 @@ def main() -> None:
         write_gguf(full, request["about"], tensors)
         for kind, weighted in request["kinds"]:
             path = full if kind == FULL else Path(folder) / "low.gguf"
+            begin = time.perf_counter()
             if kind != FULL:
                 quantize(full, path, kind, importance if weighted else {})
+            seconds = round(time.perf_counter() - begin, 2)
             model = Model(path, longest)
-            nats = [model.nats(part["tokens"], part["first"]) for part in windows]
+            scored = [model.nats(part["tokens"], part["first"]) for part in windows]
             model.close()
-            rows.append({"kind": kind, "weighted": weighted, "tensors": sizes(path), "nats": nats})
+            nats = [float(found.sum()) for found in scored]
+            chat = [
+                float(found[part["chat_first"] - part["first"] :].sum())
+                for part, found in zip(windows, scored, strict=True)
+            ]
+            about = {"kind": kind, "weighted": weighted, "tensors": sizes(path), "seconds": seconds}
+            rows.append({**about, "nats": nats, "chat_nats": chat})
     answer = {"version": importlib.metadata.version("llama-cpp-python"), "rows": rows}
     sys.stdout.write(json.dumps(answer) + "\n")
 

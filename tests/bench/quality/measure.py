@@ -8,40 +8,56 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from models.checkpoint import Checkpoint
-from models.quantize import quantize
-from models.store import Store
+from models.store import Store, StoredModel
+from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
 from runtime.decoder import DecoderOptions
 from runtime.evaluate import full_precision_perplexity, perplexity
 from runtime.open import open_decoder
 from runtime.operations.channels import total_budget
+from runtime.prompt_tuning import tune_prompts
+from runtime.tuning import tune
+from tests.bench.quality.making import make, weights_of
 from tests.bench.quality.points import Point
-from tests.bench.reporting.cases import ROOT, STRIDE, WINDOW, Case
+from tests.bench.reporting.cases import ROOT, Case
 from tests.bench.reporting.losses import numbers
 from tests.bench.reporting.results import Entry, Results, digest, digest_files
 from tests.bench.reporting.run import Tell
+from tuner.profiles import ProfileStore
 
-_MAKING = (
-    "calibration.py",
-    "oracle.py",
-    "architecture.py",
-    "packing.py",
-    "rope.py",
-    "quantize/*.py",
-    "quantizers/*.py",
-)
+_ORACLE = ("oracle.py", "architecture.py", "rope.py")
+_MAKING = (*_ORACLE, "calibration.py", "packing.py", "salience.py", "quantize/*.py", "quantizers/*.py")
 _RUNNING = ("evaluate.py", "backends/cpu/**/*.py", "operations/channels.py")
 _SAVE_S = 10
 """Seconds of work that a kill may cost."""
 
 
+def oracle_code() -> str:
+    """Digest of the code that decides what a checkpoint answers in full precision."""
+    return _code("models", _ORACLE)
+
+
 def making_code() -> str:
     """Digest of the code that decides what a stored model holds."""
-    return digest_files(file for pattern in _MAKING for file in (ROOT / "models").glob(pattern))
+    return _code("models", _MAKING)
 
 
 def running_code() -> str:
     """Digest of the code that decides what a stored model answers."""
-    return digest_files(file for pattern in _RUNNING for file in (ROOT / "runtime").glob(pattern))
+    return _code("runtime", _RUNNING)
+
+
+def tuning_code() -> str:
+    """Digest of the code that decides what a budget buys."""
+    return digest([running_code(), _code("tuner", ("*.py",)), _code("runtime", ("tuning.py", "prompt_tuning.py"))])
+
+
+def _code(package: str, patterns: tuple[str, ...]) -> str:
+    return digest_files(file for pattern in patterns for file in (ROOT / package).glob(pattern))
+
+
+def point_code(weights: str, running: str) -> str:
+    """What decides a point's numbers: the weights of its model (`making.weights_of`), and the code that runs them."""
+    return digest([weights, running])
 
 
 class Laboratory:
@@ -64,93 +80,155 @@ class Laboratory:
         self._saved = time.monotonic()
         self._results = results
         self.tell = tell
-        self._codes = (making_code(), digest([making_code(), running_code()]))
         files = sorted(path for path in case.folder.iterdir() if path.suffix in (".safetensors", ".json"))
         self._source = digest([digest_files(files), hashlib.sha256(self.calibration.encode()).hexdigest()])
-        self._text = {"text": digest(self.tokens), "window": WINDOW, "stride": STRIDE}
+        self._text = {"text": digest(self.tokens), "window": case.window, "stride": case.stride}
 
-    def full(self) -> Entry:
+    def full(self, *, as_chat: bool = False) -> Entry:
         """The checkpoint's own perplexity."""
-        identity = {"source": self._source, **self._text}
-        found = self._results.find("full", identity, self._codes[1])
+        identity = {"source": self._source, **self._text, "as_chat": as_chat}
+        found = self._results.find("full", identity, oracle_code())
         if found is None:
-            result = full_precision_perplexity(self.checkpoint, self.tokens, WINDOW, STRIDE)
-            self.tell(f"{self.case.name} in full precision: {result.perplexity:.3f}")
-            found = self._results.add("full", identity, self._codes[1], {"model": self.case.name, **numbers(result)})
+            case = self.case
+            result = full_precision_perplexity(self.checkpoint, self.tokens, case.window, case.stride, as_chat=as_chat)
+            way = "as a chat" if as_chat else "plain"
+            self.tell(f"{case.name} in full precision, {way}: {result.perplexity:.3f} in {result.seconds:.1f} s")
+            about = {"model": case.name, "as_chat": as_chat}
+            found = self._results.add("full", identity, oracle_code(), {**about, **numbers(result)})
         return found
 
     def point(self, point: Point) -> Entry:
         """Measure a point, or look it up.
 
         Raises:
-            ModelError: its model can't be made.
+            MakingError: its model can't be made.
             RuntimeFailure: its model can't be run.
         """
-        identity = {"source": self._source, **self._text, **point.to_json()}
-        found = self._results.find("points", identity, self._codes[1])
+        identity, stored = {"source": self._source, **self._text, **point.to_json()}, self.stored(point)
+        code = point_code(stored["weights"], running_code())
+        found = self._results.find("points", identity, code)
         if found is not None:
-            self.stored(point)
             return found
-        name = self.stored(point)["name"]
         options = DecoderOptions(
-            context=WINDOW, k_chunk=point.k_chunk, select=point.select, measure_recall=point.measures_recall
+            context=self.case.window,
+            k_chunk=point.k_chunk,
+            prompt_k_chunk=point.prompt_k_chunk,
+            select=point.select,
+            measure_recall=point.measures_recall,
         )
-        decoder, _ = open_decoder(self._store.open(name), options, "cpu")
+        decoder, _ = open_decoder(self.open(point), options, "cpu")
         try:
-            result = perplexity(decoder, self.tokens, WINDOW, STRIDE)
+            result = perplexity(decoder, self.tokens, self.case.window, self.case.stride, as_chat=point.as_chat)
         finally:
             decoder.close()
-        self.tell(
-            f"{point.model} {point.method} {point.bits:g} bits, residual {point.residual_bits}, {point.select} "
-            f"k_chunk {point.k_chunk}: {result.perplexity:.3f} in {result.seconds:.1f} s"
-        )
+        self.tell(f"{point}: {result.perplexity:.3f} in {result.seconds:.1f} s")
         found_numbers = {**point.to_json(), "fetched_bytes": self._fetched(point), **numbers(result)}
-        return self._results.add("points", identity, self._codes[1], found_numbers)
+        return self._results.add("points", identity, code, found_numbers)
 
-    def stored(self, point: Point) -> Entry:
-        """Make a point's model, or look up what is known of it.
+    def budget(self, point: Point, percent: float, *, again: bool = False) -> Entry:
+        """What a chat gets of a point's model where a budget decides k_chunk, and the default budget prompts.
+
+        Args:
+            point: The model; how it is run does not count.
+            percent: Slowdown of decoding that compensation may cost.
+            again: Whether to tune and measure even where it is known.
 
         Raises:
-            ModelError: it can't be made.
+            MakingError: its model can't be made.
+            RuntimeFailure, TunerError: it can't be run or tuned.
         """
-        recipe = point.recipe
-        identity = {"source": self._source, "model": point.model, "recipe": recipe.to_json()}
-        name = f"{point.model}-{point.method}-{digest([identity, self._codes[0]])}"
-        found = self._results.find("stored", identity, self._codes[0])
-        if found is not None and found["name"] in self._store:
+        stored = self.stored(point)
+        recipe = point.recipe.to_json()
+        identity = {"source": self._source, **self._text, "recipe": recipe, "budget": percent}
+        code = point_code(stored["weights"], tuning_code())
+        found = self._results.find("budgets", identity, code)
+        if found is not None and not again:
             return found
-        begin = time.perf_counter()
-        info = quantize(self.case.folder, self._store, recipe, name=name, calibration=self.calibration, force=True)
-        seconds = time.perf_counter() - begin
-        numbers = {
+        model = self.open(point)
+        decoder, _ = open_decoder(model, DecoderOptions(context=2 * self.case.window), "cpu")
+        profiles = ProfileStore(self._store.path(stored["name"]).parents[1] / "profiles")
+        try:
+            tuned = tune(decoder, model, budget_percent=percent, profiles=profiles, force=True)
+            prompts = tune_prompts(
+                decoder, model, budget_percent=DEFAULT_PROMPT_BUDGET_PERCENT, profiles=profiles, force=True
+            )
+            result = perplexity(decoder, self.tokens, self.case.window, self.case.stride, as_chat=True)
+        finally:
+            decoder.close()
+        self.tell(f"{stored['name']} with a budget of {percent:g} %: {result.perplexity:.3f}, {tuned.k_chunk}")
+        about = {
+            "model": point.model,
+            "method": point.method,
+            "bits": point.bits,
+            "group_size": point.group_size,
+            "budget_percent": percent,
+            "k_chunk": dict(tuned.k_chunk),
+            "slowdown_percent": tuned.measured_slowdown_percent,
+            "prompt_k_chunk": prompts.k_chunk,
+            "prompt_slowdown_percent": prompts.measured_slowdown_percent,
+        }
+        return self._results.add("budgets", identity, code, {**about, **numbers(result)})
+
+    def stored(self, point: Point, *, again: bool = False) -> Entry:
+        """Make a point's model, or look up what is known of it.
+
+        Args:
+            point: How it is made.
+            again: Whether to make and time it even where it is known.
+
+        Raises:
+            MakingError: it can't be made.
+        """
+        recipe, code = point.recipe, making_code()
+        identity = {"source": self._source, "model": point.model, "recipe": recipe.to_json()}
+        name = f"{point.model}-{point.method}-{digest(identity)}"
+        found = self._results.find("stored", identity, code)
+        there = found is not None and name in self._store and found["weights"] == weights_of(self._store.path(name))
+        if found is not None and there and not again:
+            return found
+        made = make(self.case.folder, self._store, recipe, name=name, calibration=self.calibration)
+        model = self._store.open(name)
+        summary = model.info.summary
+        about = {
             "model": point.model,
             "name": name,
             "method": point.method,
             "bits": point.bits,
             "group_size": point.group_size,
             "residual_bits": point.residual_bits,
-            "block_bits": None if info.recipe.block_bits is None else list(info.recipe.block_bits),
-            "bits_per_weight": info.summary.bits_per_weight,
-            "gpu_bytes": info.summary.gpu_bytes,
-            "residual_bytes": info.summary.residual_bytes,
-            "parameters": info.summary.parameters,
-            "seconds": round(seconds, 2),
+            "block_bits": None if model.recipe.block_bits is None else list(model.recipe.block_bits),
+            "bits_per_weight": summary.bits_per_weight,
+            "gpu_bytes": summary.gpu_bytes,
+            "residual_bytes": summary.residual_bytes,
+            "parameters": summary.parameters,
+            "weights": weights_of(model.path),
+            **made,
         }
-        self.tell(f"{point.model} {point.method} {point.bits:g} bits quantized in {seconds:.1f} s")
-        return self._results.add("stored", identity, self._codes[0], numbers)
+        what = f"{point.model} {point.method} {point.bits:g} bits quantized"
+        self.tell(f"{what} in {made['seconds']:.1f} s, {made['processor_seconds']:.1f} s of processor time")
+        return self._results.add("stored", identity, code, about)
 
-    def known(self, section: str, about: object, measure: Callable[[], Mapping[str, Any]]) -> Entry:
+    def open(self, point: Point) -> StoredModel:
+        """A point's model, made if it is not there.
+
+        Raises:
+            MakingError: it can't be made.
+        """
+        return self._store.open(self.stored(point)["name"])
+
+    def known(self, section: str, about: object, code: str, measure: Callable[[], Mapping[str, Any]]) -> Entry:
         """An entry of another section that depends on the model and its texts alone.
 
         Args:
             section: Where it is kept.
             about: JSON value: what else decides it.
+            code: Digest of the code that decides it.
             measure: Makes it if it is not known.
         """
         identity = {"source": self._source, **self._text, "about": about}
-        found = self._results.find(section, identity, "")
+        found = self._results.find(section, identity, code)
         if found is None:
-            found = self._results.add(section, identity, "", {"model": self.case.name, **measure()})
+            found = self._results.add(section, identity, code, {"model": self.case.name, **measure()})
         return found
 
     def save_now_and_then(self) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.oracle import Oracle
 from models.spec import LAYER_TYPES
@@ -33,19 +32,17 @@ def mean_squares(checkpoint: Checkpoint, calibration: Sequence[int]) -> dict[str
         checkpoint: The model.
         calibration: Tokens; 8192 of them are used, in sequences of 256.
     """
-    found: dict[str, InputStatistics] = {}
+    sums: dict[str, npt.NDArray[np.float64]] = {}
 
     def observe(name: str, x: torch.Tensor) -> None:
-        if name not in found:
-            found[name] = InputStatistics.empty(x.shape[-1])
-        found[name].add(x.float().numpy(), name)
+        sums[name] = sums.get(name, 0.0) + np.square(x[0].float().numpy()).sum(0, dtype=np.float64)
 
     oracle = Oracle(checkpoint, observe=observe)
     length = min(256, checkpoint.spec.max_context)
-    tokens = np.asarray(calibration[: _STATISTICS_TOKENS // length * length], np.int64)
-    for start in range(0, tokens.size - length + 1, length):
+    tokens = np.asarray(calibration[: min(_STATISTICS_TOKENS, len(calibration)) // length * length], np.int64)
+    for start in range(0, tokens.size, length):
         oracle.logits(torch.from_numpy(tokens[None, start : start + length]))
-    return {name: statistics.mean_square() for name, statistics in found.items()}
+    return {name: (found / tokens.size).astype(np.float32) for name, found in sums.items()}
 
 
 def outliers(checkpoint: Checkpoint, text: Sequence[int], squares: dict[str, FloatArray]) -> dict[str, Any]:
@@ -61,36 +58,30 @@ def outliers(checkpoint: Checkpoint, text: Sequence[int], squares: dict[str, Flo
         5 % by step, and `recall`: by layer type and share, how many of a step's outliers are among the channels of the
         largest mean squares, on average over steps and blocks.
     """
-    seen: dict[str, list[FloatArray]] = {}
-    oracle = Oracle(checkpoint, observe=lambda name, x: seen.setdefault(name, []).append(np.abs(x[0].float().numpy())))
+    layers = checkpoint.spec.num_layers
+    layer = f"layers.{layers // 2}.down"
+    steps: list[FloatArray] = []
+    shares: dict[tuple[str, float], list[float]] = {}
+
+    def observe(name: str, x: torch.Tensor) -> None:
+        rows, kind = np.abs(x[0].float().numpy()), name.rsplit(".", 1)[-1]
+        if name == layer and not steps:
+            steps.append(rows[-STEPS:])
+        for share in SHARES if kind in LAYER_TYPES else ():
+            shares.setdefault((kind, share), []).append(_recall(rows, squares[name], share))
+
+    oracle = Oracle(checkpoint, observe=observe)
     length = min(_CONTEXT, checkpoint.spec.max_context)
     tokens = np.asarray(text[: _WINDOWS * length], np.int64)
     for start in range(0, tokens.size - length + 1, length):
-        oracle.logits(torch.from_numpy(tokens[None, start : start + length]))
-    layers = checkpoint.spec.num_layers
-    layer = f"layers.{layers // 2}.down"
-    picture = seen[layer][0][-STEPS:]
+        oracle.logits(torch.from_numpy(tokens[None, start : start + length]), rows=[-1])
     recall = {
-        kind: {
-            f"{share:g}": round(
-                float(
-                    np.mean(
-                        [
-                            _recall(seen[f"layers.{i}.{kind}"], squares[f"layers.{i}.{kind}"], share)
-                            for i in range(layers)
-                        ]
-                    )
-                ),
-                4,
-            )
-            for share in SHARES
-        }
-        for kind in LAYER_TYPES
+        kind: {f"{share:g}": round(float(np.mean(shares[kind, share])), 4) for share in SHARES} for kind in LAYER_TYPES
     }
     return {
         "layer": layer,
-        "width": picture.shape[1],
-        "channels": [sorted(map(int, row)) for row in _largest(picture, _PICTURE)],
+        "width": steps[0].shape[1],
+        "channels": [sorted(map(int, row)) for row in _largest(steps[0], _PICTURE)],
         "recall": recall,
     }
 
@@ -101,7 +92,7 @@ def _largest(rows: FloatArray, share: float) -> npt.NDArray[np.int64]:
     return np.argpartition(-rows, count - 1, axis=-1)[..., :count]
 
 
-def _recall(rows: list[FloatArray], squares: FloatArray, share: float) -> float:
+def _recall(rows: FloatArray, squares: FloatArray, share: float) -> float:
     """Part of the outliers of all steps that are among the channels of the largest mean squares."""
     static = _largest(squares[None], share)[0]
-    return float(np.isin(_largest(np.concatenate(rows), share), static).mean())
+    return float(np.isin(_largest(rows, share), static).mean())

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench.quality.points import REFERENCE_K
+from tests.bench.quality import massive
+from tests.bench.quality.points import REAL, REFERENCE_K
 from tests.bench.quality.view import View
 from tests.bench.reporting.cases import Case
 from tests.bench.reporting.results import Entry
-from tests.bench.reporting.style import COLORS, QUIET, SELECTORS, draw_all, figure, label_ends, level, steps
+from tests.bench.reporting.style import COLORS, draw_all, figure, label_ends, level, steps
 
-_DASHED, _DOTTED = (4.0, 3.0), (1.0, 2.0)
+CHAT = "as a chat"
+_DASHED = (4.0, 3.0)
 _PICTURED = 160
 """Channels of the picture of outliers; more would be too small to see."""
 
@@ -32,9 +34,8 @@ def draw(view: View, folder: Path) -> dict[str, Path]:
         The files by name, without those that had nothing to show.
     """
     pictures: dict[str, Callable[[View, Path], bool]] = {
-        "selectors": _selectors,
-        "exact": _exact,
         "outliers": _outliers,
+        "massive": _massive,
         "bytes": _bytes,
     }
     pictures |= {f"curves-{case.name}": _curves_of(case) for case in view.models}
@@ -49,76 +50,31 @@ def _curves_of(case: Case) -> Callable[[View, Path], bool]:
 
 
 def _curves(view: View, case: Case, file: Path) -> bool:
-    """Perplexity against k_chunk, a panel for each number of bits (QDEC Fig. 12)."""
-    found = {bits: {method: view.curve(case, method, bits) for method in view.methods()} for bits in view.bits()}
-    found = {
-        bits: {m: [one for one in c if one[0] <= 128] for m, c in curves.items() if c} for bits, curves in found.items()
-    }
+    """Perplexity against k_chunk, a panel for each number of bits (QDEC Fig. 12); as a chat where that was measured."""
+    full, curve, way = chat_or_plain(view, case)
+    found = {bits: {method: curve(case, method, bits) for method in view.methods()} for bits in view.bits()}
+    found = {bits: {m: c for m, c in curves.items() if c} for bits, curves in found.items()}
     found = {bits: curves for bits, curves in found.items() if curves}
+    numbers = view.numbers()
     if not found:
         return False
-    numbers = sorted({k_chunk for curves in found.values() for curve in curves.values() for k_chunk, _ in curve})
-    full = float(view.full[case.name]["perplexity"])
-    with figure(file, len(found), 1, 3.3 * len(found) + 0.6, 3.1, sharey=True) as panels:
+    with figure(file, len(found), 1, 3.3 * len(found) + 0.6, 3.4) as panels:
         for axes, (bits, curves) in zip(panels[0], found.items(), strict=True):
             places = steps(axes, numbers)
             level(axes, full, COLORS["full"], _DASHED)
-            for method, curve in curves.items():
-                xs = [places[k_chunk] for k_chunk, _ in curve]
-                ys = [float(entry["perplexity"]) for _, entry in curve]
+            for method, curve_ in curves.items():
+                xs = [places[k_chunk] for k_chunk, _ in curve_]
+                ys = [float(entry["perplexity"]) for _, entry in curve_]
                 axes.plot(xs, ys, color=COLORS[method], zorder=3)
                 axes.plot(xs[1:], ys[1:], color=COLORS[method], marker="o", ls="", mfc="white", zorder=4)
                 axes.plot(xs[:1], ys[:1], color=COLORS[method], marker="x", markersize=6, zorder=4)
-            axes.set_title(f"{bits:g} bits")
+            axes.set_title(f"{bits:g} bits, {way}")
             axes.set_xlabel("k_chunk")
         panels[0][0].set_ylabel("perplexity")
-        _settle(panels)
+        panels[0][0].figure.draw_without_rendering()  # so that sizes are known where labels are placed
         for axes, curves in zip(panels[0], found.values(), strict=True):
-            ends = [(method, float(curve[-1][1]["perplexity"]), COLORS[method]) for method, curve in curves.items()]
+            ends = [(method, float(curve_[-1][1]["perplexity"]), COLORS[method]) for method, curve_ in curves.items()]
             label_ends(axes, [*ends, ("full", full, COLORS["full"])], len(numbers) - 1)
-    return True
-
-
-def _settle(panels: Any) -> None:
-    """Lay the axes out once, so that sizes are known where labels are placed."""
-    panels[0][0].figure.draw_without_rendering()
-
-
-def _selectors(view: View, file: Path) -> bool:
-    """Dynamic, static and random channels at 3 bits (QDEC Fig. 16)."""
-    found: list[tuple[Case, str, dict[str, list[tuple[int, Entry]]]]] = []
-    for case in view.models:
-        method = _method(view, case)
-        curves = {select: view.curve(case, method, 3, select=select) for select in ("approx", "static", "random")}
-        numbers = {k_chunk for k_chunk, _ in curves["random"]}
-        curves = {select: [one for one in curve if one[0] in numbers] for select, curve in curves.items()}
-        if numbers:
-            found.append((case, method, curves))
-    if not found:
-        return False
-    with _grid(file, len(found), 4.6, 2.7) as panels:
-        for axes, (case, method, curves) in zip(panels, found, strict=False):
-            places = steps(axes, [k_chunk for k_chunk, _ in curves["random"]])
-            level(axes, float(view.full[case.name]["perplexity"]), COLORS["full"], _DASHED)
-            none = view.get(case, method, 3, 0)
-            if none is not None:
-                level(axes, float(none["perplexity"]), QUIET, _DOTTED)
-            for select, curve in curves.items():
-                xs, ys = zip(*((places[k_chunk], float(entry["perplexity"])) for k_chunk, entry in curve), strict=True)
-                axes.plot(xs, ys, color=SELECTORS[select], marker="o", markerfacecolor="white", zorder=3)
-            axes.set_title(f"{case.name}, {method}, 3 bits")
-            axes.set(xlabel="k_chunk", ylabel="perplexity")
-        panels[0].figure.draw_without_rendering()
-        for axes, (case, method, curves) in zip(panels, found, strict=False):
-            ends = [
-                ("dynamic" if select == "approx" else select, float(curve[-1][1]["perplexity"]), SELECTORS[select])
-                for select, curve in curves.items()
-            ]
-            ends.append(("full", float(view.full[case.name]["perplexity"]), COLORS["full"]))
-            none = view.get(case, method, 3, 0)
-            if none is not None:
-                ends.append(("none", float(none["perplexity"]), QUIET))
-            label_ends(axes, ends, len(curves["random"]) - 1)
     return True
 
 
@@ -132,58 +88,6 @@ def _grid(file: Path, count: int, width: float, height: float) -> Iterator[list[
         for axes in flat[count:]:
             axes.set_visible(False)
         yield flat[:count]
-
-
-def _method(view: View, case: Case) -> str:
-    """The method that is shown where only one is: the paper's first, or what there is."""
-    wanted = ("awq", "rtn", *case.closer)
-    return next((method for method in wanted if view.curve(case, method, 3, select="random")), "rtn")
-
-
-def _exact(view: View, file: Path) -> bool:
-    """Approximate against exact top-k at 3 bits, and the recall (QDEC Fig. 15)."""
-    found = []
-    for case in view.models:
-        method = _method(view, case)
-        pairs = [
-            (k_chunk, exact, approx)
-            for k_chunk, exact in view.curve(case, method, 3, select="exact")
-            if (approx := view.get(case, method, 3, k_chunk)) is not None
-        ]
-        if pairs:
-            found.append((case, method, pairs))
-    if not found:
-        return False
-    columns = min(2, len(found))
-    rows = -(-len(found) // columns)
-    with figure(file, columns, 2 * rows, 4.6 * columns, 3.4 * rows, height_ratios=[2, 1] * rows) as panels:
-        for axes in [axes for line in panels for axes in line]:
-            axes.set_visible(False)
-        for number, (case, method, pairs) in enumerate(found):
-            upper, lower = (panels[2 * (number // columns) + row][number % columns] for row in (0, 1))
-            _exact_of(upper, lower, pairs)
-            upper.set_title(f"{case.name}, {method}, 3 bits")
-        panels[0][0].legend(loc="upper right", handlelength=2.4)
-    return True
-
-
-def _exact_of(upper: Any, lower: Any, pairs: list[tuple[int, Entry, Entry]]) -> None:
-    """Perplexity above, recall below."""
-    for axes in (upper, lower):
-        axes.set_visible(True)
-        places = steps(axes, [k_chunk for k_chunk, _, _ in pairs], 0.5)
-    xs = [places[k_chunk] for k_chunk, _, _ in pairs]
-    for select, name, place, marker in (("approx", "approximate", 2, "o"), ("exact", "exact", 1, "s")):
-        ys = [float(pair[place]["perplexity"]) for pair in pairs]
-        style = "-" if select == "approx" else (0, (2, 1.5))
-        upper.plot(xs, ys, color=SELECTORS[select], marker=marker, ls=style, mfc="white", label=name, zorder=3)
-    recalls = [100 * float(approx["recall"]) for _, _, approx in pairs]
-    lower.bar(xs, recalls, width=0.55, color="#f3cfa1", zorder=2)
-    lower.axhline(75, color=QUIET, linewidth=1.0, linestyle=(0, _DOTTED), zorder=3)
-    for x, recall in zip(xs, recalls, strict=True):
-        lower.annotate(f"{recall:.0f}", (x, recall), (0, 2), textcoords="offset points", ha="center", fontsize=7.5)
-    lower.set(ylim=(0, 119), yticks=[0, 50, 75, 100], xlabel="k_chunk", ylabel="recall, %")
-    upper.set(ylabel="perplexity")
 
 
 def _outliers(view: View, file: Path) -> bool:
@@ -225,9 +129,17 @@ def _outliers(view: View, file: Path) -> bool:
     return True
 
 
+def _massive(view: View, file: Path) -> bool:
+    """The real model's first token (`tests.bench.quality.massive`)."""
+    entry = view.massive.get(REAL)
+    if entry is not None:
+        massive.draw(entry, file)
+    return entry is not None
+
+
 def _bytes(view: View, file: Path) -> bool:
     """Perplexity against the bytes that stay on the device, beside llama.cpp."""
-    cases = [case for case in view.models if _compared(view, case)] or view.models
+    cases = view.models
     if not any(view.curve(case, method, 3) for case in cases for method in view.methods()):
         return False
     with _grid(file, len(cases), 4.8, 3.7) as panels:
@@ -237,22 +149,15 @@ def _bytes(view: View, file: Path) -> bool:
     return True
 
 
-def _compared(view: View, case: Case) -> bool:
-    """Whether llama.cpp could hold the model in three bits."""
-    rows = view.peers.get(case.name, {}).get("rows", [])
-    return any(name.startswith(("Q3", "IQ3")) for row in rows for name in row["types"])
-
-
 def _bytes_of(view: View, case: Case, axes: Any) -> None:
-    full = float(view.full[case.name]["perplexity"])
+    full, curve, way = chat_or_plain(view, case)
     axes.axhline(full, color=COLORS["full"], linewidth=1.1, linestyle=(0, _DASHED))
     for method in view.methods():
         found = [
-            (held / 1e6, none, some)
+            (held / 1e6, own[0], own[REFERENCE_K])
             for bits in view.bits()
             if (held := view.gpu_bytes(case, method, bits)) is not None
-            and (none := view.get(case, method, bits, 0)) is not None
-            and (some := view.get(case, method, bits, REFERENCE_K)) is not None
+            and {0, REFERENCE_K} <= (own := dict(curve(case, method, bits))).keys()
         ]
         if not found:
             continue
@@ -261,20 +166,16 @@ def _bytes_of(view: View, case: Case, axes: Any) -> None:
         axes.plot(xs, plain, color=COLORS[method], marker="x", linewidth=0.9, alpha=0.65, zorder=3)
         axes.plot(xs, better, color=COLORS[method], marker="o", label=f"{method}, k_chunk {REFERENCE_K}", zorder=4)
     rows = [row for row in view.peers.get(case.name, {}).get("rows", []) if row["kind"] != "F32"]
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        both = {row["weighted"]: row for row in rows if row["kind"] == kind}
-        x = next(iter(both.values()))["gpu_bytes"] / 1e6
-        heights = [float(row["perplexity"]) for row in both.values()]
-        axes.plot([x] * len(heights), heights, color=COLORS["llama.cpp"], linewidth=0.8, zorder=4)
-        for y, weighted in zip(heights, both, strict=True):
-            face = COLORS["llama.cpp"] if weighted else "white"
-            axes.plot([x], [y], marker="D", color=COLORS["llama.cpp"], mfc=face, ls="", markersize=4, zorder=5)
+    for row in rows:
+        x, y = row["gpu_bytes"] / 1e6, float((row["chat"] if way == CHAT else row)["perplexity"])
+        axes.plot([x], [y], marker="D", color=COLORS["llama.cpp"], ls="", markersize=4, zorder=5)
         place = {"xytext": (-1, 5), "textcoords": "offset points", "va": "bottom", "ha": "left"}
-        axes.annotate(kind, (x, max(heights)), rotation=50, fontsize=8, **place)
+        axes.annotate(row["kind"], (x, y), rotation=50, fontsize=8, **place)
     if rows:
-        label = "llama.cpp (filled: with importance matrix)"
+        label = "llama.cpp, importance matrix"
         axes.plot([], [], marker="D", color=COLORS["llama.cpp"], ls="", markersize=4, label=label)
-    axes.set_title(case.name)
+    axes.margins(x=0.1, y=0.15)
+    axes.set_title(f"{case.name}, {way}")
     axes.set(xlabel="MB on the device", ylabel="perplexity")
     axes.annotate(
         "full precision",
@@ -285,3 +186,14 @@ def _bytes_of(view: View, case: Case, axes: Any) -> None:
         ha="right",
         fontsize=8,
     )
+
+
+Curve = Callable[[Case, str, float], list[tuple[int, Entry]]]
+
+
+def chat_or_plain(view: View, case: Case) -> tuple[float, Curve, str]:
+    """Full precision's perplexity, what gives a curve, and the way in words: as a chat where that was measured."""
+    chat = view.chat_full.get(case.name)
+    if chat is None:
+        return float(view.full[case.name]["perplexity"]), view.curve, "plain"
+    return float(chat["perplexity"]), view.chat_curve, CHAT

@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from models.recipe import METHODS, Recipe
+from assets import calibration_text
+from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, METHODS, Recipe
+from runtime.backends.cpu.backend import CpuBackend
 from runtime.decoder import Selector
+from tests.bench.reporting.cases import CASES, ROOT, Case, wikitext
 
-BITS: tuple[float, ...] = (3, 3.5, 4)
-"""Bits of the blocks' weights."""
-CURVE = (0, 8, 16, 32, 64, 128)
+SMOLLM2 = ROOT / "build" / "smollm2"
+"""Hugging Face folder of SmolLM2-135M-Instruct, unless `--smollm2` names another."""
+REAL = "smollm2"
+"""Name of the case that decides."""
+SMALL = "english3m"
+"""Name of the case beside it."""
+BITS: tuple[float, ...] = (3, 4, 3.5)
+"""Bits of the blocks' weights, in the order in which they are measured."""
+CURVE = (0, 16, 64)
 """k_chunk of the curves (QDEC Fig. 12)."""
-SELECTED = (8, 16, 32, 64, 128, 256)
-"""k_chunk of the comparison of selectors (QDEC Fig. 16)."""
 REFERENCE_K = 64
 """k_chunk at which single numbers are quoted."""
-RESIDUALS: dict[int, tuple[int, ...]] = {
-    2: (32, 64, 128, 256),
-    4: (16, 32, 64, 128),
-    8: (8, 16, 32, 64),
-    16: (4, 8, 16, 32),
-}
+BUDGETS = (5.0, 10.0)
+"""Slowdowns in percent that the default recipe is tuned for: the program's default, and what the limits are for."""
+BUDGET = BUDGETS[-1]
+"""The slowdown that has a limit."""
+SELECTORS: tuple[Selector, ...] = ("approx", "exact", "static", "random")
+"""How salient channels are chosen (QDEC Fig. 15 and 16)."""
+RESIDUALS: dict[int, tuple[int, ...]] = {2: (32, 128), 4: (16, 64), 8: (8, 32), 16: (4, 16)}
 """k_chunk by bits of the residuals; numbers in the same place fetch the same bytes of rows (QDEC Table 1)."""
-NARROW_GROUP = 32
-"""Group size of the 3-bit models that spend more bytes on scales, for comparisons at equal bytes."""
+ALL_RESIDUALS = CpuBackend.prompt_levels[0]
+"""Channels of 1024 that the rows of a prompt share: what the default budget of prompts buys on a CPU, if anything."""
+
+
+def cases(smollm2: Path = SMOLLM2) -> list[Case]:
+    """The models of the report, the real one first.
+
+    Args:
+        smollm2: Checkpoint of SmolLM2-135M-Instruct.
+    """
+    real = Case(
+        name=REAL,
+        folder=smollm2,
+        group_size=DEFAULT_GROUP_SIZE,
+        tokens=2000,
+        window=512,
+        stride=256,
+        about="SmolLM2-135M-Instruct: Llama, 135 M parameters, hidden 576, 30 blocks, vocabulary 49,152",
+        evaluated="WikiText-2 test",
+        calibrated="the bundled calibration text",
+        closer=("rtn",),
+        encode=wikitext,
+        calibration=calibration_text,
+    )
+    small = next(case for case in CASES if case.name == SMALL)
+    return [real, replace(small, group_size=DEFAULT_GROUP_SIZE, closer=("rtn",))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +71,7 @@ class Point:
     """Base quantizer."""
     bits: float
     """3, 3.5 or 4."""
-    group_size: int
+    group_size: int = DEFAULT_GROUP_SIZE
     """Input channels that share a scale."""
     residual_bits: int = 4
     """2, 4, 8 or 16."""
@@ -46,6 +79,10 @@ class Point:
     """How salient channels are chosen."""
     k_chunk: int = 0
     """Compensated channels per 1024."""
+    as_chat: bool = False
+    """Whether the first half of each window is prefilled as a prompt and the second half decoded."""
+    prompt_k_chunk: int = 0
+    """Channels per 1024 that the rows of a prompt share."""
 
     @property
     def recipe(self) -> Recipe:
@@ -55,72 +92,83 @@ class Point:
     @property
     def measures_recall(self) -> bool:
         """Whether the selection is compared with exact top-k."""
-        return self.select == "approx" and self.k_chunk > 0 and self.bits == 3 and self.residual_bits == 4
+        return self.select == "approx" and self.k_chunk > 0 and self.bits == 3 and not self.as_chat
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the same fields."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        """In a few words."""
+        way = f"as a chat, prompts {self.prompt_k_chunk}" if self.as_chat else "plain"
+        what = f"{self.model} {self.method} {self.bits:g} bits g{self.group_size} residual {self.residual_bits}"
+        return f"{what}, {self.select} k_chunk {self.k_chunk}, {way}"
+
+
+def chat(point: Point) -> Point:
+    """The same model as a chat gets it by default: its prompts are compensated where decoding is."""
+    return replace(point, as_chat=True, prompt_k_chunk=ALL_RESIDUALS if point.k_chunk else 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much is measured."""
+    """How much is measured of a model."""
 
-    methods: Sequence[str] = METHODS
-    """Base quantizers."""
+    methods: Sequence[str] = (DEFAULT_METHOD, *(method for method in METHODS if method != DEFAULT_METHOD))
+    """Base quantizers, in the order in which they are measured."""
     bits: Sequence[float] = BITS
     """Bits of the blocks' weights."""
     curve: Sequence[int] = CURVE
     """k_chunk of the curves."""
-    selected: Sequence[int] = SELECTED
+    as_chat: bool = False
+    """Whether every point is measured as a chat gets it too."""
+    selected: Sequence[int] = (16, 64)
     """k_chunk of the comparison of selectors."""
-    places: Sequence[int] = (0, 1, 2, 3)
+    places: Sequence[int] = (0, 1)
     """Places in `RESIDUALS`."""
     tokens: int | None = None
     """Most tokens of each text; None for the case's own number."""
 
 
-QUICK = Extent(methods=("rtn", "gptq"), bits=(3, 4), curve=(0, 16, 64), selected=(16, 64), places=(2,), tokens=1300)
-"""Enough to see that everything works; the numbers are noisy."""
+EXTENTS: Mapping[str, Extent] = {REAL: Extent(as_chat=True, places=()), SMALL: Extent(bits=(3,))}
+"""By model. The small one is there for llama.cpp's 3-bit types, which need rows of a multiple of 256, for widths of the
+residuals, each of which takes a model of its own, and to show how far effects differ between models."""
 
 
-def points(model: str, group_size: int, closer: Sequence[str], extent: Extent) -> list[Point]:
-    """All points of a model, each once, those of one stored model together.
+def quick(extent: Extent) -> Extent:
+    """Enough to see that everything works; the numbers are noisy."""
+    return replace(extent, methods=(DEFAULT_METHOD, "rtn"), bits=(3,), selected=(64,), places=(1,), tokens=700)
+
+
+def points(case: Case, extent: Extent) -> list[Point]:
+    """All points of a model, each once, in the order in which they are measured.
 
     Args:
-        model: Name of a `Case`.
-        group_size: Its group size.
-        closer: Methods whose selectors and residuals are compared.
+        case: The model.
         extent: How much is measured.
     """
-    found = dict.fromkeys(_points(model, group_size, closer, extent))
-    return sorted(found, key=lambda point: (point.method, point.bits, point.group_size, point.residual_bits))
+    return list(dict.fromkeys([*_curves(case, extent), *_comparisons(case, extent)]))
 
 
-def _points(model: str, group_size: int, closer: Sequence[str], extent: Extent) -> Iterator[Point]:
-    for method in extent.methods:
-        for bits in extent.bits:
+def _curves(case: Case, extent: Extent) -> Iterator[Point]:
+    for bits in extent.bits:
+        for method in extent.methods:
             for k_chunk in extent.curve:
-                yield Point(model=model, method=method, bits=bits, group_size=group_size, k_chunk=k_chunk)
-        if group_size > NARROW_GROUP:
-            for k_chunk in _within(extent.curve, (0, REFERENCE_K, 128)):
-                yield Point(model=model, method=method, bits=3, group_size=NARROW_GROUP, k_chunk=k_chunk)
-    selectors: tuple[Selector, ...] = ("approx", "exact", "static", "random")
-    for method in [method for method in closer if method in extent.methods]:
+                point = Point(model=case.name, method=method, bits=bits, group_size=case.group_size, k_chunk=k_chunk)
+                yield point
+                if not extent.as_chat:
+                    continue
+                yield chat(point)
+                if k_chunk and method == DEFAULT_METHOD:
+                    yield replace(point, as_chat=True)
+
+
+def _comparisons(case: Case, extent: Extent) -> Iterator[Point]:
+    for method in [method for method in case.closer if method in extent.methods]:
+        own = Point(model=case.name, method=method, bits=3, group_size=case.group_size)
         for k_chunk in extent.selected:
-            for select in selectors:
-                yield Point(model=model, method=method, bits=3, group_size=group_size, select=select, k_chunk=k_chunk)
+            for select in SELECTORS:
+                yield replace(own, select=select, k_chunk=k_chunk)
         for residual_bits, numbers in RESIDUALS.items():
             for place in extent.places:
-                yield Point(
-                    model=model,
-                    method=method,
-                    bits=3,
-                    group_size=group_size,
-                    residual_bits=residual_bits,
-                    k_chunk=numbers[place],
-                )
-
-
-def _within(some: Iterable[int], others: Iterable[int]) -> list[int]:
-    return [number for number in others if number in set(some)]
+                yield replace(own, residual_bits=residual_bits, k_chunk=numbers[place])

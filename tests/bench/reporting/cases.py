@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT.parent / "shared" / "data"
 """Real models and texts beside the repository; without them only the bundled model is measured."""
 WINDOW, STRIDE = 256, 128
-"""Tokens of a window, and from one window's start to the next."""
+"""Tokens of a window, and from one window's start to the next, of the small models."""
 
 _STORY_END = "<|endoftext|>"
 _CALIBRATION_CHARACTERS = 120_000
@@ -44,6 +44,10 @@ class Case:
     """The evaluation text's first so many tokens."""
     calibration: Callable[[], str]
     """The calibration text."""
+    window: int = WINDOW
+    """Tokens of a window."""
+    stride: int = STRIDE
+    """Tokens from one window's start to the next."""
 
     def there(self) -> bool:
         """Whether the checkpoint and its texts are on this machine."""
@@ -59,7 +63,8 @@ class Case:
         return self.encode(Tokenizer(self.folder), count)[:count]
 
 
-def _wikitext(tokenizer: Tokenizer, count: int) -> list[int]:
+def wikitext(tokenizer: Tokenizer, count: int) -> list[int]:
+    """The beginning of WikiText-2's test text, which has at least so many tokens."""
     return tokenizer.encode(_read("wikitext2-test.txt")[: 16 * count])
 
 
@@ -125,7 +130,7 @@ CASES: Sequence[Case] = (
         evaluated="WikiText-2 test",
         calibrated="WikiText-2 valid",
         closer=_CLOSER,
-        encode=_wikitext,
+        encode=wikitext,
         calibration=lambda: _read("wikitext2-valid.txt")[:_CALIBRATION_CHARACTERS],
     ),
     Case(

@@ -17,8 +17,6 @@ COLORS = {
     "full": "#1b1b1b",
 }
 """By method; they differ in lightness too, and to eyes that mix up red and green."""
-SELECTORS = {"exact": "#0072b2", "approx": "#e07b00", "static": "#00916e", "random": "#7a7a7a"}
-"""By selector."""
 QUIET = "#6b6b6b"
 """Of what stands in the background."""
 _SETTINGS: Any = {

@@ -1,0 +1,86 @@
+"""Bytes on the device beside llama.cpp's: a section of docs/quality.md."""
+
+from __future__ import annotations
+
+from tests.bench.quality.points import REFERENCE_K
+from tests.bench.quality.view import View
+from tests.bench.reporting.cases import Case
+from tests.bench.reporting.markdown import number, table
+
+
+def section(view: View, picture: str | None) -> str:
+    """The section of docs/quality.md.
+
+    Args:
+        view: The results.
+        picture: Of perplexity against bytes, as the report links it; None where there is nothing to compare.
+    """
+    if picture is None:
+        return ""
+    lead = f"""## Bytes on the device
+
+![Perplexity against bytes on the device, beside llama.cpp]({picture})
+
+Bytes of all weights that stay on the device: codes, scales and zero-points or codebooks of the blocks and of the output
+head, the norms, and the residuals' scales. The embedding table is read a row at a time from main memory, here as in
+llama.cpp, and counts on neither side; where it is tied to the head, the head counts. Residuals lie in main memory and
+take "residuals" more of it. "CPU" and "GPU" are sums over real buffers of the linear layers in the layouts of the two
+backends: the GPU's fills rows up to multiples of 512 channels, which costs models of other widths dearly."""
+    if not view.peers:
+        return f"{lead}\n\nllama.cpp was not measured: no interpreter with llama-cpp-python and gguf (`--peer-python`)."
+    versions = sorted({entry["version"] for entry in view.peers.values()})
+    parts = [
+        lead,
+        f"""llama.cpp is that of llama-cpp-python {", ".join(versions)}: the same fp16 weights were converted to GGUF in
+float32, quantized by llama.cpp itself with an importance matrix of our calibration text, and scored in the same windows
+of the same tokens; "as a chat" are the same positions as ours. It has no compensation. Its K- and I-quants need rows of
+a multiple of 256; where a model has narrower ones it falls back to other types, which "made of" shows.""",
+    ]
+    for case in [case for case in view.models if case.name in view.peers]:
+        rows = sorted([*_theirs(view, case), *_ours(view, case)], key=lambda row: float(row[1]))
+        head = ["", "MB", "bits a weight", "plain", "as a chat", "CPU", "GPU", "residuals", "made of"]
+        parts.append(f"### {case.name}\n\n{table(head, rows)}")
+    return "\n\n".join(parts)
+
+
+def _theirs(view: View, case: Case) -> list[tuple[str, ...]]:
+    peers = view.peers[case.name]
+    old = view.mark(peers)
+    return [
+        (
+            f"llama.cpp {row['kind']}" + (" + matrix" if row["weighted"] else ""),
+            f"{row['gpu_bytes'] / 1e6:.2f}",
+            f"{row['bits_per_weight']:.2f}",
+            number(row["perplexity"]) + old,
+            number(row["chat"]["perplexity"]) + old,
+            "",
+            "",
+            "",
+            ", ".join(f"{100 * share:.0f} % {name}" for name, share in row["types"].items()),
+        )
+        for row in peers["rows"]
+    ]
+
+
+def _ours(view: View, case: Case) -> list[tuple[str, ...]]:
+    rows = []
+    for entry in view.stored.values():
+        if entry["model"] != case.name or entry["residual_bits"] != 4:
+            continue
+        method, bits = entry["method"], entry["bits"]
+        plain = [view.get(case, method, bits, k_chunk) for k_chunk in (0, REFERENCE_K)]
+        own = [view.chat(case, method, bits, k_chunk) for k_chunk in (0, REFERENCE_K)]
+        if None in plain:
+            continue
+        rows.append(
+            (
+                f"{method} {bits:g} bits, k_chunk 0 → {REFERENCE_K}",
+                f"{entry['gpu_bytes'] / 1e6:.2f}",
+                f"{entry['bits_per_weight']:.2f}",
+                " → ".join(view.shown(point) for point in plain),
+                "" if None in own else " → ".join(view.shown(point) for point in own),
+                *(f"{entry[kind] / 1e6:.2f}" for kind in ("cpu_buffers", "gpu_buffers", "residual_bytes")),
+                f"groups of {entry['group_size']}" if method != "squeezellm" else "a codebook a row",
+            )
+        )
+    return rows
