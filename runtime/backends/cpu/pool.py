@@ -102,7 +102,9 @@ class Pool:
 
     def _start(self) -> None:
         self._control[[sync.DONE, sync.SLEEPERS]] = 0
-        self._control[sync.TURN], self._control[sync.ACTIVE] = sync.CLOSED, self.threads
+        # Numbers go on where the last session ended: what instructions note by them must not look like this one's.
+        self._control[sync.TURN] = int(self._control[sync.TURN]) >> 32 << 32 | sync.CLOSED
+        self._control[sync.ACTIVE] = self.threads
         self._workers = [
             threading.Thread(target=execute, args=(self._address, number), name=f"decoder-{number}", daemon=True)
             for number in range(1, self.threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.cpu.machine import sync
 from runtime.decoder import DecoderOptions, Step
@@ -61,6 +63,48 @@ def test_numbers_of_instructions_may_pass_their_end(decoder: CpuDecoder) -> None
         decoder._control[sync.TURN] = np.int64(-5) << 32 | sync.CLOSED  # five before 2^32
         for _ in range(3):
             np.testing.assert_array_equal(decode(decoder, 0), first)
+
+
+def test_a_session_s_numbers_are_not_those_of_the_one_before(decoder: CpuDecoder) -> None:
+    numbers = []
+    for _ in range(3):
+        with decoder.session():
+            decode(decoder, 0)
+            numbers.append(int(decoder._parameters["first"]))
+    assert numbers == sorted({*numbers})
+
+
+def test_a_part_waits_for_the_channels_that_another_chooses(decoder: CpuDecoder) -> None:
+    decode(decoder, 0)  # leaves numbers in every buffer, and a choice in every instruction
+    program = decoder.layer_program("down", 64)
+    decoder.run_layers(program)
+    place = next(n for n, words in enumerate(program) if isinstance(op.read(words), op.Linear))
+    linear, header = op.read(program[place]), op.header_of(program[place])
+    assert isinstance(linear, op.Linear)
+    assert op.header_of(program[place - 1])["parts"] == op.BESIDE
+    address, control = int(program.ctypes.data) + 8 * op.WIDTH * place, int(decoder._control.ctypes.data)
+    step = decoder._parameters
+
+    def run(part: int) -> None:
+        scratch = int(step["scratch"]) + part * int(step["scratch_stride"])
+        ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(int(header["unit"]))(address, control, part, 2, scratch)
+
+    outputs = np.ctypeslib.as_array((ctypes.c_float * (16 * linear.weights.tiles)).from_address(linear.out.at))
+    chosen = np.ctypeslib.as_array((ctypes.c_int32 * linear.total).from_address(linear.chosen.at))
+    outputs[:] = 0
+    for part in (0, 1):
+        run(part)
+    wanted = outputs.copy()
+    decoder._control[sync.TURN] += 1 << 32  # the next turn: what was chosen counts no more
+    chosen[:], outputs[:] = np.arange(linear.total), 0
+    later = threading.Thread(target=run, args=(1,), daemon=True)
+    later.start()
+    later.join(0.2)
+    assert later.is_alive()
+    run(0)
+    later.join(30)
+    assert not later.is_alive()
+    np.testing.assert_array_equal(outputs, wanted)
 
 
 def test_who_is_to_leave_waits_for_no_turn() -> None:
