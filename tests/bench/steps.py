@@ -108,7 +108,8 @@ def step_of(decoder: Decoder, way: Way, rows: int) -> Step:
 
 def measured(name: str, model: Weights, sizes: Sequence[int], rounds: int) -> list[Row]:
     """Time steps of some sizes in every way, in turns."""
-    options = DecoderOptions(context=256, prompt_k_chunk=CHUNK, max_rows=max(64, *sizes))
+    context = min(256, model.spec.max_context)
+    options = DecoderOptions(context=context, prompt_k_chunk=CHUNK, max_rows=max(64, *sizes))
     decoder = open_decoder(model, options, "cpu")[0]
     times: dict[tuple[Way, int], list[float]] = {(way, rows): [] for way in WAYS for rows in sizes}
     product = Product(*SHAPES["1.1B gate_up"], 4, 128)
