@@ -18,11 +18,11 @@ import random
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from tests.bench.reporting.markdown import between
 from tuner.simulate import FITTED, Constants
 from tuner.table_3 import Row, order_breaks, quantile, simulate
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tuner.md"
-BEGIN, END = "<!-- comparison: begin -->", "<!-- comparison: end -->"
 LIMITS = {
     "sm_bytes_per_cycle": (3.0, 16.0),
     "pcie_efficiency": (0.5, 0.9),
@@ -121,14 +121,12 @@ def table(rows: tuple[Row, ...]) -> str:
 
 def write(document: Path) -> None:
     """Put the comparison between its marks."""
-    text = document.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
     parts = [
         f"{title}: {described(rows)}.\n\n{table(rows)}"
         for title, rows in (("AWQ", simulate("awq")), ("SqueezeLLM", simulate("squeezellm")))
     ]
-    document.write_text("\n\n".join((before + BEGIN, *parts, END + after)), encoding="utf-8")
+    text = document.read_text(encoding="utf-8")
+    document.write_text(between(text, "comparison", "\n\n".join(parts)), encoding="utf-8")
 
 
 def main() -> None:

@@ -216,13 +216,13 @@ def test_the_table_of_the_readme_is_put_between_its_markers(tmp_path: Path) -> N
     for kind, nats in (("fp16", 3.0), ("int4", 3.01)):
         about = {"model": "smollm2", "smooth": False, "window": 1024, "weights": "4-bit", "backend": "cpu"}
         found.add("perplexity", [about, kind], "", entry(nats, **about, kind=kind, quantized=0.8))
-    readme.write_text(f"before\n{summary.BEGIN}\n\nold\n\n{summary.END}\nafter\n", encoding="utf-8")
+    readme.write_text("before\n<!-- kv: begin -->\n\nold\n\n<!-- kv: end -->\nafter\n", encoding="utf-8")
     for _ in range(2):
         summary.write(View(found), readme)
     text = readme.read_text(encoding="utf-8")
     assert "old" not in text
-    assert text.startswith(f"before\n{summary.BEGIN}")
-    assert text.endswith(f"{summary.END}\nafter\n")
+    assert text.startswith("before\n<!-- kv: begin -->")
+    assert text.endswith("<!-- kv: end -->\nafter\n")
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
     assert f"{math.exp(3.0):.2f}" in lines["fp16"]
     assert "+1.01 ± 0.00 %" in lines["int4"]

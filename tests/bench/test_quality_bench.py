@@ -19,6 +19,7 @@ from tests.bench.quality.measure import Laboratory
 from tests.bench.quality.points import EXTENTS, REAL, Point
 from tests.bench.quality.report import write
 from tests.bench.quality.view import OLD, View, closed
+from tests.bench.reporting import markdown
 from tests.bench.reporting.cases import CASES
 from tests.bench.reporting.losses import difference
 from tests.bench.reporting.results import Results
@@ -317,13 +318,13 @@ def test_the_readme_is_written_between_its_markers(tmp_path: Path) -> None:
     readme.write(view_of(found), file)
     assert "behind Q3_K_M (1.50 × its bytes)" in file.read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="markers"):
-        readme.between("no markers", "quality", "")
+        markdown.between("no markers", "quality", "")
 
 
 def test_the_readme_has_the_markers() -> None:
     text = command.README.read_text(encoding="utf-8")
     for name in ("quality", "answers"):
-        readme.between(text, name, "")
+        markdown.between(text, name, "")
 
 
 def test_differences_are_of_pairs() -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assets import calibration_text, demo_path
+from assets import demo_path
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
@@ -36,10 +36,10 @@ from runtime.open import open_decoder
 from runtime.operations.channels import LAYER_KINDS
 from runtime.profile_key import content_id
 from runtime.timing import DecodeTimer
-from runtime.tokenizer import Tokenizer
 from runtime.tuning import tune
-from tests.bench.reporting.cases import CASES, DATA, ROOT, STRIDE, WINDOW, Case
-from tests.bench.reporting.markdown import number, table
+from tests.bench.reporting.cases import CASES, ROOT
+from tests.bench.reporting.cases import smollm2 as real_model
+from tests.bench.reporting.markdown import between, number, table
 from tests.bench.reporting.run import Tell, about_run, teller
 from tuner.profiles import ProfileStore
 
@@ -49,7 +49,6 @@ UNIFORM = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Uniform k_chunk that are compared with."""
 RESULTS = ROOT / "tests" / "bench" / "results" / "tuned.json"
 DOCS = ROOT / "docs" / "tuner.md"
-BEGIN, END = "<!-- tuned: begin -->", "<!-- tuned: end -->"
 _STORE = ROOT / "build" / "tuned"
 _ROUNDS = 3
 """Times that every configuration is timed, in turns with the others."""
@@ -58,7 +57,7 @@ _SECONDS = 0.4
 _SLOWEST = 2.0
 """A uniform k_chunk that is slower than so many times the largest budget is not timed."""
 _TOKENS = 4000
-"""Most tokens of a small model's text."""
+"""Most tokens of a text."""
 _SMOLLM2 = "smollm2"
 
 
@@ -109,8 +108,7 @@ def main() -> None:
     text = report(found["models"])
     print(text)
     if given.write:
-        before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
-        DOCS.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        DOCS.write_text(between(DOCS.read_text(encoding="utf-8"), "tuned", text), encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:
@@ -139,22 +137,14 @@ def _arguments() -> argparse.Namespace:
 def _subject(name: str, smollm2: Path | None) -> Subject:
     """A model by name, quantized unless it is already."""
     store = Store(_STORE)
-    if name == _SMOLLM2:
-        assert smollm2 is not None
-        if name not in store:
-            recipe = Recipe(bits=3)
-            quantize(smollm2, store, recipe, name=name, calibration=calibration_text())
-        tokens = Tokenizer(smollm2).encode((DATA / "text" / "wikitext2-test.txt").read_text(encoding="utf-8")[:40000])[
-            :2000
-        ]
-        return Subject(name=name, model=store.open(name), tokens=tokens, window=512, stride=256)
     shipped = name == "demo-shipped"
-    case: Case = next(case for case in CASES if case.name == ("demo" if shipped else name))
+    known = CASES if smollm2 is None else (real_model(smollm2), *CASES)
+    case = next(case for case in known if case.name == ("demo" if shipped else name))
     if not shipped and name not in store:
         recipe = Recipe(bits=3, group_size=case.group_size)
         quantize(case.folder, store, recipe, name=name, calibration=case.calibration())
     model = StoredModel.open_folder(demo_path(), "demo") if shipped else store.open(name)
-    return Subject(name=name, model=model, tokens=case.text(_TOKENS), window=WINDOW, stride=STRIDE)
+    return Subject(name=name, model=model, tokens=case.text(_TOKENS), window=case.window, stride=case.stride)
 
 
 def _decoder(subject: Subject) -> Decoder:

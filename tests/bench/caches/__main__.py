@@ -22,12 +22,12 @@ from typing import Any
 
 from models.store import Store
 from tests.bench.caches import attention, drift, gear, perplexity, size, smooth, speed, summary
-from tests.bench.caches.extent import FIRST, QUICK, REAL, SECTIONS, SMOLLM2, Extent, cases, known_cases
+from tests.bench.caches.extent import FIRST, QUICK, REAL, SECTIONS, Extent, cases, known_cases
 from tests.bench.caches.laboratory import Laboratory, Notebook
 from tests.bench.caches.report import write
 from tests.bench.caches.view import View
 from tests.bench.quality import llama
-from tests.bench.reporting.cases import ROOT
+from tests.bench.reporting.cases import ROOT, SMOLLM2
 from tests.bench.reporting.results import Results
 from tests.bench.reporting.run import about_run, teller
 

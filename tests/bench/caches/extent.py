@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from assets import calibration_text
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.tokenizer import Tokenizer
-from tests.bench.reporting.cases import CASES, DATA, ROOT, Case
+from tests.bench.reporting.cases import CASES, DATA, SMOLLM2, Case, smollm2
 
 SECTIONS = ("gear", "size", "drift", "perplexity", "smooth", "attention", "speed")
 """Parts of the report, in the order in which they are measured."""
@@ -76,8 +75,6 @@ REAL_KINDS: Mapping[str, Sequence[KVKind]] = {"smollm2-2k": _LONG, "smollm2-4k":
 """Kinds that are measured there; all where nothing is said. Long windows take minutes a kind."""
 TOYS = ("english3m", "demo")
 """Small models beside it, for what takes too long on the real one: other backends, long generations, planted keys."""
-SMOLLM2 = ROOT / "build" / "smollm2"
-"""Its Hugging Face folder, unless `--smollm2` names another."""
 
 
 def real_cases(folder: Path = SMOLLM2) -> list[Case]:
@@ -87,33 +84,23 @@ def real_cases(folder: Path = SMOLLM2) -> list[Case]:
         folder: Checkpoint of SmolLM2-135M-Instruct.
     """
 
-    def text(file: str, start: int) -> Callable[[Tokenizer, int], list[int]]:
-        def encode(tokenizer: Tokenizer, count: int) -> list[int]:
-            whole = (DATA / "text" / file).read_text(encoding="utf-8")
-            return tokenizer.encode(whole[start : start + 16 * count])
+    def book(tokenizer: Tokenizer, count: int) -> list[int]:
+        whole = (DATA / "text" / "moby-dick.md").read_text(encoding="utf-8")
+        return tokenizer.encode(whole[60000 : 60000 + 16 * count])
 
-        return encode
-
-    def case(name: str, tokens: int, evaluated: str, encode: Callable[[Tokenizer, int], list[int]]) -> Case:
-        return Case(
-            name=name,
-            folder=folder,
-            group_size=128,
-            tokens=tokens,
-            about="SmolLM2-135M-Instruct: Llama, 135 M parameters, hidden 576, 30 blocks, vocabulary 49,152",
-            evaluated=evaluated,
-            calibrated="the bundled calibration text",
-            closer=(),
-            encode=encode,
-            calibration=calibration_text,
-        )
-
+    real = replace(smollm2(folder), group_size=128, closer=())
     return [
-        case("smollm2", 3000, "WikiText-2 test", text("wikitext2-test.txt", 0)),
-        case("smollm2-book", 3000, "Moby-Dick from its 60,000th character on", text("moby-dick.md", 60000)),
-        case("smollm2-2k", 4100, "WikiText-2 test", text("wikitext2-test.txt", 0)),
-        case("smollm2-4k", 8200, "WikiText-2 test", text("wikitext2-test.txt", 0)),
-        case("smollm2-8k", 8192, "WikiText-2 test", text("wikitext2-test.txt", 0)),
+        replace(real, name="smollm2", tokens=3000),
+        replace(
+            real,
+            name="smollm2-book",
+            tokens=3000,
+            evaluated="Moby-Dick from its 60,000th character on",
+            encode=book,
+        ),
+        replace(real, name="smollm2-2k", tokens=4100),
+        replace(real, name="smollm2-4k", tokens=8200),
+        replace(real, name="smollm2-8k", tokens=8192),
     ]
 
 

@@ -12,9 +12,8 @@ from tests.bench.caches.size import LENGTHS
 from tests.bench.caches.speed import PEER_TYPES
 from tests.bench.caches.view import View
 from tests.bench.reporting.losses import difference
-from tests.bench.reporting.markdown import table
+from tests.bench.reporting.markdown import between, table
 
-BEGIN, END = "<!-- kv: begin -->", "<!-- kv: end -->"
 KINDS_SHOWN: tuple[KVKind, ...] = ("fp16", "int8", "hierarchical", "int4", "gear4", "gear2", "kivi2")
 _HEAD_DIM = 64
 """Of SmolLM2."""
@@ -22,8 +21,7 @@ _HEAD_DIM = 64
 
 def write(view: View, file: Path) -> None:
     """Put the table between the markers of a file."""
-    before, _, rest = file.read_text(encoding="utf-8").partition(BEGIN)
-    file.write_text(f"{before}{BEGIN}\n\n{text(view)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    file.write_text(between(file.read_text(encoding="utf-8"), "kv", text(view)), encoding="utf-8")
 
 
 def text(view: View) -> str:

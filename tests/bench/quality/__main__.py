@@ -26,10 +26,10 @@ from models.store import Store
 from runtime.tokenizer import Tokenizer
 from tests.bench.quality import answers, llama, making, massive, outliers, peers, readme
 from tests.bench.quality.measure import Laboratory, making_code, oracle_code
-from tests.bench.quality.points import BUDGETS, EXTENTS, REAL, SMOLLM2, Extent, Point, cases, points, quick
+from tests.bench.quality.points import BUDGETS, EXTENTS, REAL, Extent, Point, cases, points, quick
 from tests.bench.quality.report import write
 from tests.bench.quality.view import View
-from tests.bench.reporting.cases import ROOT, Case
+from tests.bench.reporting.cases import ROOT, SMOLLM2, Case
 from tests.bench.reporting.results import Results
 from tests.bench.reporting.run import about_run, teller
 

@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from assets import calibration_text
 from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, METHODS, Recipe
 from runtime.backends.cpu.backend import CpuBackend
 from runtime.decoder import Selector
-from tests.bench.reporting.cases import CASES, ROOT, Case, wikitext
+from tests.bench.reporting.cases import CASES, SMOLLM2, Case
+from tests.bench.reporting.cases import smollm2 as real_model
 
-SMOLLM2 = ROOT / "build" / "smollm2"
-"""Hugging Face folder of SmolLM2-135M-Instruct, unless `--smollm2` names another."""
 REAL = "smollm2"
 """Name of the case that decides."""
 SMALL = "english3m"
@@ -43,22 +41,8 @@ def cases(smollm2: Path = SMOLLM2) -> list[Case]:
     Args:
         smollm2: Checkpoint of SmolLM2-135M-Instruct.
     """
-    real = Case(
-        name=REAL,
-        folder=smollm2,
-        group_size=DEFAULT_GROUP_SIZE,
-        tokens=2000,
-        window=512,
-        stride=256,
-        about="SmolLM2-135M-Instruct: Llama, 135 M parameters, hidden 576, 30 blocks, vocabulary 49,152",
-        evaluated="WikiText-2 test",
-        calibrated="the bundled calibration text",
-        closer=("rtn",),
-        encode=wikitext,
-        calibration=calibration_text,
-    )
     small = next(case for case in CASES if case.name == SMALL)
-    return [real, replace(small, group_size=DEFAULT_GROUP_SIZE, closer=("rtn",))]
+    return [real_model(smollm2), replace(small, group_size=DEFAULT_GROUP_SIZE, closer=("rtn",))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from tests.bench.quality import answers
 from tests.bench.quality.points import REAL, REFERENCE_K
 from tests.bench.quality.view import OLD, View
 from tests.bench.reporting.cases import Case
-from tests.bench.reporting.markdown import number, table
+from tests.bench.reporting.markdown import between, number, table
 
 _TITLES = {"rtn": "plain rounding", DEFAULT_METHOD: f"{DEFAULT_METHOD.upper()}, the default"}
 _METHODS = (DEFAULT_METHOD, "rtn")
@@ -39,20 +39,6 @@ def write(view: View, file: Path) -> None:
         parts = [answers.as_table(found), *([_OLD] if view.mark(found) else [])]
         text = between(text, "answers", "\n\n".join(parts))
     file.write_text(text, encoding="utf-8")
-
-
-def between(text: str, name: str, content: str) -> str:
-    """A text with what stands between two markers replaced.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, found, rest = text.partition(begin)
-    _, closing, after = rest.partition(end)
-    if not (found and closing):
-        raise ValueError(f"the markers {begin} and {end} are missing")
-    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
 
 
 def _quality(view: View, case: Case) -> str:

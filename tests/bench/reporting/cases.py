@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from assets import demo_checkpoint_path
+from assets import calibration_text, demo_checkpoint_path
+from models.recipe import DEFAULT_GROUP_SIZE
 from runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT.parent / "shared" / "data"
 """Real models and texts beside the repository; without them only the bundled model is measured."""
+SMOLLM2 = ROOT / "build" / "smollm2"
+"""Hugging Face folder of SmolLM2-135M-Instruct, unless `--smollm2` names another."""
 WINDOW, STRIDE = 256, 128
 """Tokens of a window, and from one window's start to the next, of the small models."""
 
@@ -66,6 +69,28 @@ class Case:
 def wikitext(tokenizer: Tokenizer, count: int) -> list[int]:
     """The beginning of WikiText-2's test text, which has at least so many tokens."""
     return tokenizer.encode(_read("wikitext2-test.txt")[: 16 * count])
+
+
+def smollm2(folder: Path = SMOLLM2) -> Case:
+    """The real chat model.
+
+    Args:
+        folder: Checkpoint of SmolLM2-135M-Instruct.
+    """
+    return Case(
+        name="smollm2",
+        folder=folder,
+        group_size=DEFAULT_GROUP_SIZE,
+        tokens=2000,
+        about="SmolLM2-135M-Instruct: Llama, 135 M parameters, hidden 576, 30 blocks, vocabulary 49,152",
+        evaluated="WikiText-2 test",
+        calibrated="the bundled calibration text",
+        closer=("rtn",),
+        encode=wikitext,
+        calibration=calibration_text,
+        window=512,
+        stride=256,
+    )
 
 
 def _stories() -> list[str]:

@@ -28,6 +28,20 @@ def number(perplexity: float) -> str:
     return f"{perplexity:.2f}" if perplexity >= 20 else f"{perplexity:.3f}" if perplexity >= 3 else f"{perplexity:.4f}"
 
 
+def between(text: str, name: str, content: str) -> str:
+    """A text with what stands between two markers replaced.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = text.partition(begin)
+    _, closing, after = rest.partition(end)
+    if not (found and closing):
+        raise ValueError(f"the markers {begin} and {end} are missing")
+    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
+
+
 def legend() -> str:
     """What the signs of verdicts mean."""
     meanings = {
