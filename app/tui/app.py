@@ -14,6 +14,7 @@ from typing import ClassVar
 from textual import on
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.driver import Driver
 from textual.screen import Screen
 from textual.worker import Worker, WorkerState
 
@@ -38,7 +39,7 @@ from app.tui.messages import (
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
-from app.tui.terminal import terminal_is_gone
+from app.tui.terminal import ensure_size, outliving, terminal_is_gone
 
 CHECK_INTERVAL_S = 5.0
 QUIT_AGAIN_S = 2.0
@@ -78,6 +79,11 @@ class ChatApp(App[None]):
         self._interrupted = -QUIT_AGAIN_S
 
     # Start and end
+
+    def get_driver_class(self) -> type[Driver]:
+        """The platform's driver, which neither a closed terminal nor one without a size disturbs."""
+        ensure_size()
+        return outliving(super().get_driver_class())
 
     def get_default_screen(self) -> Screen[None]:
         """The chat."""

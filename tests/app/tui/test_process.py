@@ -43,6 +43,15 @@ def script(body: str) -> str:
     return SCRIPT.format(repository=str(REPOSITORY), conftest=conftest) + body
 
 
+def in_terminal(body: str, terminal: int) -> subprocess.Popen[bytes]:
+    """Run a script in a terminal. It has no size, as a serial line, and the environment doesn't tell one either."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-c", script(body)]
+    return subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, env=environment
+    )
+
+
 def run(body: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script(body)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -100,9 +109,7 @@ scripted.ChatApp(scripted.Settings(model="demo"), supervisor=lambda: Marking(run
 """
     leader, follower = pty.openpty()
     before = termios.tcgetattr(follower)
-    process = subprocess.Popen(
-        [sys.executable, "-c", script(body)], stdin=follower, stdout=follower, stderr=follower, start_new_session=True
-    )
+    process = in_terminal(body, follower)
     try:
         seen, deadline = b"", time.monotonic() + 60
         while b"cpu" not in seen and time.monotonic() < deadline:
@@ -146,9 +153,7 @@ app.tui.app.ChatApp = make
 app.tui.run(scripted.Settings(model="demo"))
 """
     leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", script(body)], stdin=follower, stdout=follower, stderr=follower, start_new_session=True
-    )
+    process = in_terminal(body, follower)
     try:
         os.close(follower)
         seen, deadline = b"", time.monotonic() + 60
@@ -156,6 +161,8 @@ app.tui.run(scripted.Settings(model="demo"))
             if select.select([leader], [], [], 0.1)[0]:
                 seen += os.read(leader, 65536)
         os.close(leader)
+        assert b"cpu" in seen
+        assert seen.count(b"Ask anything") < 20, "it paints again and again"
         assert process.wait(60) == 129
     finally:
         process.kill()

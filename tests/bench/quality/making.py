@@ -150,6 +150,7 @@ def main() -> None:
 def _made(request: dict[str, Any]) -> dict[str, Any]:
     from assets import evaluation_text
     from models.quantize import quantize
+    from runtime.measure import peak_memory_bytes
 
     store, folder, recipe = Store(Path(request["root"])), Path(request["folder"]), Recipe.from_json(request["recipe"])
     quantize(
@@ -161,12 +162,13 @@ def _made(request: dict[str, Any]) -> dict[str, Any]:
         evaluation=evaluation_text(),
     )
     seconds, used = time.time() - request["begun"], resource.getrusage(resource.RUSAGE_SELF)
+    peak = peak_memory_bytes()  # not ru_maxrss: a child inherits that from the process which started it
     model = store.open(request["name"])
     return {
         "seconds": round(seconds, 2),
         "processor_seconds": round(used.ru_utime + used.ru_stime, 2),
         "cores": os.cpu_count(),
-        "peak_bytes": 1024 * used.ru_maxrss,
+        "peak_bytes": peak,
         "limit_bytes": limit_bytes(model.spec, recipe, folder),
         **buffers(model),
     }

@@ -1,0 +1,73 @@
+"""A terminal that goes, and one that doesn't know its size."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+import pytest
+
+from app.tui.terminal import Output, ensure_size, outliving
+
+
+class Failing(io.StringIO):
+    """A stream whose terminal has gone."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+    def flush(self) -> None:
+        raise OSError(5, "Input/output error")
+
+
+def test_what_nobody_sees_is_swallowed() -> None:
+    output = Output(Failing(), is_gone=lambda: True)
+    assert output.write("frame") == 5
+    output.flush()
+
+
+def test_an_error_of_a_terminal_that_is_there_is_told() -> None:
+    output = Output(Failing(), is_gone=lambda: False)
+    with pytest.raises(OSError):
+        output.write("frame")
+    with pytest.raises(OSError):
+        output.flush()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Textual's driver for Linux and macOS")
+def test_the_thread_that_writes_outlives_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from textual.drivers import _writer_thread, linux_driver
+
+    class Started(linux_driver.LinuxDriver):
+        def __init__(self) -> None:
+            self._file = Failing()
+
+        def start_application_mode(self) -> None:
+            self._writer_thread = _writer_thread.WriterThread(self._file)
+            self._writer_thread.start()
+
+    monkeypatch.setattr("app.tui.terminal.terminal_is_gone", lambda: True)
+    driver = outliving(Started)()  # type: ignore[call-arg]
+    driver.start_application_mode()
+    for _ in range(5 * _writer_thread.MAX_QUEUED_WRITES):  # blocks for ever when nobody takes them
+        driver.write("frame")
+    driver.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize("size", [(0, 0), (0, 80), (30, 100)])
+def test_a_terminal_has_a_size(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    import pty
+    import termios
+
+    leader, follower = pty.openpty()
+    try:
+        termios.tcsetwinsize(follower, size)
+        with open(follower, closefd=False) as stream:
+            monkeypatch.setattr(sys, "__stdin__", stream)
+            ensure_size()
+        assert termios.tcgetwinsize(follower) == (size if all(size) else (24, 80))
+    finally:
+        os.close(leader)
+        os.close(follower)
