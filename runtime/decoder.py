@@ -46,6 +46,8 @@ class DecoderOptions:
     """Channels per 1024 whose residuals the rows of a prompt share, counted like `k_chunk`: the same ones for all rows,
     by the static selection, so that a prompt's cache does not depend on how it was cut into steps. Of the head, whether
     the last row is compensated as a decoded token is."""
+    draft_k_chunk: Mapping[str, int] | int = 0
+    """Channels per 1024 that are compensated in drafted tokens, counted like `k_chunk`."""
     n_tb: Mapping[str, int] = field(default_factory=dict)
     """Thread blocks that compensation takes on a GPU, by layer type (QDEC §4.4); the CPU backends have none."""
     select: Selector = "approx"
@@ -79,8 +81,9 @@ class Step:
     prefill: bool = False
     """Whether these are rows of a prompt, which are compensated together; see `compensation_of`."""
     draft: bool = False
-    """Whether attention reads what a draft reads of the pages: the upper plane alone where the cache's kind has two
-    (`CacheKind.has_draft`), everything where it has not. What is written is the same."""
+    """Whether these rows are a guess that a later step verifies. They are compensated by `draft_k_chunk`, and attention
+    reads the upper plane of the pages alone where the cache's kind has two (`CacheKind.has_draft`), everything where it
+    has not."""
     flush: bool = True
     """Whether pages may be cut off windows before this step; see `KVCache.begin`."""
 
@@ -94,10 +97,13 @@ def compensation_of(step: Step, options: DecoderOptions) -> Way:
     Returns:
         `rows`: each row by the channels that are salient in it, as a decoded token is; `together`: all rows by the
         same channels (`DecoderOptions.prompt_k_chunk`), the head by rows. A prompt's single row is one of the former
-        kind, where prompts are compensated at all: reading all residuals for it would take several times as long.
+        kind, where prompts are compensated at all: reading all residuals for it would take several times as long. The
+        rows of a draft have a k_chunk of their own.
     """
     if not step.compensate:
         return "none"
+    if step.draft:
+        return "rows" if any(k_chunk_by_type(options.draft_k_chunk).values()) else "none"
     if not step.prefill:
         return "rows"
     if not any(k_chunk_by_type(options.prompt_k_chunk).values()):
@@ -184,6 +190,18 @@ class Decoder(Protocol):
         Raises:
             RequestError: it is malformed, or compensation is asked for and the model keeps no residuals.
             OutOfMemoryError: the device's memory does not suffice.
+        """
+        ...
+
+    def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
+        """Compensate drafted tokens so far from the next step on; weights and cache stay as they are.
+
+        Args:
+            draft_k_chunk: As in `DecoderOptions`.
+
+        Raises:
+            RequestError: it is malformed, or compensation is asked for and the model keeps no residuals, or the backend
+                drafts without compensation alone.
         """
         ...
 

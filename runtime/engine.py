@@ -29,6 +29,8 @@ from runtime.generation import FinishReason, Piece, Run
 from runtime.kv.conversations import Conversations
 from runtime.kv.saved_folder import SavedCaches
 from runtime.sampling import Alternative, Sampler, SamplingOptions, TokenLogprob, log_probabilities
+from runtime.speculation.gamma import Costs, FixedGamma, Gamma, gamma_of
+from runtime.speculation.rounds import Place, Rounds
 from runtime.stopping import StopMatcher
 from runtime.tokenizer import Detokenizer, Tokenizer
 
@@ -65,6 +67,8 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._turn = threading.Lock()
         self._closed = False
+        self._gamma: Gamma | None = None
+        self._first_gamma = 0
         options = decoder.options
         self._conversations = Conversations(decoder.cache, slots=options.slots, context=options.context)
 
@@ -141,6 +145,28 @@ class Engine:
         with self._turn:
             self._conversations.saved = saved
 
+    def speculate(self, gamma: int | Costs | None) -> None:
+        """Draft tokens and verify them several at a time, from the next answer on. What comes out is the same.
+
+        A draft is compensated by the decoder's `draft_k_chunk`.
+
+        Args:
+            gamma: Tokens to draft in each round; or what steps cost, and the best number is found while answers go on;
+                None: no speculation.
+
+        Raises:
+            RequestError: gamma is out of range.
+        """
+        chosen = None if gamma is None else gamma_of(gamma)
+        with self._turn:
+            self._gamma = chosen
+            self._first_gamma = self._gamma.current if self._gamma else 0
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are drafted and verified."""
+        return self._gamma is not None
+
     def forget(self, chat: str | None = None) -> None:
         """Drop cached tokens, those of a chat or all, so that they are computed anew, or come from disk.
 
@@ -185,37 +211,45 @@ class Engine:
             self._turn.release()
 
     def _answer(self, run: Run, cancelled: Callable[[], bool]) -> Iterator[Piece]:
-        """Prefill, then decode token by token."""
+        """Prefill, then decode in rounds, of one token each where nothing is drafted."""
         options, stops = run.options, StopMatcher(run.options.stop)
         blank = run.trim  # whether white space is still to be left out
         text = Detokenizer(self.tokenizer, run.prompt[-CONTEXT_TOKENS:])
         room = self.context - len(run.prompt)
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
-        sampler = Sampler(options, run.prompt)
         finish: FinishReason = "length"
         try:
             logits = self._prefill(run, cancelled)
-            while True:
-                token = sampler.draw(logits)
+            rounds = self._rounds(run, cancelled)
+            for token, own in rounds.tokens(logits, lambda: limit - run.completion):
                 run.count()
                 if token in self._eos:
                     finish = "stop"
                     break
                 given = stops.add(text.add(token))
                 given, blank = (given.lstrip(), blank and not given.strip()) if blank else (given, False)
-                yield Piece(text=given, token=token, logprob=self._logprob(logits, token, options.logprobs))
+                yield Piece(text=given, token=token, logprob=self._logprob(own, token, options.logprobs))
                 if stops.stopped:
                     finish = "stop"
                     break
                 if run.completion == limit:
                     break
-                self._check(cancelled)
-                logits = self._run(run.slot, [token])
         except Cancelled:
             finish = "cancelled"
         rest = stops.add(text.flush()) + stops.flush()
         finish = "stop" if stops.stopped and finish == "length" else finish
         yield run.last(finish, rest.lstrip() if blank else rest)
+
+    def _rounds(self, run: Run, cancelled: Callable[[], bool]) -> Rounds:
+        """What decodes after the prompt. Draws of a given seed must not hang on the clock: gamma stays as it was."""
+        sampler, gamma = Sampler(run.options, run.prompt), self._gamma or FixedGamma(0)
+        if run.options.seed is not None and not sampler.greedy:
+            gamma = FixedGamma(self._first_gamma)
+        place = Place(decoder=self.decoder, conversations=self._conversations, slot=run.slot)
+        rounds = Rounds(place, sampler, gamma, ends=self._eos, check=lambda: self._check(cancelled))
+        if self._gamma is not None:
+            run.speculation = lambda: rounds.counts.result(gamma.current)
+        return rounds
 
     def _prefill(self, run: Run, cancelled: Callable[[], bool]) -> Float32Array:
         """Bring the prompt into the cache, reusing what is there. Returns the logits [V] after its last token."""
@@ -226,12 +260,12 @@ class Engine:
         for at in range(run.cached, len(run.prompt), rows):
             self._check(cancelled)
             last = at + rows >= len(run.prompt)
-            logits = self._run(run.slot, run.prompt[at : at + rows], prefill=True, last=last)
+            logits = self._run(run.slot, run.prompt[at : at + rows], last=last)
         run.prefill_s = time.perf_counter() - start
         return logits
 
-    def _run(self, slot: int, tokens: list[int], *, prefill: bool = False, last: bool = True) -> Float32Array:
-        """One step of a slot after what is cached. Returns the last row's logits [V] (empty where not `last`)."""
+    def _run(self, slot: int, tokens: list[int], *, last: bool) -> Float32Array:
+        """Rows of a prompt after what is cached. Returns the last row's logits [V] (empty where not `last`)."""
         cached = self._conversations.tokens(slot)
         M, start = len(tokens), len(cached)
         self._conversations.make_room(slot, start + M)
@@ -240,7 +274,7 @@ class Engine:
             slots=np.full(M, slot, np.int32),
             positions=np.arange(start, start + M, dtype=np.int32),
             logit_rows=np.array([M - 1] if last else [], np.int32),
-            prefill=prefill,
+            prefill=True,
         )
         logits = self.decoder.forward(step)
         cached += tokens

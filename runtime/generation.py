@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from runtime.sampling import SamplingOptions, TokenLogprob
+from runtime.speculation.counts import Speculation
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -28,6 +30,9 @@ class Usage:
     decode_tokens_per_s: float
     """Tokens per second after the first; 0 where fewer than two tokens were generated."""
 
+    speculation: Speculation | None = None
+    """What speculation did; None where nothing was to be drafted."""
+
     @property
     def prefill_tokens_per_s(self) -> float:
         """Prompt tokens per second, cached ones left out."""
@@ -36,7 +41,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One step of an answer: usually a token and the text that has become certain with it."""
+    """A token of an answer: usually a token and the text that has become certain with it."""
 
     text: str
     """Printable text, maybe empty: half characters and what may be a stop string are held back."""
@@ -64,6 +69,7 @@ class Run:
         self.slot = 0
         self.cached = 0
         self.prefill_s = 0.0
+        self.speculation: Callable[[], Speculation] | None = None
         self._begin = begin
         self._first = begin
         self._latest = begin
@@ -85,5 +91,6 @@ class Run:
             ttft_s=self._first - self._begin,
             prefill_s=self.prefill_s,
             decode_tokens_per_s=(self.completion - 1) / seconds if seconds > 0 else 0.0,
+            speculation=None if self.speculation is None else self.speculation(),
         )
         return Piece(text=text, finish_reason=finish, usage=usage)

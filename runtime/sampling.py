@@ -98,6 +98,23 @@ class TokenLogprob:
     """The most likely tokens, most likely first; as many as were asked for."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Distribution:
+    """Tokens that may come next, and how likely each is."""
+
+    tokens: Int64Array
+    """[n] token ids, ascending, n >= 1."""
+    weights: Float64Array
+    """[n] not negative, proportional to probabilities; their sum is positive."""
+
+    def probability(self, token: int) -> float:
+        """How likely a token is; 0 for one that may not come."""
+        place = int(np.searchsorted(self.tokens, token))
+        if place == self.tokens.size or self.tokens[place] != token:
+            return 0.0
+        return float(self.weights[place] / self.weights.sum())
+
+
 class Sampler:
     """Draws the tokens of one answer."""
 
@@ -112,27 +129,50 @@ class Sampler:
         self._random = np.random.Generator(np.random.PCG64(None if options.seed is None else options.seed % 2**64))
         self._seen: dict[int, None] = dict.fromkeys(seen) if options.repetition_penalty != 1 else {}
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self._options.temperature < GREEDY_BELOW or self._options.top_k == 1
+
     def draw(self, logits: Float32Array) -> int:
-        """The next token.
+        """The next token, which counts as seen from now on.
 
         Args:
             logits: float32 [V], finite; left as they are.
         """
-        options = self._options
-        if options.repetition_penalty != 1 and self._seen:
-            logits = _penalize(logits, np.fromiter(self._seen, np.int64), options.repetition_penalty)
-        greedy = options.temperature < GREEDY_BELOW or options.top_k == 1
-        token = int(logits.argmax()) if greedy else self._draw(logits)
-        if options.repetition_penalty != 1:
-            self._seen[token] = None
+        token = self.pick(self.distribution(logits))
+        self.note(token)
         return token
 
-    def _draw(self, logits: Float32Array) -> int:
-        """A token drawn from the filtered distribution."""
-        candidates, weights = filtered(logits, self._options)
-        cumulative = weights.cumsum()
-        place = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
-        return int(candidates[min(place, candidates.size - 1)])
+    def distribution(self, logits: Float32Array, since: Sequence[int] = ()) -> Distribution:
+        """What the next token is drawn from.
+
+        Args:
+            logits: float32 [V], finite; left as they are.
+            since: Tokens that stand before it and are not noted: a draft's.
+        """
+        options = self._options
+        if options.repetition_penalty != 1 and (self._seen or since):
+            seen = np.fromiter({**self._seen, **dict.fromkeys(since)}, np.int64)
+            logits = _penalize(logits, seen, options.repetition_penalty)
+        if self.greedy:
+            return Distribution(np.array([logits.argmax()], np.int64), np.ones(1))
+        return Distribution(*filtered(logits, options))
+
+    def pick(self, distribution: Distribution) -> int:
+        """A token drawn from a distribution."""
+        cumulative = distribution.weights.cumsum()
+        place = int(np.searchsorted(cumulative, self.uniform() * cumulative[-1], side="right"))
+        return int(distribution.tokens[min(place, distribution.tokens.size - 1)])
+
+    def uniform(self) -> float:
+        """A random number in [0, 1)."""
+        return float(self._random.random())
+
+    def note(self, token: int) -> None:
+        """Count a token as seen."""
+        if self._options.repetition_penalty != 1:
+            self._seen[token] = None
 
 
 def _penalize(logits: Float32Array, seen: Int64Array, penalty: float) -> Float32Array:

@@ -63,6 +63,14 @@ class KVCache(Protocol):
         """Rows that a step after the slot's tokens may have so that all of them see what decoding one by one sees."""
         ...
 
+    def rows_alike(self, slot: int) -> int:
+        """Rows that a step after the slot's tokens may have so that each is computed as it would be by itself.
+
+        No more than `rows_until_flush`, and fewer where a backend walks through the context in another way for a row
+        behind them: then sums come out in another order, which rounding of activations makes visible.
+        """
+        ...
+
     def has_room(self, slot: int, end: int) -> bool:
         """Whether enough pages are free for a slot to go on up to `end` tokens, at most the context."""
         ...
@@ -253,6 +261,10 @@ class PagedCache:
         kept, page = self._kind.unpaged, self._kind.page
         window = self.window_length(slot)
         return kept + page - window if window < kept + page else page - (window - kept) % page
+
+    def rows_alike(self, slot: int) -> int:
+        """See `KVCache.rows_alike`."""
+        return self.rows_until_flush(slot)
 
     def has_room(self, slot: int, end: int) -> bool:
         """See `KVCache.has_room`."""

@@ -61,7 +61,7 @@ class Conversations:
         if shared < len(self._tokens[slot]):
             source, slot = slot, self._spare(slot if shared else None)
             self._fork(source, slot, shared)
-        self._keep(slot, shared)
+        self.cut(slot, shared)
         self._chats[slot] = chat or self._chats[slot]
         self._touch(slot)
         return slot, shared
@@ -102,7 +102,7 @@ class Conversations:
             self.clear(slot)
             return
         if self._tokens[slot]:
-            self._keep(slot, len(self._tokens[slot]))
+            self.cut(slot, len(self._tokens[slot]))
             others = [other for other in range(len(self._tokens)) if other != slot]
             spare = min([*others, slot], key=lambda other: (bool(self._tokens[other]), self._used[other]))
             if self._tokens[spare]:
@@ -124,7 +124,7 @@ class Conversations:
         if self.saved is None or self._cache is None:
             return
         for slot in slots:
-            self._keep(slot, len(self._tokens[slot]))
+            self.cut(slot, len(self._tokens[slot]))
         self.saved.save(self._cache, [(slot, self._tokens[slot], self._chats[slot]) for slot in slots])
 
     def _longest(self, wanted: Sequence[int]) -> tuple[int, int]:
@@ -166,8 +166,8 @@ class Conversations:
         self._chats[slot] = found.chat
         self._touch(slot)
 
-    def _keep(self, slot: int, length: int) -> None:
-        """Drop what a slot holds behind its first `length` tokens, and what a step that failed has left there."""
+    def cut(self, slot: int, length: int) -> None:
+        """Drop what a slot holds behind its first `length` tokens, and what a draft or a failed step has left there."""
         del self._tokens[slot][length:]
         if self._cache is not None and self._cache.length(slot) > length:
             self._cache.trim(slot, length)

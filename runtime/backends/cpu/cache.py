@@ -206,6 +206,7 @@ class CpuCache(PagedCache):
         self.max_splits = max(1, min(8, 2 * threads))
         """Most pieces that one head's context is cut into."""
         self._token_bytes = window_token_bytes(kind, spec)
+        self._windows = set(spec.windows)
         self._paged = aligned_zeros((options.slots,), np.int32)
         self._dither = aligned_zeros((kind.page,), np.float32)
         self._dither[:] = _dither(kind.page)
@@ -237,6 +238,24 @@ class CpuCache(PagedCache):
         super().begin(slots, positions, flush=flush)
         for slot in set(slots.tolist()):
             self._paged[slot] = self.paged_length(slot)
+
+    def rows_alike(self, slot: int) -> int:
+        """See `runtime.kv.control.KVCache.rows_alike`: attention is split by the units that rows see."""
+        length, paged, kind = self.length(slot), self.paged_length(slot), self.kind
+        if kind.windowed:
+            paged += max(0, length - paged - kind.unpaged) // kind.page * kind.page  # what the step cuts off first
+        firsts = [max(0, length + 1 - window) for window in self._windows if window]
+        return min(self.rows_until_flush(slot), *(self._rest_of_unit(at, paged) for at in (length, *firsts)))
+
+    def _rest_of_unit(self, position: int, paged: int) -> int:
+        """Tokens from a position to the end of its page, or of its span of the window."""
+        if not self.kind.windowed:
+            return self.kind.page - position % self.kind.page
+        sinks = self.kind.sinks if paged else 0
+        if sinks <= position < sinks + paged:
+            return self.kind.page - (position - sinks) % self.kind.page
+        behind = position if position < sinks else position - sinks - paged
+        return SPAN - behind % SPAN
 
     def units(self, slot: int) -> int:
         """Pages and spans of the window that attention walks through for a slot."""

@@ -63,6 +63,7 @@ class CpuDecoder:
         self._plan = PlanOperations(model, options, self.cache, self._threads)
         self._programs: dict[tuple[int, ...], Program] = {}
         self._program = self._recorded(options.k_chunk)
+        self._drafts = self._recorded(options.draft_k_chunk)
         self._prompts = self._recorded_together(options)
         self._pool = Pool(self._control, threads)
         self._pool.prepare()
@@ -100,10 +101,13 @@ class CpuDecoder:
         runs = self._write_runs(step)
         control, parameters = self._control, self._parameters
         parameters["rows"], parameters["wanted_rows"], parameters["runs"] = M, R, runs
-        splits = self._splits(runs, max(map(self.cache.units, set(step.slots.tolist()))))
+        # A few rows are split as one alone is: what they give does not depend on how many they are.
+        splits = self._splits(1 if M <= FEW_ROWS else runs, max(map(self.cache.units, set(step.slots.tolist()))))
         parameters["splits"], parameters["items"] = splits, runs * self.spec.num_kv_heads * splits
         way = compensation_of(step, self.options)
-        program = self._prompts[M <= FEW_ROWS] if way == "together" else self._program
+        program = self._drafts if step.draft else self._program
+        if way == "together":
+            program = self._prompts[M <= FEW_ROWS]
         parameters["compensate"], parameters["draft"] = way != "none", step.draft
         control[sync.FAILED] = 0
         self._pool.step(program.words, token=M == 1)
@@ -129,6 +133,11 @@ class CpuDecoder:
         wanted = replace(self.options, prompt_k_chunk=prompt_k_chunk)
         self._prompts = self._recorded_together(wanted)
         self.options = wanted
+
+    def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
+        """See `runtime.decoder.Decoder.set_draft_k_chunk`."""
+        self._drafts = self._recorded(draft_k_chunk)
+        self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
 
     def layer_program(self, kind: str, k_chunk: int) -> npt.NDArray[np.int64]:
         """The products of one layer type in all blocks, and the selections before them: what a timer runs.

@@ -30,7 +30,7 @@ def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
     """
     match instruction:
         case op.Linear(weights=weights, residual=residual, kept=kept) if kept:
-            return _product(weights, threads)[0], _shared(weights, residual, threads)
+            return (_shared(weights, residual, threads),) * 2
         case op.Linear(weights=weights) | op.Panel(weights=weights):
             return _product(weights, threads)
         case op.Attend():

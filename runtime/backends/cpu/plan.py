@@ -30,7 +30,7 @@ from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
 from runtime.kv.basis import key_bases
-from runtime.operations.channels import buckets, k_chunk_of, layer_kind, static_channels, total_budget
+from runtime.operations.channels import CHUNK, buckets, k_chunk_of, layer_kind, static_channels, total_budget
 from runtime.operations.panel import residual_scales
 from runtime.weights import Weights
 
@@ -170,6 +170,8 @@ class PlanOperations:
         values = self._prepare(x, tiled)
         if shared and not self._few:
             return self._panel(packed, tiled, shared)
+        if k_chunk == CHUNK and not self._options.measure_recall:  # nothing to choose: read side by side, for all rows
+            return self._product(values, packed, tiled, 0, CHUNK)
         total = total_budget(packed.shape[1], k_chunk)
         if total:
             self._select(values, packed, k_chunk, total)

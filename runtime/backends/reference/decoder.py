@@ -115,6 +115,12 @@ class ReferenceDecoder:
             linear.set_prompt_k_chunk(prompt_k_chunk)
         self.options = replace(self.options, prompt_k_chunk=prompt_k_chunk)
 
+    def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
+        """See `runtime.decoder.Decoder.set_draft_k_chunk`."""
+        for linear in self.linears.values():
+            linear.set_draft_k_chunk(draft_k_chunk)
+        self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
+
     def session(self) -> AbstractContextManager[None]:
         """Nothing to keep ready: torch has threads of its own."""
         return nullcontext()
@@ -152,7 +158,7 @@ class _Pass(Operations[torch.Tensor]):
         return rms_norm(x, self._decoder.norms[name], self._spec.norm_eps)
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self._decoder.linears[name](x, self._linear_positions, way=self._way)
+        return self._decoder.linears[name](x, self._linear_positions, way=self._way, draft=self._draft)
 
     def split(self, x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         ends = np.cumsum(widths).tolist()

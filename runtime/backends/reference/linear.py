@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,18 @@ from runtime.operations import channels as budget
 from runtime.operations.compensate import compensate, compensate_together, dequantize_residual
 from runtime.operations.linear import dequantize, gemv
 from runtime.operations.select import approximate, exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ByRow:
+    """How each row's own channels are chosen."""
+
+    k_chunk: int
+    """Channels per 1024; 0 = none."""
+    buckets: budget.Buckets | None = None
+    """Of the approximate selection."""
+    static: torch.Tensor | None = None
+    """int64 [k], the channels of the static selection."""
 
 
 class ReferenceLinear:
@@ -39,6 +52,7 @@ class ReferenceLinear:
         """Number of selections measured so far."""
         self._shared: torch.Tensor | None = None
         self.set_k_chunk(options.k_chunk)
+        self.set_draft_k_chunk(options.draft_k_chunk)
         self.set_prompt_k_chunk(options.prompt_k_chunk)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int) -> None:
@@ -47,15 +61,15 @@ class ReferenceLinear:
         Raises:
             RequestError: compensation is asked for, and the model keeps no residuals.
         """
-        self._k_chunk = budget.k_chunk_of(k_chunk, self._packed.name)
-        if self._k_chunk == 0:
-            return
-        rank_maximum, mean_square = self._statistics(f"k_chunk is {self._k_chunk}")
-        if self._options.select == "approx":
-            k = budget.total_budget(self._width, self._k_chunk)
-            self._buckets = budget.buckets(rank_maximum, k)
-        elif self._options.select == "static":
-            self._static = torch.from_numpy(budget.static_channels(mean_square, self._k_chunk)).long()
+        self._rows = self._by_row(k_chunk, "k_chunk")
+
+    def set_draft_k_chunk(self, k_chunk: Mapping[str, int] | int) -> None:
+        """Compensate so many channels of drafted rows from now on.
+
+        Raises:
+            RequestError: compensation is asked for, and the model keeps no residuals.
+        """
+        self._drafted = self._by_row(k_chunk, "k_chunk of drafts")
 
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
         """Compensate the rows of prompts together by so many channels from now on.
@@ -68,6 +82,26 @@ class ReferenceLinear:
         if k_chunk:
             _, mean_square = self._statistics(f"k_chunk of prompts is {k_chunk}")
             self._shared = torch.from_numpy(budget.static_channels(mean_square, k_chunk)).long()
+
+    def _by_row(self, asked: Mapping[str, int] | int, what: str) -> _ByRow:
+        """What it takes to choose each row's channels.
+
+        Raises:
+            RequestError: compensation is asked for, and the model keeps no residuals.
+        """
+        k_chunk = budget.k_chunk_of(asked, self._packed.name)
+        if k_chunk == 0:
+            return _ByRow(k_chunk=0)
+        rank_maximum, mean_square = self._statistics(f"{what} is {k_chunk}")
+        if self._options.select == "approx":
+            return _ByRow(
+                k_chunk=k_chunk,
+                buckets=budget.buckets(rank_maximum, budget.total_budget(self._width, k_chunk)),
+            )
+        if self._options.select == "static":
+            static = torch.from_numpy(budget.static_channels(mean_square, k_chunk)).long()
+            return _ByRow(k_chunk=k_chunk, static=static)
+        return _ByRow(k_chunk=k_chunk)
 
     def _statistics(self, asked: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Rank maxima and mean squares of the input, for compensation; the residuals are there afterwards.
@@ -85,13 +119,14 @@ class ReferenceLinear:
             self._residual = dequantize_residual(packed.residual, packed.shape[0])
         return packed.rank_maximum, packed.mean_square
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way, draft: bool = False) -> torch.Tensor:
         """The layer's output.
 
         Args:
             x: float32 [M, K].
             positions: int64 [M], position of every row in its sequence (the random selector's counter).
             way: How error compensation applies.
+            draft: Whether the rows are drafted.
 
         Returns:
             float32 [M, N].
@@ -104,27 +139,27 @@ class ReferenceLinear:
             return base
         if way == "together" and not self._by_rows:
             return base if self._shared is None else compensate_together(base, x, self._shared, self._residual)
-        if self._k_chunk == 0 or (way == "together" and not self._in_prompts):
+        own = self._drafted if draft else self._rows
+        if own.k_chunk == 0 or (way == "together" and not self._in_prompts):
             return base
-        channels = self._select(x, positions)
+        channels = self._select(own, x, positions)
         if self._options.measure_recall:
             pairs = zip(x.numpy(), channels.numpy(), strict=True)
             self.recall_sum += sum(budget.recall(row, chosen) for row, chosen in pairs)
             self.selections += x.shape[0]
         return compensate(base, x, channels, self._residual)
 
-    def _select(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _select(self, own: _ByRow, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Selected channels of every row. Returns int64 [M, k]."""
-        select = self._options.select
-        if select == "exact":
-            return exact(x, self._k_chunk)
-        if select == "approx":
-            return approximate(x, self._k_chunk, self._buckets)
-        if select == "static":
-            return self._static.expand(x.shape[0], -1)
+        if own.buckets is not None:
+            return approximate(x, own.k_chunk, own.buckets)
+        if own.static is not None:
+            return own.static.expand(x.shape[0], -1)
+        if self._options.select == "exact":
+            return exact(x, own.k_chunk)
         seed = self._options.seed
         rows = [
-            budget.random_channels(self._width, self._k_chunk, seed=seed, layer=self._index, position=position)
+            budget.random_channels(self._width, own.k_chunk, seed=seed, layer=self._index, position=position)
             for position in positions.tolist()
         ]
         return torch.from_numpy(np.stack(rows)).long()

@@ -15,6 +15,7 @@ from models.architecture import forward
 from runtime.backends.triton.forward import Buffers, Pass
 from runtime.backends.triton.kernels.select import Selection, recall, select
 from runtime.backends.triton.model import GpuModel, Linear
+from runtime.compensation import k_chunk_by_type
 from runtime.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, RequestError
 from runtime.operations.channels import LAYER_KINDS, k_chunk_of
@@ -48,6 +49,12 @@ def _explained(call: Callable[P, T]) -> Callable[P, T]:
     return explained
 
 
+def _check_draft(k_chunk: Mapping[str, int] | int) -> None:
+    """Raise RequestError where drafts are to be compensated."""
+    if any(k_chunk_by_type(k_chunk).values()):
+        raise RequestError("the GPU backend drafts without compensation: leave the drafts' k_chunk at 0")
+
+
 class TritonDecoder:
     """Implements `runtime.decoder.Decoder` with Triton kernels.
 
@@ -71,6 +78,7 @@ class TritonDecoder:
     def __init__(self, model: Weights, options: DecoderOptions, device: torch.device | str = "cuda") -> None:
         if options.context < 1 or options.slots < 1 or options.max_rows < 1:
             raise RequestError("context, slots and max_rows must be at least 1")
+        _check_draft(options.draft_k_chunk)
         self.spec, self.options = model.spec, options
         self._device = torch.device(device)
         self._model = GpuModel(model, options, self._device)
@@ -138,6 +146,10 @@ class TritonDecoder:
         """See `runtime.decoder.Decoder.set_prompt_k_chunk`."""
         self._model.set_prompt_k_chunk(prompt_k_chunk, self._side)
         self.options = replace(self.options, prompt_k_chunk=prompt_k_chunk)
+
+    def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
+        """See `runtime.decoder.Decoder.set_draft_k_chunk`. Drafts have no compensation here."""
+        _check_draft(draft_k_chunk)
 
     def session(self) -> AbstractContextManager[None]:
         """Nothing to keep ready: the device waits for free."""

@@ -225,7 +225,7 @@ def few_rows(bits: int) -> Any:
         a multiple of `fields`, and the one behind the last; and the address of scratch, `SUMS_BYTES`.
     """
     count = fields(bits)
-    add_4, add_8, add_16 = (_add(bits, side) for side in (4, 8, 16))
+    add_1, add_4, add_8, add_16 = (_add(bits, side) for side in (1, 4, 8, 16))
 
     @numba.njit(nogil=True)
     def add_tiles(
@@ -237,7 +237,9 @@ def few_rows(bits: int) -> Any:
             for tile in range(first, last, count):
                 ahead = onward if 2 * bits * tile // LINE == last_line else LINE
                 to = Outputs(valid, out + 64 * tile)
-                if side == 16:
+                if side == 1:
+                    add_1(linear, x, group, tile, last - tile, ahead, to, scratch)
+                elif side == 16:
                     add_16(linear, x, group, tile, last - tile, ahead, to, scratch)
                 elif side == 8:
                     add_8(linear, x, group, tile, last - tile, ahead, to, scratch)

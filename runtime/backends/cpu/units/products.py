@@ -198,10 +198,8 @@ _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook
 def _tiles(linear: Linear, rows: int, part: int, parts: int) -> tuple[int, int]:
     """A part's tiles."""
     tiles = linear.weights.tiles
-    if rows == 1:
-        return share_of_weights(tiles, part, parts)
     if linear.kept == 0:
-        return share_of(tiles, part, parts)
+        return share_of_weights(tiles, part, parts) if rows == 1 else share_of(tiles, part, parts)
     side = tiles_of_line(linear.residual.bits)
     first, last = share_of((tiles + side - 1) // side, part, parts)
     return side * first, min(side * last, tiles)

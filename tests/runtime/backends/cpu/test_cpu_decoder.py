@@ -19,6 +19,7 @@ from runtime.backends.cpu.link import most_scratch
 from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.reference.linear import ReferenceLinear
+from runtime.compensation import CHUNK
 from runtime.decoder import DecoderOptions, Step, Way
 from runtime.errors import BackendError, InvalidActivationError, RequestError
 from runtime.operations import activation
@@ -46,21 +47,25 @@ def step(
 
 class Int8Linear(ReferenceLinear):
     """The reference's layer as the CPU path computes it: the base product sees activations rounded to INT8, and so does
-    what the rows of a prompt share: residuals as they are for few rows, for many in weights that hold them."""
+    what the rows of a prompt share: residuals as they are for few rows, for many in weights that hold them. Where every
+    channel is compensated, that is one product too."""
 
     def __init__(self, inner: ReferenceLinear, group_size: int) -> None:
         self.__dict__.update(inner.__dict__)
         self._group_size = group_size
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way, draft: bool = False) -> torch.Tensor:
         rounded = activation.dequantize(*activation.quantize(x, self._group_size), self._group_size)
         if way == "together" and self._shared is not None and not self._by_rows:
             channels = self._shared.numpy()
             if x.shape[0] <= FEW_ROWS:
                 return gemv(rounded, self._weight + torch.from_numpy(restored(self._packed, channels)), self._bias)
             return gemv(rounded, torch.from_numpy(panel(self._packed, channels).weights()), self._bias)
+        every = (self._drafted if draft else self._rows).k_chunk == CHUNK
+        if every and way != "none" and not self._options.measure_recall:
+            return super().__call__(rounded, positions, way=way, draft=draft)
         correction = gemv(rounded, self._weight) - gemv(x, self._weight)
-        return super().__call__(x, positions, way=way) + correction
+        return super().__call__(x, positions, way=way, draft=draft) + correction
 
 
 def with_int8_activations(decoder: ReferenceDecoder, group_size: int) -> ReferenceDecoder:

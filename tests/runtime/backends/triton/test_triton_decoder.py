@@ -73,8 +73,8 @@ class HalfLinear(ReferenceLinear):
     def __init__(self, inner: ReferenceLinear) -> None:
         self.__dict__.update(inner.__dict__)
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way) -> torch.Tensor:
-        return super().__call__(x.half().float(), positions, way=way)
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way, draft: bool = False) -> torch.Tensor:
+        return super().__call__(x.half().float(), positions, way=way, draft=draft)
 
 
 def reference(model: Any, options: DecoderOptions) -> ReferenceDecoder:

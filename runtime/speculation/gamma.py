@@ -1,0 +1,190 @@
+"""How many tokens a round drafts: what is expected to give most tokens a second, or none where plain decoding does.
+
+With a chance a that a drafted token stays, a round of gamma drafts gives (1 - a^(gamma + 1)) / (1 - a) tokens and takes
+gamma drafted tokens and a verification of gamma + 1 rows. What these cost is measured when a model is loaded; while it
+answers, rounds and plain steps correct that as a whole, for a longer context makes them slower, and a is learned.
+
+Source: Leviathan et al. 2023, §3.1 and 3.5; QuantSpec, Table 6 and appendix G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from runtime.errors import RequestError
+
+MOST_SEARCHED = 7
+"""The largest gamma that is searched: 8 rows are the widest step that costs a CPU little more than one."""
+LARGEST_GAMMA = 15
+"""The largest that can be asked for: 16 rows are the most that a CPU verifies bit for bit as one by one."""
+_PRIOR, _PRIOR_WEIGHT = 0.85, 8.0
+"""The chance that a drafted token stays before any was seen, and how many tokens that opinion is worth."""
+_MEMORY = 128.0
+"""About how many drafted tokens back acceptance is remembered."""
+_NEW = 0.1
+"""Weight of a new time in the mean."""
+_OUTLIER = 3.0
+"""A time is taken for at most so many times what was expected: a step that something else held up says little."""
+_ROUNDS_BETWEEN = 64
+"""Rounds between two plain steps that keep their time known."""
+_PAUSE, _LONGEST_PAUSE = 32, 512
+"""Plain tokens before speculation is tried again, at first and at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What steps take.
+
+    Raises:
+        RequestError: a time is not positive, or there are no verifications.
+    """
+
+    plain: float
+    """Seconds of a token of the target alone."""
+    draft: float
+    """Seconds of a drafted token."""
+    verify: Sequence[float]
+    """Seconds of a verification of 2, 3, ... rows."""
+
+    def __post_init__(self) -> None:
+        if not self.verify or min(self.plain, self.draft, *self.verify) <= 0:
+            raise RequestError("what steps cost must be positive, of one verification at least")
+
+    def round_s(self, gamma: int) -> float:
+        """Seconds of a round; 0 is a plain token."""
+        return gamma * self.draft + self.verify[gamma - 1] if gamma else self.plain
+
+
+def expected_tokens(gamma: int, acceptance: float) -> float:
+    """Tokens that a round gives.
+
+    Args:
+        gamma: Tokens drafted.
+        acceptance: Chance that a drafted token stays if those before it did, in [0, 1].
+    """
+    return sum(acceptance**i for i in range(gamma + 1))
+
+
+def speedup(costs: Costs, gamma: int, acceptance: float) -> float:
+    """Tokens a second with rounds of gamma drafts, over plain decoding's."""
+    return expected_tokens(gamma, acceptance) * costs.plain / costs.round_s(gamma)
+
+
+def best_gamma(costs: Costs, acceptance: float) -> int:
+    """The gamma that gives most tokens a second; 0 where plain decoding does."""
+    return max(range(len(costs.verify) + 1), key=lambda gamma: speedup(costs, gamma, acceptance))
+
+
+def break_even(costs: Costs) -> float | None:
+    """The least acceptance, in steps of a hundredth, at which some gamma is faster than plain decoding; None: none."""
+    return next((a / 100 for a in range(101) if best_gamma(costs, a / 100)), None)
+
+
+class Gamma(Protocol):
+    """Decides how many tokens the next round drafts."""
+
+    @property
+    def current(self) -> int:
+        """What it thinks best now."""
+        ...
+
+    def next(self) -> int:
+        """Tokens to draft in the next round; 0: decode one token."""
+        ...
+
+    def note(self, drafted: int, accepted: int, seconds: float) -> None:
+        """What a round gave: tokens drafted and accepted, and what it took."""
+        ...
+
+
+class FixedGamma:
+    """Always the same number. Implements `Gamma`."""
+
+    def __init__(self, gamma: int) -> None:
+        self.current = gamma
+
+    def next(self) -> int:
+        """See `Gamma.next`."""
+        return self.current
+
+    def note(self, drafted: int, accepted: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+
+class AdaptiveGamma:
+    """The best by measured costs and acceptance. Implements `Gamma`.
+
+    Args:
+        costs: What steps take with a short context.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._stayed, self._tried = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        self._round_ratio = self._plain_ratio = 1.0
+        self._since_plain = self._left = 0
+        self._pause = _PAUSE
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a drafted token stays, as far as it is known."""
+        return self._stayed / self._tried
+
+    @property
+    def current(self) -> int:
+        """See `Gamma.current`."""
+        return best_gamma(self._now(), self.acceptance)
+
+    def next(self) -> int:
+        """See `Gamma.next`."""
+        if self._left:
+            self._left -= 1
+            return 0
+        now = self._now()
+        best = best_gamma(now, self.acceptance)
+        if best:
+            self._pause = _PAUSE
+            self._since_plain += 1
+            if self._since_plain > _ROUNDS_BETWEEN:
+                self._since_plain = 0
+                return 0
+            return best
+        self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        return max(range(1, len(now.verify) + 1), key=lambda gamma: speedup(now, gamma, self.acceptance))
+
+    def note(self, drafted: int, accepted: int, seconds: float) -> None:
+        """See `Gamma.note`."""
+        if drafted > len(self._costs.verify):
+            return
+        ratio = min(seconds / self._costs.round_s(drafted), _OUTLIER * max(self._round_ratio, self._plain_ratio))
+        if drafted == 0:
+            self._plain_ratio += _NEW * (ratio - self._plain_ratio)
+            return
+        self._round_ratio += _NEW * (ratio - self._round_ratio)
+        tried = min(drafted, accepted + 1)
+        fading = 1 - tried / _MEMORY
+        self._stayed, self._tried = self._stayed * fading + accepted, self._tried * fading + tried
+
+    def _now(self) -> Costs:
+        """Costs as the last rounds and plain steps had them."""
+        costs, ratio = self._costs, self._round_ratio
+        return Costs(
+            plain=costs.plain * self._plain_ratio,
+            draft=costs.draft * ratio,
+            verify=[seconds * ratio for seconds in costs.verify],
+        )
+
+
+def gamma_of(asked: int | Costs) -> Gamma:
+    """What decides how many tokens are drafted: always so many, or what costs and acceptance say.
+
+    Raises:
+        RequestError: the number is out of range.
+    """
+    if isinstance(asked, Costs):
+        return AdaptiveGamma(asked)
+    if not 1 <= asked <= LARGEST_GAMMA:
+        raise RequestError(f"gamma is {asked}; it must be from 1 to {LARGEST_GAMMA}")
+    return FixedGamma(asked)

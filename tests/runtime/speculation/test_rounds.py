@@ -1,0 +1,189 @@
+"""Rounds of speculation against decoding one by one: the same tokens, the same logits, the same cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.backends.reference.decoder import ReferenceDecoder
+from runtime.decoder import DecoderOptions, Step
+from runtime.errors import Cancelled
+from runtime.kv.conversations import Conversations
+from runtime.kv.kinds import KVKind
+from runtime.sampling import Sampler, SamplingOptions
+from runtime.speculation.gamma import FixedGamma
+from runtime.speculation.rounds import Place, Rounds
+
+torch.set_num_threads(1)
+V = 96
+PROMPT = np.random.default_rng(3).integers(0, V, 300).tolist()
+GREEDY = SamplingOptions(temperature=0)
+Factory = Callable[..., Any]
+
+
+class Bench:
+    """A decoder with the prompt in slot 0."""
+
+    def __init__(self, backend: type, model: Any, sampling: SamplingOptions, prompt: int, **options: Any) -> None:
+        self.decoder = backend(
+            model, DecoderOptions(**{"context": 1200, "max_rows": 64, "kv": "hierarchical", **options})
+        )
+        self.conversations = Conversations(self.decoder.cache, slots=self.decoder.options.slots, context=1200)
+        self.sampling, self.prompt = sampling, PROMPT[:prompt]
+        self.steps: list[Step] = []
+
+    def logits(self) -> np.ndarray[Any, Any]:
+        """Those after the prompt."""
+        _, cached = self.conversations.begin(self.prompt)
+        for start in range(cached, len(self.prompt), 64):
+            rows = self.prompt[start : start + 64]
+            M = len(rows)
+            step = Step(
+                tokens=np.array(rows, np.int32),
+                slots=np.zeros(M, np.int32),
+                positions=np.arange(start, start + M, dtype=np.int32),
+                logit_rows=np.array([M - 1], np.int32),
+                prefill=True,
+            )
+            logits = self.decoder.forward(step)
+            self.conversations.tokens(0).extend(rows)
+        return logits[0]
+
+    def run(
+        self, gamma: int, count: int, ends: tuple[int, ...] = (), check: Callable[[], None] = lambda: None
+    ) -> tuple[list[int], list[np.ndarray[Any, Any]], Rounds]:
+        """`count` tokens, the logits that they were drawn from, and what counted them."""
+        place = Place(decoder=self.decoder, conversations=self.conversations, slot=0)
+        rounds = Rounds(place, Sampler(self.sampling, self.prompt), FixedGamma(gamma), ends=ends, check=check)
+        tokens: list[int] = []
+        logits: list[np.ndarray[Any, Any]] = []
+        for token, own in rounds.tokens(self.logits(), lambda: count - len(tokens)):
+            tokens.append(token)
+            logits.append(own.copy())
+            assert self.conversations.tokens(0) == [*self.prompt, *tokens[:-1]]
+            if len(tokens) == count:
+                break
+        return tokens, logits, rounds
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Factory, tiny_spec: Factory) -> Any:
+    return tiny_model(tiny_spec(max_context=2048), bits=3, residual_bits=4)
+
+
+@pytest.fixture(scope="module")
+def sliding(tiny_model: Factory, tiny_spec: Factory) -> Any:
+    return tiny_model(tiny_spec(max_context=2048, windows=(150, None)), bits=3, residual_bits=4)
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 6, 11])
+@pytest.mark.parametrize("backend", [ReferenceDecoder, CpuDecoder])
+@pytest.mark.parametrize(("k_chunk", "draft_k_chunk"), [(1024, 0), (200, 16), (0, 0)], ids=["residual", "some", "base"])
+def test_greedy_tokens_are_the_targets_own(
+    model: Any, backend: type, gamma: int, k_chunk: int, draft_k_chunk: int
+) -> None:
+    """Over several pages, with weights so coarse that many drafts are refused."""
+    count = 800
+    options = {"k_chunk": k_chunk, "draft_k_chunk": draft_k_chunk}
+    alone, own, _ = Bench(backend, model, GREEDY, 30, **options).run(0, count)
+    bench = Bench(backend, model, GREEDY, 30, **options)
+    tokens, logits, rounds = bench.run(gamma, count)
+    assert tokens == alone
+    exact = backend is CpuDecoder
+    worst = max(float(np.abs(a - b).max()) for a, b in zip(own, logits, strict=True))
+    if exact or k_chunk != 200:  # rounding may move a channel of the reference's from one bucket to the next
+        assert worst <= (0 if exact else 2e-2)
+    assert bench.decoder.cache.paged_length(0) > 400
+    counts = rounds.counts
+    assert counts.rounds + counts.accepted + counts.plain == pytest.approx(count - 1, abs=gamma)
+    if k_chunk == 1024:
+        assert 0.05 < counts.accepted / counts.drafted < 0.95
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int8", "kivi2", "gear4"])
+def test_every_kind_of_cache_can_be_drafted_on(model: Any, kv: KVKind) -> None:
+    options = {"k_chunk": 1024, "kv": kv}
+    alone, own, _ = Bench(CpuDecoder, model, GREEDY, 30, **options).run(0, 500)
+    tokens, logits, rounds = Bench(CpuDecoder, model, GREEDY, 30, **options).run(5, 500)
+    assert tokens == alone
+    assert all(np.array_equal(a, b) for a, b in zip(own, logits, strict=True))
+    assert rounds.counts.rounds > 50
+
+
+@pytest.mark.parametrize("kv", ["hierarchical", "fp16"])
+def test_sliding_windows(sliding: Any, kv: KVKind) -> None:
+    options = {"k_chunk": 1024, "kv": kv}
+    alone, own, _ = Bench(CpuDecoder, sliding, GREEDY, 130, **options).run(0, 600)
+    tokens, logits, _ = Bench(CpuDecoder, sliding, GREEDY, 130, **options).run(7, 600)
+    assert tokens == alone
+    assert all(np.array_equal(a, b) for a, b in zip(own, logits, strict=True))
+
+
+def test_penalties_see_drafted_tokens(model: Any) -> None:
+    """A repeated token is penalized within a round as well."""
+    sampling = SamplingOptions(temperature=0, repetition_penalty=1.4)
+    alone, *_ = Bench(CpuDecoder, model, sampling, 30, k_chunk=1024).run(0, 300)
+    tokens, *_ = Bench(CpuDecoder, model, sampling, 30, k_chunk=1024).run(6, 300)
+    assert tokens == alone
+    assert tokens != Bench(CpuDecoder, model, GREEDY, 30, k_chunk=1024).run(6, 300)[0]
+
+
+def test_a_seed_gives_the_same_tokens_again(model: Any) -> None:
+    sampling = SamplingOptions(temperature=1, top_p=0.9, seed=5)
+    first, second = (Bench(CpuDecoder, model, sampling, 30, k_chunk=64).run(4, 200)[0] for _ in range(2))
+    assert first == second
+
+
+def test_nothing_is_drafted_beyond_what_is_wanted_or_behind_an_end(model: Any) -> None:
+    bench = Bench(CpuDecoder, model, GREEDY, 30)
+    steps: list[Step] = []
+    forward = bench.decoder.forward
+
+    def noted(step: Step) -> Any:
+        steps.append(step)
+        return forward(step)
+
+    bench.decoder.forward = noted
+    tokens, _, rounds = bench.run(4, 8)
+    # the first token comes of the prompt; then a round of 5, then one of the 2 that are missing
+    assert [(step.draft, step.tokens.size, step.flush) for step in steps if not step.prefill] == [
+        *[(True, 1, index == 0) for index in range(4)],
+        (False, 5, False),
+        (True, 1, True),
+        (False, 2, False),
+    ]
+    assert (rounds.counts.drafted, rounds.counts.accepted) == (5, 5)
+    steps.clear()
+    ended, *_ = bench.run(4, 8, ends=(tokens[2],))
+    assert ended == tokens
+    sizes = [step.tokens.size for step in steps if not step.prefill and not step.draft]
+    assert sizes[0] == 3
+
+
+@pytest.mark.parametrize("after", [1, 3, 4, 5, 6])
+def test_an_interrupted_round_leaves_what_was_known(model: Any, after: int) -> None:
+    """Wherever in a round the end comes, the conversation goes on as if it had been decoded one by one."""
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise Cancelled("stop")
+
+    alone, *_ = Bench(CpuDecoder, model, GREEDY, 250, k_chunk=1024).run(0, 30)
+    bench = Bench(CpuDecoder, model, GREEDY, 250, k_chunk=1024)
+    with pytest.raises(Cancelled):
+        bench.run(3, 30, check=check)
+    held = list(bench.conversations.tokens(0))
+    assert held == [*bench.prompt, *alone][: len(held)]
+    slot, shared = bench.conversations.begin([*held, 7])
+    assert (slot, shared) == (0, len(held))
+    assert bench.decoder.cache.length(0) == len(held)
+    bench.prompt = PROMPT[:250]
+    assert bench.run(3, 30)[0] == alone
