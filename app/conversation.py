@@ -42,6 +42,12 @@ class Statistics:
     """By how much compensation slowed decoding down, as it was measured."""
     prompt_slowdown_percent: float | None = None
     """How much longer the prompt took by compensation, as it was measured."""
+    gamma: int | None = None
+    """Tokens drafted a round at the end; 0: rounds did not pay. None: there was no speculation."""
+    acceptance_rate: float | None = None
+    """Part of the drafted tokens that stayed."""
+    tokens_per_verify: float | None = None
+    """Tokens that a round of speculation gave."""
     memory_bytes: int | None = None
     estimated: bool = False
     """Whether the UI counted itself, because the answer ended before the runtime could report."""

@@ -28,6 +28,7 @@ from runtime.compensation import (
     DEFAULT_PROMPT_BUDGET_PERCENT,
     LARGEST_BUDGET_PERCENT,
 )
+from runtime.drafting import LARGEST_GAMMA, Speculate
 from runtime.kv.kinds import KINDS, KVKind
 
 Value = str | int | float | None
@@ -139,6 +140,22 @@ class Settings:
         high=CHUNK,
         optional=True,
     )
+    speculate: str = _setting(
+        "off",
+        str,
+        "draft tokens and verify several at a time; the cache is hierarchical",
+        choices=("off", "on"),
+        reload=True,
+    )
+    gamma: int | None = _setting(
+        None,
+        int,
+        "tokens drafted in each round of speculation; auto: what is fastest",
+        low=1,
+        high=LARGEST_GAMMA,
+        optional=True,
+        reload=True,
+    )
     backend: str = _setting(
         "auto", str, "what runs the model", choices=("auto", "triton", "cpu", "reference"), reload=True
     )
@@ -155,6 +172,11 @@ class Settings:
     def __post_init__(self) -> None:
         for key, rule in RULES.items():
             object.__setattr__(self, key, _checked(key, rule, getattr(self, key), "the program"))
+
+    @property
+    def speculation(self) -> Speculate | None:
+        """How tokens are to be drafted; None: not at all."""
+        return Speculate(gamma=self.gamma) if self.speculate == "on" else None
 
     def get(self, key: str) -> Value:
         """The value of a key.

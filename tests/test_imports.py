@@ -20,7 +20,7 @@ from tests.architecture import (
     upward,
 )
 
-LONGEST = {"runtime.backends.cpu": 8, "runtime.backends.triton": 12, "": 19}
+LONGEST = {"runtime.backends.cpu": 8, "runtime.backends.triton": 12, "": 21}
 """Most parameters of a function, by where it stands: the last are those of a command with its options."""
 
 

@@ -16,6 +16,7 @@ from runtime.compensation import Compensation
 
 if TYPE_CHECKING:
     from models.progress import Cancelled
+    from models.store import StoredModel
     from runtime.decoder import Decoder
     from runtime.measure import SpeedAt
 
@@ -51,6 +52,9 @@ def bench(
         ),
     ] = None,
     kv: options.KVOption = None,
+    speculation: options.Speculation = None,
+    gamma: options.Gamma = None,
+    k_chunk: options.KChunk = None,
     budget: options.Budget = None,
     prompt_budget: options.PromptBudget = None,
     backend: options.BackendOption = None,
@@ -60,6 +64,8 @@ def bench(
     from app.settings import load
     from runtime.measure import default_lengths, measure, measure_at, peak_memory_bytes
 
+    options.check_speculation(speculation, gamma, kv)
+    asked = options.compensation(budget, k_chunk) or Compensation(k_chunk=0)
     output, services = Output(as_json=as_json), services_of(ctx)
     stored = open_model(model or load().model or DEMO, services, output)
     usual_prompt, usual_decode = default_lengths(stored.spec.max_context)
@@ -69,9 +75,14 @@ def bench(
     context = -(-longest // _ROUND) * _ROUND
     if longest <= stored.spec.max_context:
         context = min(context, stored.spec.max_context)
-    asked = options.compensation(budget) or Compensation(k_chunk=0)
     choices = LoadChoices(
-        kv=kv, context=context, compensation=asked, prompt_budget=prompt_budget or 0.0, backend=backend
+        kv=kv,
+        context=context,
+        compensation=asked,
+        prompt_budget=prompt_budget or 0.0,
+        speculate=bool(speculation),
+        gamma=gamma,
+        backend=backend,
     )
     plan = load_plan(stored, choices, services, output)
     decoder = plan.open_decoder()
@@ -93,6 +104,10 @@ def bench(
             ]
             compensation = None if budget is None else _compensation(decoder, services, interrupt.cancelled)
             prompts = _prompts(decoder, interrupt.cancelled) if prompt_budget else None
+            speculated = None
+            if speculation:
+                text = services.evaluation_text()
+                speculated = _speculation(decoder, stored, text, (prompt, decode), gamma, interrupt.cancelled)
         peak = peak_memory_bytes()
     finally:
         decoder.close()
@@ -114,6 +129,7 @@ def bench(
                 **({"at": [_at(speed_at) for speed_at in speeds_at]} if at else {}),
                 **(compensation or {}),
                 **(prompts or {}),
+                **({"speculation": speculated} if speculated else {}),
             }
         )
         return
@@ -140,6 +156,41 @@ def bench(
             f"prompts       {slower:.1f} % slower than without compensation, over {tokens} tokens; "
             f"k_chunk {prompts['prompt_k_chunk']}"
         )
+    if speculated is not None:
+        edge = speculated["break_even"]
+        pays = "it pays at no acceptance" if edge is None else f"it pays from {100 * edge:.0f} % on"
+        output.text(
+            f"speculation   {speculated['tokens_per_s']:.1f} tokens/s, {speculated['plain_tokens_per_s']:.1f} without, "
+            f"of the same text; {100 * speculated['acceptance_rate']:.0f} % of the drafts accepted ({pays}), "
+            f"{speculated['tokens_per_verify']:.1f} tokens a verify, gamma {speculated['gamma']}"
+        )
+
+
+def _speculation(
+    decoder: Decoder,
+    model: StoredModel,
+    text: str,
+    lengths: tuple[int, int],
+    gamma: int | None,
+    cancelled: Cancelled,
+) -> dict[str, Any]:
+    """A real text continued with speculation and without: for prompts without sense nothing can be drafted."""
+    from runtime.speculation.measure import measure_speculation
+    from runtime.tokenizer import Tokenizer
+
+    prompt, count = lengths
+    tokens = Tokenizer(model.tokenizer_path).encode(text)[:prompt]
+    found = measure_speculation(decoder, tokens, max(2, count), gamma=gamma, cancelled=cancelled)
+    did = found.speculated.speculation
+    return {
+        "gamma": did.gamma,
+        "acceptance_rate": did.acceptance_rate,
+        "tokens_per_verify": did.tokens_per_verify,
+        "tokens_per_s": found.speculated.tokens_per_s,
+        "plain_tokens_per_s": found.plain.tokens_per_s,
+        "speedup": found.speedup,
+        "break_even": found.break_even,
+    }
 
 
 def _at(speed: SpeedAt) -> dict[str, Any]:

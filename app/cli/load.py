@@ -10,9 +10,11 @@ from app.cli.output import Output
 from app.cli.services import Services, prepare_folders
 
 if TYPE_CHECKING:
+    from app.settings import Settings
     from models.store import StoredModel
     from runtime.compensation import Compensation
     from runtime.decoder import Decoder, KVKind, Selector
+    from runtime.engine import Engine
     from runtime.loading import LoadPlan
     from runtime.problem import Problem
 
@@ -29,6 +31,10 @@ class LoadChoices:
     """What decides how much is compensated."""
     prompt_budget: float | None = None
     """How much longer a prompt may take by compensation, in percent."""
+    speculate: bool | None = None
+    """Whether tokens are drafted."""
+    gamma: int | None = None
+    """How many in each round."""
     backend: str | None = None
     """What runs the model."""
     select: Selector = "approx"
@@ -48,12 +54,12 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         SettingsError: a setting is not acceptable.
         RuntimeFailure: the choices do not go together, or memory does not suffice.
     """
-    from app.settings import load
     from runtime.compensation import of_settings
+    from runtime.drafting import cache_for
     from runtime.loading import plan_load
     from runtime.memory import DEFAULT_CONTEXT
 
-    settings = load({"kv": choices.kv, "backend": choices.backend})
+    settings = _settings(choices)
     compensation = of_settings(
         settings.k_chunk, settings.budget, choices.compensation, prompt_budget=settings.prompt_budget
     )
@@ -63,7 +69,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
     plan = plan_load(
         model,
         compensation,
-        kv=settings.kv,
+        kv=cache_for(choices.kv if settings.speculation else settings.kv, settings.speculation),
         # A context on the command line is kept or refused; one in the settings gives way to a model that has less.
         context=choices.context or (settings.context and min(settings.context, maximum)),
         asked=settings.backend,
@@ -77,6 +83,30 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
     with output.progress() as progress:
         plan.prepare(progress)
     return plan
+
+
+def _settings(choices: LoadChoices) -> Settings:
+    """The settings, with what was asked for in their place."""
+    from app.settings import load
+
+    speculate = None if choices.speculate is None else "on" if choices.speculate else "off"
+    return load({"kv": choices.kv, "backend": choices.backend, "speculate": speculate, "gamma": choices.gamma})
+
+
+def speculate(engine: Engine, choices: LoadChoices) -> None:
+    """Let a model that was loaded and compensated speculate, where the choices or the settings say so.
+
+    Raises:
+        KeyboardInterrupt: the person stopped it.
+    """
+    from runtime.errors import Cancelled
+    from runtime.speculation.costs import start
+
+    with Interrupt() as interrupt:
+        try:
+            start(engine, _settings(choices).speculation, cancelled=interrupt.cancelled)
+        except Cancelled:
+            interrupt.raise_if_pressed()
 
 
 def compensate(decoder: Decoder, plan: LoadPlan, choices: LoadChoices, services: Services, output: Output) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation
+from runtime.drafting import LARGEST_GAMMA, Speculate, cache_for
 from runtime.errors import RequestError
 from runtime.kv.kinds import KVKind
 
@@ -35,6 +36,20 @@ def compensation(budget: float | None, k_chunk: int | None = None) -> Compensati
         return Compensation(k_chunk=k_chunk, budget_percent=budget)
     except RequestError as error:
         raise typer.BadParameter(str(error), param_hint="--budget") from error
+
+
+def check_speculation(speculate: bool | None, gamma: int | None, kv: KVKind | None = None) -> None:
+    """Check the options `Speculation`, `Gamma` and `KVOption` against each other.
+
+    Raises:
+        typer.BadParameter: they do not go together.
+    """
+    if gamma is not None and not speculate:
+        raise typer.BadParameter("it means something with --speculate alone", param_hint="--gamma")
+    try:
+        cache_for(kv, Speculate(gamma=gamma) if speculate else None)
+    except RequestError as error:
+        raise typer.BadParameter(str(error), param_hint="--speculate") from error
 
 
 def complete_stored(incomplete: str) -> list[str]:
@@ -105,6 +120,26 @@ PromptBudget = Annotated[
         max=LARGEST_BUDGET_PERCENT,
         callback=_finite,
         help="How much longer the time to the first word may be for a compensated prompt, in percent; 0: none.",
+        show_default=False,
+    ),
+]
+Speculation = Annotated[
+    bool | None,
+    typer.Option(
+        "--speculate/--no-speculate",
+        help="Draft tokens with the low-bit weights alone and verify several at a time: the same answers, faster where "
+        "much is compensated. Takes the hierarchical cache.",
+        show_default=False,
+    ),
+]
+Gamma = Annotated[
+    int | None,
+    typer.Option(
+        "--gamma",
+        metavar="N",
+        min=1,
+        max=LARGEST_GAMMA,
+        help="Tokens to draft in each round, with --speculate; found and adapted if not given.",
         show_default=False,
     ),
 ]

@@ -188,6 +188,12 @@ class Repl:
             f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} reused), {usage.completion_tokens} answered; "
             f"context {used} of {self._engine.context}"
         )
+        if usage.speculation is not None:
+            found = usage.speculation
+            does = f"{found.gamma} tokens drafted a round" if found.gamma else "speculation does not pay here"
+            self._output.text(
+                f"{does}; {100 * found.acceptance_rate:.0f} % accepted, {found.tokens_per_verify:.1f} tokens a verify"
+            )
 
     def _help(self, _rest: str) -> None:
         self._output.text(HELP.format(names=", ".join(_names())))

@@ -10,7 +10,7 @@ import typer
 
 from app.cli import options
 from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, compensate, load_plan
+from app.cli.load import LoadChoices, compensate, load_plan, speculate
 from app.cli.model import open_model
 from app.cli.output import Output
 from app.cli.services import services_of
@@ -67,6 +67,8 @@ def run(
     budget: options.Budget = None,
     prompt_budget: options.PromptBudget = None,
     kv: options.KVOption = None,
+    speculation: options.Speculation = None,
+    gamma: options.Gamma = None,
     context: options.Context = None,
     backend: options.BackendOption = None,
     as_json: options.Json = False,
@@ -75,6 +77,7 @@ def run(
     if raw and system is not None:
         raise typer.BadParameter("--raw continues plain text, which has no system prompt: leave out --system")
     compensation = options.compensation(budget, k_chunk)
+    options.check_speculation(speculation, gamma, kv)
     output, services = Output(as_json=as_json), services_of(ctx)
     text = _prompt(prompt, output)
     if not text and (as_json or not _on_terminal()):
@@ -104,12 +107,19 @@ def run(
     )
     stored = open_model(model, services, output)
     choices = LoadChoices(
-        kv=kv, context=context, compensation=compensation, prompt_budget=prompt_budget, backend=backend
+        kv=kv,
+        context=context,
+        compensation=compensation,
+        prompt_budget=prompt_budget,
+        speculate=speculation,
+        gamma=gamma,
+        backend=backend,
     )
     plan = load_plan(stored, choices, services, output)
     engine = services.open_engine(plan)
     try:
         compensate(engine.decoder, plan, choices, services, output)
+        speculate(engine, choices)
         if text:
             _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, raw=raw)
         else:
@@ -173,7 +183,19 @@ def _summary(engine: Engine, model: StoredModel, text: str, finish_reason: str, 
         "bits": model.recipe.bits,
         "kv": decoder.options.kv,
         "k_chunk": k_chunk_by_type(decoder.options.k_chunk),
-        "speculation": None,
+        "speculation": _speculation(usage),
+    }
+
+
+def _speculation(usage: Usage) -> dict[str, Any] | None:
+    """What speculation did in an answer."""
+    found = usage.speculation
+    if found is None:
+        return None
+    return {
+        "gamma": found.gamma,
+        "acceptance_rate": found.acceptance_rate,
+        "tokens_per_verify": found.tokens_per_verify,
     }
 
 

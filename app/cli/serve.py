@@ -42,9 +42,12 @@ def serve(
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
     prompt_budget: options.PromptBudget = None,
+    speculation: options.Speculation = None,
+    gamma: options.Gamma = None,
 ) -> None:
     """Serve the stored models to OpenAI clients, on this machine only unless told otherwise."""
     asked = options.compensation(budget, k_chunk)
+    options.check_speculation(speculation, gamma)
     output, services = Output(), services_of(ctx)
 
     from app.settings import load
@@ -52,7 +55,8 @@ def serve(
     from runtime.server import serve as server
     from runtime.wire.requests import LoadRequest
 
-    settings = load({"model": model})
+    speculate = None if speculation is None else "on" if speculation else "off"
+    settings = load({"model": model, "speculate": speculate, "gamma": gamma})
     compensation = of_settings(settings.k_chunk, settings.budget, asked, prompt_budget=settings.prompt_budget)
     if prompt_budget is not None:
         compensation = replace(compensation, prompt_budget_percent=prompt_budget)
@@ -60,13 +64,13 @@ def serve(
     if settings.model is not None:
         request = LoadRequest(
             model=open_model(settings.model, services, output).name,
-            kv=settings.kv,
+            kv=None if settings.speculation else settings.kv,
             context=settings.context,
             backend=settings.backend,
         )
     with output.progress() as progress:
         code = server.run(
-            services.service(compensation),
+            services.service(compensation, settings.speculation),
             host=host,
             port=port,
             token=token,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from runtime.backend import Presence
     from runtime.compensation import Compensation
     from runtime.decoder import Decoder
+    from runtime.drafting import Speculate
     from runtime.engine import Engine
     from runtime.loading import LoadPlan
     from runtime.server.service import Service
@@ -122,15 +123,17 @@ class Services:
                 cancelled=cancelled,
             )
 
-    def service(self, compensation: Compensation) -> Service:
-        """What a server serves: the stored models and the bundled one, compensated like this."""
+    def service(self, compensation: Compensation, speculation: Speculate | None = None) -> Service:
+        """What a server serves: the stored models and the bundled one, compensated and drafted like this."""
         prepare_folders()
         from app.paths import home
         from assets import demo_path
         from runtime.server.catalogue import Bundle
         from runtime.server.loading import open_service
 
-        return open_service(home(), Bundle(models={DEMO: demo_path()}), compensation=compensation)
+        return open_service(
+            home(), Bundle(models={DEMO: demo_path()}), compensation=compensation, speculation=speculation
+        )
 
     def open_engine(self, plan: LoadPlan) -> Engine:
         """Load a model with its tokenizer."""

@@ -95,7 +95,7 @@ def statistics_parts(statistics: Statistics) -> list[str]:
     if statistics.context_used is not None:
         of = "" if statistics.context is None else f" of {token_count(statistics.context)}"
         parts.append(f"context {token_count(statistics.context_used)}{of}")
-    parts += compensation_parts(statistics)
+    parts += [*compensation_parts(statistics), *speculation_parts(statistics)]
     if statistics.bits is not None:
         parts.append(bit_count(statistics.bits))
     if statistics.memory_bytes is not None:
@@ -116,6 +116,17 @@ def compensation_parts(statistics: Statistics) -> list[str]:
     if prompt is not None:
         parts.append(f"first word {percent(prompt)} later")
     return parts
+
+
+def speculation_parts(statistics: Statistics) -> list[str]:
+    """What speculation did: `drafts 87 % accepted`, `3.4 tokens a verify`; or that it did not pay."""
+    if statistics.gamma is None:
+        return []
+    parts = []
+    if statistics.tokens_per_verify:
+        rate = statistics.acceptance_rate or 0.0
+        parts = [f"drafts {100 * rate:.0f} % accepted", f"{statistics.tokens_per_verify:.1f} tokens a verify"]
+    return parts if statistics.gamma else [*parts, "speculation did not pay"]
 
 
 def statistics_lines(statistics: Statistics, width: int, before: Sequence[str] = ()) -> str:

@@ -291,7 +291,9 @@ class Session:
         wanted = of_settings(settings.k_chunk, settings.budget, prompt_budget=settings.prompt_budget)
         request = LoadRequest(
             model=name,
-            kv=settings.kv,
+            kv=None if settings.speculation else settings.kv,
+            speculate=settings.speculation is not None,
+            gamma=settings.gamma,
             k_chunk=wanted.k_chunk,
             budget=wanted.budget_percent,
             prompt_budget=wanted.prompt_budget_percent,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from models.progress import Cancelled, ProgressCallback
+from runtime.drafting import Speculate
 from runtime.generation import Piece
 from runtime.problem import Problem
 from runtime.sampling import SamplingOptions
@@ -85,6 +86,8 @@ class LoadedModel:
     """What the tuner found for the budget; None where k_chunk was given, or nothing was tuned."""
     prompts: PromptTuning | None = None
     """How far prompts are compensated; None where no budget decides that."""
+    speculation: Speculate | None = None
+    """How it drafts tokens; None where it does not."""
     problems: Sequence[Problem] = ()
     """Why the budget has no effect, where it has none, and what could not be page-locked."""
     caches: Mapping[str, CacheFacts] = field(default_factory=dict)

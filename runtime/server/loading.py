@@ -12,6 +12,7 @@ from models.store import Store, StoredModel
 from runtime.backends import backend
 from runtime.compensation import Compensation, k_chunk_by_type
 from runtime.decoder import Decoder
+from runtime.drafting import Speculate, cache_for
 from runtime.errors import Cancelled
 from runtime.kv.saved_folder import SavedCaches, forget, holding
 from runtime.problem import Problem
@@ -21,6 +22,7 @@ from runtime.server.inspecting import MachineInspector
 from runtime.server.interfaces import LoadedModel
 from runtime.server.making import StoreWorkshop
 from runtime.server.service import Service
+from runtime.speculation.costs import start as start_speculation
 from runtime.tuning import PROFILES, within_budget
 from runtime.wire.answers import Holding
 from runtime.wire.requests import LoadRequest, TuneRequest
@@ -38,6 +40,7 @@ class StoreLoader:
         profiles: Folder of tuning profiles.
         compensation: What applies to a model that is loaded with neither a k_chunk nor a budget.
         chats: Folder in which long conversations outlive the loaded model; None: they do not.
+        speculation: What applies to a model that is loaded without a word about it; None: nothing is drafted.
     """
 
     def __init__(
@@ -47,7 +50,9 @@ class StoreLoader:
         compensation: Compensation | None = None,
         *,
         chats: Path | None = None,
+        speculation: Speculate | None = None,
     ) -> None:
+        self._speculation = speculation
         self._catalogue = catalogue
         self._profiles = profiles
         self._chats = chats
@@ -72,10 +77,11 @@ class StoreLoader:
         report("open", f"opening {request.model}")
         model = self._catalogue.open(request.model)
         compensation = request.compensation or self._compensation
+        speculation = request.speculation or self._speculation
         plan = plan_load(
             model,
             compensation,
-            kv=request.kv or "fp16",
+            kv=cache_for(request.kv, speculation),
             context=None if request.context is None else min(request.context, model.spec.max_context),
             asked=request.backend,
             slots=CONVERSATIONS,
@@ -104,6 +110,8 @@ class StoreLoader:
             if compensation.budget_percent is not None:
                 loaded = self._tuned(loaded, model, compensation.budget_percent, progress, cancelled)
             loaded = self._with_prompts(loaded, model, compensation, progress, cancelled)
+            start_speculation(engine, speculation, cancelled=cancelled)
+            loaded = replace(loaded, speculation=speculation)
             self._remember(engine, model)
         except BaseException:
             engine.close()
@@ -161,9 +169,11 @@ class StoreLoader:
             else:
                 loaded = self._tuned(loaded, model, wanted.budget_percent, progress, cancelled, force=request.force)
             loaded = self._with_prompts(loaded, model, wanted, progress, cancelled, force=request.force)
+            start_speculation(engine, loaded.speculation, cancelled=cancelled)
         except BaseException:
             decoder.set_k_chunk(before.k_chunk, before.n_tb)
             decoder.set_prompt_k_chunk(before.prompt_k_chunk)
+            decoder.set_draft_k_chunk(before.draft_k_chunk)
             raise
         if decoder.options.prompt_k_chunk != before.prompt_k_chunk:
             engine.forget()
@@ -244,6 +254,7 @@ def open_service(
     compensation: Compensation | None = None,
     idle_unload_s: float | None = None,
     chats: Path | None = None,
+    speculation: Speculate | None = None,
 ) -> Service:
     """The service of the models under a home folder.
 
@@ -254,11 +265,12 @@ def open_service(
         idle_unload_s: Unload a model after so many seconds without a request; None: never.
         chats: Folder in which the caches of long conversations are kept while their model is not loaded; None: nothing
             of a conversation is written to disk.
+        speculation: What applies to models that are loaded without a word about it; None: nothing is drafted.
     """
     store = Store(home / "models")
     catalogue = StoreCatalogue(store, bundle.models, chats)
     return Service(
-        StoreLoader(catalogue, home / PROFILES, compensation, chats=chats),
+        StoreLoader(catalogue, home / PROFILES, compensation, chats=chats, speculation=speculation),
         catalogue,
         StoreWorkshop(store, bundle, chats),
         inspector=MachineInspector(home / PROFILES),

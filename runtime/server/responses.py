@@ -10,7 +10,8 @@ from typing import Any, Literal, Protocol
 from runtime.generation import Piece, Usage
 from runtime.sampling import TokenLogprob
 from runtime.server.service import Accepted
-from runtime.wire.answers import Timings
+from runtime.speculation.counts import Speculation
+from runtime.wire.answers import SpeculationRecord, Timings
 from runtime.wire.codec import to_json
 
 Body = dict[str, Any]
@@ -86,12 +87,22 @@ class _Answer:
             k_chunk=self._accepted.k_chunk,
             slowdown_percent=self._accepted.slowdown_percent,
             prompt_slowdown_percent=self._accepted.prompt_slowdown_percent,
+            speculation=speculation_record(usage.speculation),
         )
         body: Body = to_json(timings)
         return body
 
     def _usage_chunk(self, kind: str, usage: Usage) -> Body:
         return {"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}
+
+
+def speculation_record(found: Speculation | None) -> SpeculationRecord | None:
+    """What is told of the speculation of an answer."""
+    if found is None:
+        return None
+    return SpeculationRecord(
+        gamma=found.gamma, acceptance_rate=found.acceptance_rate, tokens_per_verify=found.tokens_per_verify
+    )
 
 
 class ChatWriter(_Answer):

@@ -64,6 +64,7 @@ class ModelSlot:
             prompt_k_chunk=loaded.prompts.k_chunk if loaded.prompts else 0,
             prompt_slowdown_percent=loaded.prompts.measured_slowdown_percent if loaded.prompts else None,
             n_tb=dict(loaded.tuning.n_tb) if loaded.tuning and loaded.tuning.n_tb_max is not None else None,
+            speculates=loaded.speculation is not None,
             context=loaded.context,
             weight_bytes=loaded.weight_bytes,
             kv_bytes=loaded.kv_bytes,

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import RequestError
 
 MOST_SEARCHED = 7
 """The largest gamma that is searched: 8 rows are the widest step that costs a CPU little more than one."""
-LARGEST_GAMMA = 15
-"""The largest that can be asked for: 16 rows are the most that a CPU verifies bit for bit as one by one."""
 _PRIOR, _PRIOR_WEIGHT = 0.85, 8.0
 """The chance that a drafted token stays before any was seen, and how many tokens that opinion is worth."""
 _MEMORY = 128.0

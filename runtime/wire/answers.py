@@ -75,6 +75,8 @@ class Status:
     """Bytes of weights read for one token."""
     kv_bytes: int | None = None
     """Bytes of the KV cache."""
+    speculates: bool = False
+    """Whether tokens are drafted and verified several at a time."""
     waiting: int = 0
     """Requests that wait for their turn."""
     pid: int = 0
@@ -191,6 +193,18 @@ class Caches(Holding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationRecord:
+    """What speculation did in an answer."""
+
+    gamma: int
+    """Tokens drafted a round at the end; 0: rounds did not pay, so decoding went on without."""
+    acceptance_rate: float
+    """Part of the drafted tokens that stayed."""
+    tokens_per_verify: float
+    """Tokens that a round gave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """What an answer cost: `timings` beside the last of what OpenAI's protocol has."""
 
@@ -212,3 +226,5 @@ class Timings:
     """Slowdown of decoding by that compensation, where it was measured."""
     prompt_slowdown_percent: float | None = None
     """How much longer the prompt took by compensation, as it was measured when the model was tuned."""
+    speculation: SpeculationRecord | None = None
+    """What speculation did; None where nothing was to be drafted."""

@@ -9,6 +9,7 @@ from typing import Annotated
 from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, LARGEST_BITS, SMALLEST_BITS, Method
 from models.spec import LAYER_KINDS
 from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation, of_settings
+from runtime.drafting import LARGEST_GAMMA, Speculate
 from runtime.kv.kinds import KVKind
 from runtime.wire.codec import OneOf, Within
 
@@ -32,10 +33,19 @@ class LoadRequest:
     """Slowdown of decoding, in percent, that compensation may cost; 0 is none. Means nothing beside a k_chunk."""
     prompt_budget: Budget | None = None
     """How much longer, in percent, a prompt may take by compensation; 0 is none."""
+    speculate: bool = False
+    """Whether tokens are drafted and verified several at a time; the cache is hierarchical then."""
+    gamma: Annotated[int, Within(1, LARGEST_GAMMA)] | None = None
+    """Tokens to draft in each round of speculation; None is the best by what steps cost and what is accepted."""
     context: Annotated[int, Within(1)] | None = None
     """Tokens of context."""
     backend: Annotated[str, Within(1, 40)] = "auto"
     """Which backend."""
+
+    @property
+    def speculation(self) -> Speculate | None:
+        """How tokens are to be drafted; None: not at all."""
+        return Speculate(gamma=self.gamma) if self.speculate else None
 
     @property
     def compensation(self) -> Compensation | None:
