@@ -194,3 +194,37 @@ def test_a_bug_keeps_its_traceback(run: Callable[..., Any], services: Any, monke
     monkeypatch.setattr(services, "open_engine", broken)
     with pytest.raises(ZeroDivisionError):
         run("run", "demo", "hi")
+
+
+def test_speculation_is_reported(answer: Answer) -> None:
+    common = ("run", "demo", "hi", "--max-tokens", 20, "--temperature", 0, "--k-chunk", 64)
+    plain = answer(*common, "--kv", "hierarchical", "--no-speculate")
+    found = answer(*common, "--speculate", "--gamma", 2)
+    assert (found["kv"], plain["speculation"]) == ("hierarchical", None)
+    assert found["text"] == plain["text"]
+    did = found["speculation"]
+    assert did.keys() == {"gamma", "acceptance_rate", "tokens_per_verify"}
+    assert did["gamma"] == 2
+    assert 0 <= did["acceptance_rate"] <= 1
+    assert did["tokens_per_verify"] == pytest.approx(1 + 2 * did["acceptance_rate"], abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (("--speculate", "--kv", "fp16"), "needs the hierarchical cache"),
+        (("--gamma", "3"), "with --speculate alone"),
+        (("--no-speculate", "--gamma", "3"), "with --speculate alone"),
+        (("--speculate", "--gamma", "16"), "16"),
+    ],
+)
+def test_speculation_that_cannot_be_is_wrong_usage(run: Callable[..., Any], wrong: tuple[str, ...], words: str) -> None:
+    assert words in run("run", "demo", "hi", *wrong, code=2).stderr
+
+
+def test_settings_may_speculate(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_CHAT_SPECULATE", "on")
+    monkeypatch.setenv("LOWBIT_CHAT_GAMMA", "2")
+    found = answer("run", "demo", "hi", "--max-tokens", 5, "--temperature", 0, "--k-chunk", 64)
+    assert found["speculation"]["gamma"] == 2
+    assert answer("run", "demo", "hi", "--max-tokens", 5, "--k-chunk", 0, "--no-speculate")["speculation"] is None

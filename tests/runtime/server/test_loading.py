@@ -380,3 +380,27 @@ def test_without_a_calibration_text_residuals_are_refused(store: Store) -> None:
     request = QuantizeRequest(source=str(demo_checkpoint_path()))
     with pytest.raises(QuantizationError):
         StoreWorkshop(store, Bundle()).quantize(request, ignore_progress, never_cancelled)
+
+
+def test_speculation_is_asked_for_with_the_load_and_stays_with_another_budget(
+    loader: StoreLoader, clock: Clock
+) -> None:
+    request = LoadRequest(model="demo", k_chunk=64, prompt_budget=0, context=256, speculate=True, gamma=3)
+    loaded = loader.load(request, ignore_progress, never_cancelled)
+    try:
+        engine: Any = loaded.engine
+        assert loaded.kv == "hierarchical"
+        assert engine.speculates
+        *_, last = engine.generate([5, 6, 7], SamplingOptions(temperature=0, max_tokens=20))
+        assert last.usage.speculation.gamma == 3
+        assert set(engine.decoder.options.draft_k_chunk.values()) == {16}
+        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=0), ignore_progress, never_cancelled)
+        assert engine.speculates
+        assert set(engine.decoder.options.draft_k_chunk.values()) == {8}
+    finally:
+        loaded.engine.close()
+    plain = loader.load(LoadRequest(model="demo", k_chunk=0, context=256), ignore_progress, never_cancelled)
+    plain.engine.close()
+    assert plain.speculation is None
+    with pytest.raises(RequestError, match="needs the hierarchical cache, not int8"):
+        loader.load(LoadRequest(model="demo", kv="int8", speculate=True), ignore_progress, never_cancelled)

@@ -1,0 +1,276 @@
+"""What speculation is worth: acceptance by draft and target, what steps cost by context, and measured speed.
+
+    make bench-speculation SMOLLM2="smollm2-3=FOLDER smollm2-4=FOLDER"
+    python -m tests.bench.speculation --stored NAME=FOLDER --only acceptance --out FILE
+
+Acceptance does not depend on the machine; costs and speed do, and are measured in turns. The shape's weights are
+random: what its steps cost does not depend on them, what is accepted would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from assets import evaluation_text
+from models.store import StoredModel
+from runtime.decoder import Decoder, DecoderOptions
+from runtime.kv.kinds import KVKind
+from runtime.measure import fill
+from runtime.open import open_decoder
+from runtime.sampling import SamplingOptions
+from runtime.speculation.costs import measure_costs
+from runtime.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, best_gamma, break_even, speedup
+from runtime.speculation.measure import continued
+from runtime.tokenizer import Tokenizer
+from runtime.weights import Weights
+from tests.bench.reporting.markdown import between, table
+from tests.bench.reporting.run import about_run
+from tests.peers.shape import RandomModel, llama_1b
+
+TARGETS = {"residual": 1024, "compensated": 64, "base": 0}
+"""k_chunk of each target."""
+QUESTIONS = (
+    "Explain how a bicycle stays upright.",
+    "Write a short story about a lighthouse keeper.",
+    "What is photosynthesis, and why does it matter?",
+)
+LONG_PROMPT, ANSWER = 1000, 128
+"""Tokens of the long prompt, and of an answer."""
+COST_CONTEXTS, SHAPE_CONTEXTS = (512, 1024, 8000), (1024, 8192, 32768)
+_ROOM = 32
+DOCUMENT = Path("docs/speculation.md")
+Rows = list[dict[str, Any]]
+
+
+def prompts_of(model: StoredModel) -> dict[str, list[list[int]]]:
+    """Questions as a chat asks them, and a long text."""
+    tokenizer = Tokenizer(model.tokenizer_path)
+    chats = [tokenizer.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    return {"chat": chats, "1k text": [tokenizer.encode(evaluation_text())[:LONG_PROMPT]]}
+
+
+def decoder_of(model: Weights, context: int, kv: KVKind = "hierarchical") -> Decoder:
+    """A model on the CPU, its prompts not compensated."""
+    return open_decoder(model, DecoderOptions(kv=kv, context=context, max_rows=128), "cpu")[0]
+
+
+def acceptance(name: str, model: StoredModel) -> Iterator[dict[str, Any]]:
+    """What is accepted, by target, draft, gamma, temperature and prompt."""
+    decoder, prompts = decoder_of(model, LONG_PROMPT + ANSWER), prompts_of(model)
+    ways = [
+        ("chat", target, draft, gamma, temperature)
+        for target in ("residual", "compensated")
+        for draft in (0, 16)
+        for gamma in (1, 3, 6)
+        for temperature in (0.0, 1.0)
+    ]
+    ways += [
+        ("1k text", target, draft, 3, 0.0) for target in TARGETS for draft in ((0, 16) if TARGETS[target] else (0,))
+    ]
+    for where, target, draft, gamma, temperature in ways:
+        decoder.set_k_chunk(TARGETS[target])
+        decoder.set_draft_k_chunk(draft)
+        drafted = accepted = rounds = 0.0
+        for seed, prompt in enumerate(prompts[where]):
+            sampling = SamplingOptions(temperature=temperature, top_p=0.95, seed=seed)
+            did = continued(decoder, prompt, ANSWER, sampling, FixedGamma(gamma)).speculation
+            drafted, rounds = drafted + did.drafted, rounds + did.rounds
+            accepted += did.acceptance_rate * did.drafted
+        yield {
+            "model": name,
+            "prompt": where,
+            "target": target,
+            "draft_k_chunk": draft,
+            "gamma": gamma,
+            "temperature": temperature,
+            "acceptance_rate": accepted / drafted,
+            "tokens_per_verify": (accepted + rounds) / rounds,
+        }
+    decoder.close()
+
+
+def costs(name: str, model: Weights, contexts: Sequence[int], targets: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What steps cost by context and target; of the residual target also what the draft of each half would.
+
+    `both` drafts by low-bit weights and the upper plane, `weights` by low-bit weights from a cache of 8 bits without
+    planes, `kv` by the target's weights and the upper plane (QuantSpec, Fig. 5).
+    """
+    ways: list[tuple[KVKind, str, str]] = [("hierarchical", "both", target) for target in targets]
+    ways += [("int8", "weights", "residual"), ("hierarchical", "kv", "residual")]
+    for context in contexts:
+        for kv in ("hierarchical", "int8"):
+            decoder = decoder_of(model, context + _ROOM, kv)
+            fill(decoder, context)
+            for own, way, target in ways:
+                if own != kv:
+                    continue
+                decoder.set_k_chunk(TARGETS[target])
+                decoder.set_draft_k_chunk(TARGETS[target] if way == "kv" else min(16, TARGETS[target]))
+                found = measure_costs(decoder, position=context)
+                yield {
+                    "model": name,
+                    "context": context,
+                    "target": target,
+                    "draft": way,
+                    "plain_ms": 1e3 * found.plain,
+                    "draft_ms": 1e3 * found.draft,
+                    "verify_ms": [1e3 * each for each in found.verify],
+                }
+            decoder.close()
+
+
+def speed(name: str, model: StoredModel, rounds: int) -> Iterator[dict[str, Any]]:
+    """Tokens a second with adapted speculation and without, in turns, of the same prompts."""
+    decoder, prompts = decoder_of(model, LONG_PROMPT + ANSWER), prompts_of(model)
+    for target, k_chunk in TARGETS.items():
+        decoder.set_k_chunk(k_chunk)
+        decoder.set_draft_k_chunk(min(16, k_chunk))
+        gamma = AdaptiveGamma(measure_costs(decoder))
+        for temperature in (0.0, 0.7):
+            plain, speculated, ratios, rates, alike = [], [], [], [], True
+            for turn in range(rounds):
+                for prompt in prompts["chat"]:
+                    sampling = SamplingOptions(temperature=temperature, top_p=0.95, seed=turn)
+                    alone = continued(decoder, prompt, ANSWER, sampling, FixedGamma(0))
+                    drafted = continued(decoder, prompt, ANSWER, sampling, gamma)
+                    alike = alike and list(alone.tokens) == list(drafted.tokens)
+                    plain.append(alone.tokens_per_s)
+                    speculated.append(drafted.tokens_per_s)
+                    ratios.append(drafted.tokens_per_s / alone.tokens_per_s)
+                    rates.append(drafted.speculation.acceptance_rate)
+            yield {
+                "model": name,
+                "target": target,
+                "temperature": temperature,
+                "plain_tokens_per_s": statistics.median(plain),
+                "tokens_per_s": statistics.median(speculated),
+                "speedup": statistics.median(ratios),
+                "acceptance_rate": statistics.mean(rates),
+                "gamma": gamma.current,
+                "same_tokens": alike if temperature == 0 else None,
+            }
+    decoder.close()
+
+
+def read_costs(row: dict[str, Any]) -> Costs:
+    """The costs of a row."""
+    verify = [each / 1e3 for each in row["verify_ms"]]
+    return Costs(plain=row["plain_ms"] / 1e3, draft=row["draft_ms"] / 1e3, verify=verify)
+
+
+def acceptance_table(rows: Rows) -> str:
+    """As the paper's Table 6."""
+    return table(
+        ("model", "prompt", "target", "draft's k_chunk", "γ", "temperature", "accepted", "tokens a verify"),
+        (
+            (
+                row["model"],
+                row["prompt"],
+                row["target"],
+                row["draft_k_chunk"],
+                row["gamma"],
+                f"{row['temperature']:g}",
+                f"{100 * row['acceptance_rate']:.0f} %",
+                f"{row['tokens_per_verify']:.2f}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def costs_table(rows: Rows) -> str:
+    """Costs, at which acceptance rounds begin to pay, and what they bring at some."""
+    body = []
+    for row in rows:
+        own, edge = read_costs(row), break_even(read_costs(row))
+        gains = []
+        for accepted in (0.7, 0.9, 1.0):
+            gamma = best_gamma(own, accepted)
+            gains.append(f"{speedup(own, gamma, accepted):.2f} (γ {gamma})" if gamma else "–")
+        times = (row["plain_ms"], row["draft_ms"], row["verify_ms"][2], row["verify_ms"][6])
+        pays = "never" if edge is None else f"{100 * edge:.0f} %"
+        names = (row["model"], f"{row['context']:,}", row["target"], row["draft"])
+        body.append((*names, *(f"{each:.1f}" for each in times), pays, *gains))
+    head = ("model", "context", "target", "cheap in the draft", "plain ms", "draft ms", "verify 4 ms", "verify 8 ms")
+    return table((*head, "pays from", "at 70 %", "at 90 %", "at 100 %"), body)
+
+
+def speed_table(rows: Rows) -> str:
+    """Measured speed."""
+    return table(
+        ("model", "target", "temperature", "plain tok/s", "speculated tok/s", "speedup", "accepted", "γ at the end"),
+        (
+            (
+                row["model"],
+                row["target"],
+                f"{row['temperature']:g}",
+                f"{row['plain_tokens_per_s']:.1f}",
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['speedup']:.2f}",
+                f"{100 * row['acceptance_rate']:.0f} %",
+                row["gamma"],
+            )
+            for row in rows
+        ),
+    )
+
+
+TABLES = {"acceptance": acceptance_table, "costs": costs_table, "speed": speed_table}
+
+
+def measure(part: str, stored: Sequence[tuple[str, StoredModel]], shape_bits: Sequence[int], rounds: int) -> Rows:
+    """All rows of a part."""
+    rows: Rows = []
+    for name, model in stored:
+        if part == "acceptance":
+            rows += acceptance(name, model)
+        elif part == "speed":
+            rows += speed(name, model, rounds)
+        else:
+            rows += costs(name, model, COST_CONTEXTS, tuple(TARGETS))
+    if part == "costs":
+        for bits in shape_bits:
+            spec = replace(llama_1b(), max_context=SHAPE_CONTEXTS[-1] + _ROOM)
+            shape = RandomModel(spec, bits, residuals=True)
+            rows += costs(f"1.1 B shape, {bits} bits", shape, SHAPE_CONTEXTS, ("residual", "base"))
+    return rows
+
+
+def main() -> None:
+    """Measure, print tables, and write rows and tables down where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stored", nargs="*", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument("--shape-bits", nargs="*", type=int, default=[3], help="of the shape; none: not it")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="a JSON file, whose other parts are kept")
+    parser.add_argument("--write", action="store_true", help="put the file's tables into docs/speculation.md")
+    asked = parser.parse_args()
+    stored = [
+        (name, StoredModel.open_folder(Path(folder), name))
+        for name, _, folder in (text.partition("=") for text in asked.stored)
+    ]
+    report = json.loads(asked.out.read_text(encoding="utf-8")) if asked.out and asked.out.exists() else {}
+    for part in asked.only:
+        rows = measure(part, stored, asked.shape_bits, asked.rounds)
+        report[part] = {"about": about_run("python -m tests.bench.speculation"), "rows": rows}
+        print(TABLES[part](rows), flush=True)
+        if asked.out:
+            asked.out.parent.mkdir(parents=True, exist_ok=True)
+            asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if asked.write:
+        text = DOCUMENT.read_text(encoding="utf-8")
+        for part in TABLES:
+            if part in report:
+                text = between(text, part, TABLES[part](report[part]["rows"]))
+        DOCUMENT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
