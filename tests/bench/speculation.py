@@ -95,17 +95,19 @@ def acceptance(name: str, model: StoredModel) -> Iterator[dict[str, Any]]:
     decoder.close()
 
 
-def costs(name: str, model: Weights, contexts: Sequence[int], targets: Sequence[str]) -> Iterator[dict[str, Any]]:
+def costs(
+    name: str, model: Weights, contexts: Sequence[int], targets: Sequence[str], *, planeless: bool
+) -> Iterator[dict[str, Any]]:
     """What steps cost by context and target; of the residual target also what the draft of each half would.
 
     `both` drafts by low-bit weights and the upper plane, `weights` by low-bit weights from a cache of 8 bits without
     planes, `kv` by the target's weights and the upper plane (QuantSpec, Fig. 5).
     """
     ways: list[tuple[KVKind, str, str]] = [("hierarchical", "both", target) for target in targets]
-    ways += [("int8", "weights", "residual"), ("hierarchical", "kv", "residual")]
-    for context in contexts:
-        for kv in ("hierarchical", "int8"):
-            decoder = decoder_of(model, context + _ROOM, kv)
+    ways += [("hierarchical", "kv", "residual"), *([("int8", "weights", "residual")] if planeless else [])]
+    for kv in dict.fromkeys(own for own, *_ in ways):
+        decoder = decoder_of(model, max(contexts) + _ROOM, kv)
+        for context in contexts:
             fill(decoder, context)
             for own, way, target in ways:
                 if own != kv:
@@ -122,7 +124,7 @@ def costs(name: str, model: Weights, contexts: Sequence[int], targets: Sequence[
                     "draft_ms": 1e3 * found.draft,
                     "verify_ms": [1e3 * each for each in found.verify],
                 }
-            decoder.close()
+        decoder.close()
 
 
 def speed(name: str, model: StoredModel, rounds: int) -> Iterator[dict[str, Any]]:
@@ -233,12 +235,12 @@ def measure(part: str, stored: Sequence[tuple[str, StoredModel]], shape_bits: Se
         elif part == "speed":
             rows += speed(name, model, rounds)
         else:
-            rows += costs(name, model, COST_CONTEXTS, tuple(TARGETS))
+            rows += costs(name, model, COST_CONTEXTS, tuple(TARGETS), planeless=True)
     if part == "costs":
         for bits in shape_bits:
             spec = replace(llama_1b(), max_context=SHAPE_CONTEXTS[-1] + _ROOM)
             shape = RandomModel(spec, bits, residuals=True)
-            rows += costs(f"1.1 B shape, {bits} bits", shape, SHAPE_CONTEXTS, ("residual", "base"))
+            rows += costs(f"1.1 B shape, {bits} bits", shape, SHAPE_CONTEXTS, ("residual", "base"), planeless=False)
     return rows
 
 

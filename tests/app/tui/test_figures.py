@@ -167,3 +167,15 @@ def test_tuning_is_told_in_words() -> None:
     assert meter.take(report("tune", 3, 60, "timings", "timing qkv")).line == "Tuning for a budget of 5 % · timing qkv"
     assert figures.tuning_title(Compensation(budget_percent=0)) == "Switching compensation off"
     assert figures.tuning_title(Compensation(k_chunk=9)) == "Applying k_chunk 9"
+
+
+def test_what_speculation_did() -> None:
+    plain = Statistics(tokens=5)
+    assert figures.speculation_parts(plain) == []
+    drafted = replace(plain, gamma=3, acceptance_rate=0.874, tokens_per_verify=3.42)
+    words = ["drafts 87 % accepted", "3.4 tokens a verify"]
+    assert figures.speculation_parts(drafted) == words
+    assert figures.speculation_parts(replace(drafted, gamma=0)) == [*words, "speculation did not pay"]
+    never = replace(plain, gamma=0, acceptance_rate=0.0, tokens_per_verify=0.0)
+    assert figures.speculation_parts(never) == ["speculation did not pay"]
+    assert all(word in figures.statistics_lines(drafted, 200) for word in words)

@@ -17,6 +17,7 @@ TIMINGS = {
     "k_chunk",
     "slowdown_percent",
     "prompt_slowdown_percent",
+    "speculation",
     "ttft_s",
     "prefill_tokens_per_s",
     "decode_tokens_per_s",
