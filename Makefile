@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PREPARED := $(VENV)/.prepared
 
-.PHONY: chat demo test check format bench bench-start bench-tuned bench-prompts bench-rates bench-gpu quality kv mutations sanitize-gpu kernels clean
+.PHONY: chat demo test check format bench bench-start bench-tuned bench-prompts bench-speculation bench-rates bench-gpu quality kv mutations sanitize-gpu kernels clean
 
 chat: $(PREPARED)
 	$(BIN)/lowbit-chat
@@ -44,6 +44,9 @@ bench-prompts: $(READY)
 
 bench-rates: $(READY)
 	$(BIN)/python -m tests.bench.rates --write $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
+
+bench-speculation: $(READY)
+	$(BIN)/python -m tests.bench.speculation --write --out tests/bench/results/speculation.json $(if $(SMOLLM2),--stored $(SMOLLM2))
 
 quality: $(READY)
 	$(BIN)/python -m tests.bench.quality $(if $(SMOLLM2),--smollm2 $(SMOLLM2)) $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))

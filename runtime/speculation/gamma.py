@@ -28,8 +28,12 @@ _OUTLIER = 3.0
 """A time is taken for at most so many times what was expected: a step that something else held up says little."""
 _ROUNDS_BETWEEN = 64
 """Rounds between two plain steps that keep their time known."""
+_FIRST_ROUNDS = 16
+"""Rounds before the first plain step."""
 _PAUSE, _LONGEST_PAUSE = 32, 512
 """Plain tokens before speculation is tried again, at first and at most."""
+_TRY = 4
+"""Rounds of a trial: one that something held up decides nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,9 @@ class AdaptiveGamma:
         self._costs = costs
         self._stayed, self._tried = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
         self._round_ratio = self._plain_ratio = 1.0
-        self._since_plain = self._left = 0
+        self._plain_known = False
+        self._since_plain = _ROUNDS_BETWEEN - _FIRST_ROUNDS
+        self._left = self._trial = 0
         self._pause = _PAUSE
 
     @property
@@ -144,13 +150,16 @@ class AdaptiveGamma:
         now = self._now()
         best = best_gamma(now, self.acceptance)
         if best:
-            self._pause = _PAUSE
+            self._pause, self._trial = _PAUSE, 0
             self._since_plain += 1
             if self._since_plain > _ROUNDS_BETWEEN:
                 self._since_plain = 0
                 return 0
             return best
-        self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        self._trial += 1
+        if self._trial >= _TRY:
+            self._trial = 0
+            self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         return max(range(1, len(now.verify) + 1), key=lambda gamma: speedup(now, gamma, self.acceptance))
 
     def note(self, drafted: int, accepted: int, seconds: float) -> None:
@@ -159,9 +168,12 @@ class AdaptiveGamma:
             return
         ratio = min(seconds / self._costs.round_s(drafted), _OUTLIER * max(self._round_ratio, self._plain_ratio))
         if drafted == 0:
-            self._plain_ratio += _NEW * (ratio - self._plain_ratio)
+            self._plain_ratio += (_NEW if self._plain_known else 1) * (ratio - self._plain_ratio)
+            self._plain_known = True
             return
         self._round_ratio += _NEW * (ratio - self._round_ratio)
+        if not self._plain_known:  # drawing tokens takes time beside a step: it lengthens both
+            self._plain_ratio = self._round_ratio
         tried = min(drafted, accepted + 1)
         fading = 1 - tried / _MEMORY
         self._stayed, self._tried = self._stayed * fading + accepted, self._tried * fading + tried

@@ -55,7 +55,7 @@ def test_it_learns_that_nothing_stays_and_tries_again_ever_more_rarely() -> None
     drafted = run(gamma, CHEAP, 0.0, 2000)
     assert gamma.current == 0
     tries = [at for at, each in enumerate(drafted) if each and at > 100]
-    assert 2 <= len(tries) <= 8
+    assert 8 <= len(tries) <= 32
     assert max(drafted[at] for at in tries) == 1
     drafted = run(gamma, CHEAP, 1.0, 20_000)
     assert gamma.current == 7
@@ -75,7 +75,7 @@ def test_plain_steps_between_keep_their_time_known() -> None:
     long = Costs(plain=30.0, draft=CHEAP.draft, verify=CHEAP.verify)
     drafted = run(gamma, long, 1.0, 2000)
     assert 20 <= drafted.count(0) <= 40
-    assert 0 not in drafted[:64]
+    assert 0 not in drafted[:16]
     assert gamma._now().plain > 2 * CHEAP.plain
 
 
@@ -97,3 +97,13 @@ def test_what_is_asked_for() -> None:
     for wrong in (0, 16):
         with pytest.raises(RequestError, match="from 1 to 15"):
             gamma_of(wrong)
+
+
+def test_what_drawing_takes_beside_a_step_does_not_speak_against_rounds() -> None:
+    """All steps take a third longer than they were measured, and nothing was decoded plainly yet."""
+    gamma = AdaptiveGamma(CHEAP)
+    edge = gamma.current
+    for _ in range(16):
+        drafted = gamma.next()
+        assert drafted >= edge
+        gamma.note(drafted, drafted, 1.33 * CHEAP.round_s(drafted))
