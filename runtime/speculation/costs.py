@@ -17,8 +17,8 @@ from runtime.errors import Cancelled, RequestError
 from runtime.speculation.gamma import MOST_SEARCHED, Costs
 
 DRAFT_K_CHUNK = 16
-"""Channels per 1024 that are compensated in drafts, where the target has as many and the backend can. On a CPU they
-cost a tenth of a drafted token at most, and a quarter to a half of the refusals go."""
+"""Channels per 1024 that are compensated in drafts, where the target has as many and the backend can: a quarter to a
+half of the refusals go, and a CPU's drafted token takes up to a third longer."""
 _FIRST = 8
 """Position of the rows that are timed."""
 LEAST_CONTEXT = _FIRST + MOST_SEARCHED + 1
