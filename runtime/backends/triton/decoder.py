@@ -6,15 +6,19 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
+from subprocess import CalledProcessError
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from triton.errors import TritonError
 
 from models.architecture import forward
+from runtime.backends.triton.failures import explained, first_line
 from runtime.backends.triton.forward import Buffers, Pass
 from runtime.backends.triton.kernels.select import Selection, recall, select
 from runtime.backends.triton.model import GpuModel, Linear
+from runtime.backends.triton.reclaim import return_cached
 from runtime.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, RequestError
 from runtime.operations.channels import LAYER_KINDS, k_chunk_of
@@ -23,29 +27,37 @@ from runtime.weights import Weights
 _GRAPHS = 8
 """Captured steps that are kept, so that a timer can go back and forth between two settings, and a draft between its own
 and the model's."""
+_TRITON_S = ("Triton Error", "Failed to find C compiler")
+"""How Triton's errors begin that have no type of their own."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _explained(call: Callable[P, T]) -> Callable[P, T]:
-    """Say what the driver's errors mean and what to do."""
+    """Say what the driver's and Triton's errors mean and what to do."""
 
     @wraps(call)
-    def explained(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return call(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
-                f"the GPU's memory does not suffice ({str(error).splitlines()[0]}): use a shorter context, fewer bits "
+                f"the GPU's memory does not suffice ({first_line(error)}): use a shorter context, fewer bits "
                 "or a smaller model, or close other programs that use the GPU"
             ) from error
         except torch.AcceleratorError as error:
             raise BackendError(
-                f"the GPU stopped working ({str(error).splitlines()[0]}): load the model again; if that fails, restart "
+                f"the GPU stopped working ({first_line(error)}): load the model again; if that fails, restart "
                 "the program, or use the CPU backend"
             ) from error
+        except (TritonError, OSError, CalledProcessError) as error:
+            raise explained(error) from error
+        except RuntimeError as error:
+            if not str(error).startswith(_TRITON_S):
+                raise
+            raise explained(error) from error
 
-    return explained
+    return run
 
 
 class TritonDecoder:
@@ -84,7 +96,7 @@ class TritonDecoder:
         self._logits = torch.zeros((1, self.spec.vocab_size), pin_memory=pinned)
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, list[Selection | None]]] = {}
-        self._recall_sum, self._selections = 0.0, 0
+        self._recall_sum, self._selections, self._closed = 0.0, 0, False
         self.cache = self._model.cache
         self.kv_bytes = self.cache.store.nbytes
         self.weight_bytes = self._model.weight_bytes
@@ -145,8 +157,13 @@ class TritonDecoder:
 
     def close(self) -> None:
         """See `runtime.decoder.Decoder.close`."""
+        if self._closed:
+            return
+        self._closed = True
         self._graphs.clear()
         self._model.close()
+        del self._buffers, self._inputs, self._logits, self._flag
+        return_cached()
 
     def _decode(self, step: Step) -> Float32Array:
         """One token: launched the first time, so that every kernel is compiled, then captured, then replayed."""

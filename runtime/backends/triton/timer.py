@@ -85,12 +85,11 @@ class CudaTimer:
             if flush:
                 self._flush.zero_()
             N, K = linear.packed.shape
-            kind = layer_kind(linear.packed.name)
-            x, out = buffers.input(1, K), buffers.output(kind, 1, N)
+            x, out = buffers.input(1, K), buffers.output(1, N)
             if linear.selection is None:
                 product(linear, x, out, buffers)
             else:
-                dec = buffers.compensation(kind, 1, N)
+                dec = buffers.compensation(1, N)
                 compensated_product(linear, x, buffers.positions[:1], out, dec, buffers, self._decoder.side)
 
 
