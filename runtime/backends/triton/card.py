@@ -91,7 +91,7 @@ def launch_once() -> None:
         CannotRunError: why not, and what to do.
     """
     try:
-        from runtime.backends.triton.kernels.trial import launch
+        from runtime.backends.triton.trial import launch
 
         counted = launch("cuda")
     except Exception as error:  # compilers, drivers and loaders have errors of every kind

@@ -208,7 +208,7 @@ def test_a_card_that_runs_no_kernel_is_out_and_it_is_said_why(
         raise error
 
     launch = gpu.launch_once.__wrapped__
-    monkeypatch.setattr("runtime.backends.triton.kernels.trial.launch", fail)
+    monkeypatch.setattr("runtime.backends.triton.trial.launch", fail)
     monkeypatch.setattr(failures.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     cards(CARD, launch=launch)
     found = backend("triton").probe()
@@ -246,7 +246,7 @@ def test_the_launch_is_tried_until_it_succeeds_and_then_never_again(
             raise outcome
         return outcome
 
-    monkeypatch.setattr("runtime.backends.triton.kernels.trial.launch", launch)
+    monkeypatch.setattr("runtime.backends.triton.trial.launch", launch)
     cards(CARD, launch=gpu.launch_once.__wrapped__)
     assert [gpu.look().usable for _ in range(4)] == [False, False, True, True]
     assert not outcomes
@@ -278,7 +278,7 @@ def test_torch_that_finds_no_device_names_the_driver_it_needs(monkeypatch: pytes
 
 
 def test_the_trial_launch_counts_its_programs(device: str) -> None:
-    from runtime.backends.triton.kernels.trial import launch
+    from runtime.backends.triton.trial import launch
 
     assert launch(device)
 

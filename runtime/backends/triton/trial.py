@@ -6,14 +6,9 @@ it is cooperative, as compensation is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
 
 PROGRAMS = 2
 
@@ -29,12 +24,3 @@ def launch(device: torch.device | str) -> bool:
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     _count_kernel[(PROGRAMS,)](counter, num_warps=1, launch_cooperative_grid=True)
     return int(counter) == PROGRAMS
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """The kernel."""
-    from runtime.backends.triton.ahead import Ahead
-
-    return (
-        Ahead(name="trial", kernel=_count_kernel, signature={"counter_ptr": "*i32"}, num_warps=1, cooperative=True),
-    )
