@@ -29,6 +29,8 @@ _GRAPHS = 8
 and the model's."""
 _TRITON_S = ("Triton Error", "Failed to find C compiler")
 """How Triton's errors begin that have no type of their own."""
+CAPTURE_MODE = "thread_local"
+"""Other threads may use the card while a graph is captured: they measure its link, or what is free."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -89,7 +91,7 @@ class TritonDecoder:
         self._model.set_k_chunk(options.k_chunk, options.n_tb)
         self._buffers = Buffers(self._model, options.max_rows)
         self._on_gpu = self._device.type == "cuda"
-        self._side = torch.cuda.Stream(self._device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(self._device, priority=-1) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._model.set_prompt_k_chunk(options.prompt_k_chunk, self._side)
         pinned = self._on_gpu
         self._inputs = torch.zeros((3, 1), dtype=torch.int32, pin_memory=pinned)
@@ -188,7 +190,7 @@ class TritonDecoder:
         """Capture a decoded token, from the inputs in page-locked memory to the logits in page-locked memory."""
         buffers, graph = self._buffers, torch.cuda.CUDAGraph()
         buffers.logit_rows[:1] = 0
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=CAPTURE_MODE):
             for i, values in enumerate((buffers.tokens, buffers.slots, buffers.positions)):
                 values[:1].copy_(self._inputs[i], non_blocking=True)
             run = Pass(self._model, buffers, M=1, R=1, way=way, draft=draft, side=self._side)
