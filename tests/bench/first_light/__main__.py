@@ -28,13 +28,14 @@ from tests.bench.gpu.report import Part, write
 MODULE = "tests.bench.first_light"
 RESULTS = ROOT / "tests" / "bench" / "results"
 SECONDS = {
-    "start": 60,
-    "graph": 80,
-    "tokens": 80,
+    "start": 50,
+    "graph": 75,
+    "tokens": 75,
     "chat": 60,
     "memory": 50,
     "overlap": 45,
     "link": 30,
+    "draw": 20,
     "product": 45,
     "tune": 60,
 }

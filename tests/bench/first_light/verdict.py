@@ -15,6 +15,7 @@ PURPOSE = {
     "link": "residuals are read over the link",
     "overlap": "compensation hides behind the product",
     "product": "products are near the memory's limit",
+    "draw": "tokens drawn on the card are those drawn on the host",
     "tune": "a budget of 5 % is kept",
     "tests": "the tests that need a card pass",
     "bench": "the benchmark ran",
@@ -119,10 +120,17 @@ def _chat(rows: Iterable[Row]) -> Iterable[str]:
             yield f"{row['backend']}: loaded in {row['load_s']} s, {row['tokens_per_s']} tokens/s: {said}"
 
 
+def _draw(rows: Iterable[Row]) -> Iterable[str]:
+    for row in rows:
+        if "us" in row:
+            yield f"drawing a token ({row['how']}): {row['us']} µs on the card, {row['host_us']} µs on the host"
+
+
 _FIGURES: dict[str, Callable[[Iterable[Row]], Iterable[str]]] = {
     "overlap": _overlap,
     "product": _product,
     "link": _link,
+    "draw": _draw,
     "tokens": _tokens,
     "tune": _tune,
     "chat": _chat,
