@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PREPARED := $(VENV)/.prepared
 
-.PHONY: chat demo test check format bench bench-start bench-tuned bench-prompts bench-gpu first-light first-light-more quality kv mutations sanitize-gpu kernels clean
+.PHONY: chat demo test check format bench bench-start bench-tuned bench-prompts bench-rates bench-gpu first-light first-light-more quality kv mutations sanitize-gpu kernels clean
 
 chat: $(PREPARED)
 	$(BIN)/lowbit-chat
@@ -47,6 +47,9 @@ bench-tuned: $(READY)
 
 bench-prompts: $(READY)
 	$(BIN)/python -m tests.bench.prompts $(if $(SMOLLM2),--stored smollm2=$(SMOLLM2))
+
+bench-rates: $(READY)
+	$(BIN)/python -m tests.bench.rates --write $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
 
 quality: $(READY)
 	$(BIN)/python -m tests.bench.quality $(if $(SMOLLM2),--smollm2 $(SMOLLM2)) $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
