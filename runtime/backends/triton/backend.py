@@ -9,6 +9,7 @@ from models.progress import ProgressCallback, ignore_progress
 from models.spec import ModelSpec
 from runtime.backend import Device, Footprint, ModelSizes, Presence
 from runtime.backends.triton import card
+from runtime.backends.triton.failures import first_line
 from runtime.backends.triton.sizes import buffer_bytes, weight_bytes
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.errors import BackendError
@@ -41,7 +42,11 @@ class TritonBackend:
         if card.is_started():
             from runtime.backends.triton.reclaim import return_cached
 
-            return_cached()
+            try:
+                return_cached()
+            except RuntimeError as error:
+                reason = f"the card stopped working in this process ({first_line(error)})"
+                return Presence(usable=False, reason=reason, fix="restart the program")
         return card.look()
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import wraps
 from subprocess import CalledProcessError
@@ -165,7 +165,8 @@ class TritonDecoder:
         self._graphs.clear()
         self._model.close()
         del self._buffers, self._inputs, self._logits, self._flag
-        return_cached()
+        with suppress(RuntimeError):  # a card that stopped working gives nothing back
+            return_cached()
 
     def _decode(self, step: Step) -> Float32Array:
         """One token: launched the first time, so that every kernel is compiled, then captured, then replayed."""

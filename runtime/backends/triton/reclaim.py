@@ -12,6 +12,9 @@ def return_cached() -> None:
 
     torch keeps what it frees, for itself alone: another program, the next memory plan and a model that is loaded next
     see none of it.
+
+    Raises:
+        RuntimeError: the card stopped working in this process.
     """
     gc.collect()
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -18,8 +18,8 @@ _AT_ONCE = 250
 
 def measure(part: Part, amount: Amount, device: torch.device) -> None:
     """A row for each layer type, n_tb and order of capture."""
-    for kind, shape in amount.bench.shapes.items():
-        layer = Beside(kind, shape, amount.bench.bits[0], amount.k_chunk, device, inputs=_INPUTS)
+    for kind in amount.beside:
+        layer = Beside(kind, amount.bench.shapes[kind], amount.bench.bits[0], amount.k_chunk, device, inputs=_INPUTS)
         for n_tb in amount.n_tbs:
             for order in ORDERS:
                 where = {"kind": kind, "n_tb": n_tb, "order": order}

@@ -14,8 +14,8 @@ from tests.bench.gpu.report import Part
 
 def measure(part: Part, amount: Amount, device: torch.device) -> None:
     """A row for each layer type, n_tb, order of capture and priority of the second stream; 1.0 is perfect."""
-    for kind, shape in amount.bench.shapes.items():
-        layer = Beside(kind, shape, amount.bench.bits[0], amount.k_chunk, device)
+    for kind in amount.beside:
+        layer = Beside(kind, amount.bench.shapes[kind], amount.bench.bits[0], amount.k_chunk, device)
         for n_tb in (n for n in amount.n_tbs if n in (1, 4, 8)):
             for priority in PRIORITIES:
                 if part.late():

@@ -16,6 +16,8 @@ class Amount:
 
     bench: Sizes
     """What the benchmark's own functions take: shapes, bytes, rounds."""
+    beside: tuple[str, ...]
+    """Layer types whose product and compensation run beside each other: one that leaves a card room, one that fills it."""
     n_tbs: tuple[int, ...]
     """Thread blocks of the compensation beside a product."""
     k_chunk: int
@@ -40,6 +42,7 @@ class Amount:
 
 FULL = Amount(
     bench=replace(GPU, rounds=30, tokens=48, turns=3, readings=3, kinds=("qkv", "o", "gate_up", "down")),
+    beside=("o", "gate_up"),
     n_tbs=(1, 2, 4, 6, 8, 12, 24),
     k_chunk=16,
     replays=5000,
@@ -53,6 +56,7 @@ FULL = Amount(
 )
 DRY = Amount(
     bench=SMOKE,
+    beside=("o",),
     n_tbs=(1,),
     k_chunk=16,
     replays=1,

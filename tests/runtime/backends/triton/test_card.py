@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from app.cli import checks
 from runtime import open as opening
@@ -18,6 +19,7 @@ from runtime.backend import ModelSizes
 from runtime.backends import backend
 from runtime.backends.triton import card as gpu
 from runtime.backends.triton import failures, link
+from runtime.backends.triton.decoder import TritonDecoder
 from runtime.compensation import Compensation
 from runtime.decoder import DecoderOptions
 from runtime.errors import BackendError, OutOfMemoryError
@@ -263,8 +265,6 @@ def test_nothing_is_launched_where_there_is_no_card(cards: Callable[..., None]) 
 
 
 def test_torch_that_finds_no_device_names_the_driver_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -293,3 +293,23 @@ def test_a_started_driver_is_not_planned_for_twice(cards: Callable[..., None], t
     before = overhead()
     gpu.launch_once()
     assert 0 < overhead() < before
+
+
+def test_a_card_that_stopped_working_is_out_until_the_program_is_restarted(
+    cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tiny_model: Any, tiny_spec: Any, device: str
+) -> None:
+    """And closing what was on it is no error."""
+    decoder = TritonDecoder(tiny_model(tiny_spec(), bits=4), DecoderOptions(context=8, max_rows=1), device)
+
+    def stopped() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+    cards(CARD)
+    gpu.launch_once()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", stopped)
+    decoder.close()
+    found = backend("triton").probe()
+    assert not found.usable
+    assert "unspecified launch failure)" in found.reason
+    assert found.fix == "restart the program"
