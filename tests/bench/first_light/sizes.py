@@ -17,7 +17,7 @@ class Amount:
     bench: Sizes
     """What the benchmark's own functions take: shapes, bytes, rounds."""
     beside: tuple[str, ...]
-    """Layer types whose product and compensation run beside each other: one that leaves a card room, one that fills it."""
+    """Layer types whose product and compensation run beside each other: one leaves a card room, one fills it."""
     n_tbs: tuple[int, ...]
     """Thread blocks of the compensation beside a product."""
     k_chunk: int
