@@ -85,7 +85,8 @@ def bench(
         backend=backend,
     )
     plan = load_plan(stored, choices, services, output)
-    decoder = plan.open_decoder()
+    with output.progress() as progress:
+        decoder = plan.open_decoder(progress)
     try:
         compensate(decoder, plan, choices, services, output)
         with Interrupt() as interrupt, output.progress() as progress:

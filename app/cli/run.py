@@ -116,7 +116,8 @@ def run(
         backend=backend,
     )
     plan = load_plan(stored, choices, services, output)
-    engine = services.open_engine(plan)
+    with output.progress() as progress:
+        engine = services.open_engine(plan, progress)
     try:
         compensate(engine.decoder, plan, choices, services, output)
         speculate(engine, choices)

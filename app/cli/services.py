@@ -135,9 +135,9 @@ class Services:
             home(), Bundle(models={DEMO: demo_path()}), compensation=compensation, speculation=speculation
         )
 
-    def open_engine(self, plan: LoadPlan) -> Engine:
+    def open_engine(self, plan: LoadPlan, progress: ProgressCallback) -> Engine:
         """Load a model with its tokenizer."""
-        return plan.open_engine()
+        return plan.open_engine(progress)
 
     def profiles(self) -> ProfileStore:
         """Where tuning keeps what it found."""

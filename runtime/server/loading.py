@@ -88,7 +88,7 @@ class StoreLoader:
         )
         plan.prepare(progress)
         report("load", f"loading {request.model}: {describe(plan.memory)}")
-        engine = plan.open_engine()
+        engine = plan.open_engine(progress)
         if cancelled():
             engine.close()
             raise Cancelled("the load was stopped")
@@ -104,7 +104,7 @@ class StoreLoader:
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
             problems=_lacking(engine.decoder),
-            caches=cache_facts(model.spec, plan.memory),
+            caches=cache_facts(model.spec, plan.memory, plan.options.max_rows),
         )
         try:
             if compensation.budget_percent is not None:
