@@ -14,7 +14,7 @@ import statistics
 import torch
 
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.backends.triton.forward import compensated_product, product
+from runtime.backends.triton.forward import Value, compensated_product, product
 from runtime.backends.triton.model import Linear
 from runtime.operations.channels import layer_kind
 from tuner.errors import TimerError
@@ -86,7 +86,7 @@ class CudaTimer:
                 self._flush.zero_()
             N, K = linear.packed.shape
             kind = layer_kind(linear.packed.name)
-            x, out = buffers.input(1, K), buffers.output(kind, 1, N)
+            x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(kind, 1, N)
             if linear.selection is None:
                 product(linear, x, out, buffers)
             else:
