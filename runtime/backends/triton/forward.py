@@ -208,9 +208,10 @@ class Pass(Operations[Value]):
         q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
         norms, rope = HeadNorms(q_norm, k_norm, spec.norm_eps), Rope(model.cos, model.sin)
         heads(v.tensor, v.dec, norms, rope, model.bases[layer], rows, pages, queries)
+        sums = buffers.sums(M, spec.q_width) if spec.head_dim % PIECE == 0 else None
         context, draft = model.options.context, self._draft
-        attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft)
-        return Value(out)
+        attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft, sums=sums)
+        return Value(out, sums=sums)
 
     def gate(self, gate_value: Value, up: Value) -> Value:
         """See `models.architecture.Operations`."""
