@@ -29,7 +29,7 @@ from runtime.backends.triton.codes import (
     weight_form,
 )
 from runtime.backends.triton.kernels.gemv import ROWS, LaunchConfig, Operands, check_operands, few_rows
-from runtime.backends.triton.layout import GpuLinear
+from runtime.backends.triton.layout import BLOCK, GpuLinear
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 
@@ -153,6 +153,7 @@ def ahead() -> tuple[Ahead, ...]:
             },
             constants={"form": form, "tile": Tile(DOT=DOT, BLOCK_M=block_m, BLOCK_N=BLOCK_N, WARPS=WARPS)},
             num_warps=WARPS,
+            weights=BLOCK * BLOCK_N // WARPS,
             num_stages=STAGES,
         )
         for name, form, block_m in (

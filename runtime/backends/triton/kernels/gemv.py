@@ -36,6 +36,7 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.backends.triton.carveout import leave_room
 from runtime.backends.triton.codes import (
     MATRIX_TYPES,
     Form,
@@ -352,10 +353,11 @@ def few_rows(
     elif sums is None:
         sums = workspace.sums(M, pieces(K))
         piece_sums(x, sums)
-    _gemv_kernel[across, config.split](
+    launched = _gemv_kernel[across, config.split](
         x, sums, matrix_of(weight, out), out, parts, counters, M, config.split,
         form=form, tile=_tile(M, form, config.block_n), num_warps=WARPS, num_stages=1,
     )  # fmt: skip
+    leave_room(launched, x.device)
 
 
 def _tile(M: int, form: Form, block_n: int = 64) -> Tile:
@@ -407,6 +409,7 @@ def ahead() -> tuple[Ahead, ...]:
             },
             constants={"form": form, "tile": _tile(M, form)} | ({"sums_ptr": None} if form.CODEBOOK else {}),
             num_warps=WARPS,
+            weights=BLOCK * 64 // WARPS,
             num_stages=1,
         )
         for name, form, M in (
