@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.layout import BLOCK, PIECE, GpuLinear, pieces
+from runtime.backends.triton.layout import GpuLinear
+from runtime.backends.triton.words import BLOCK, PIECE, pieces
 
 EXPONENT = {3: 0x48004800, 4: 0x4C004C00}
 """Both halves' exponent bits of 2^bits, so that the top bits of the mantissa count ones."""

@@ -30,8 +30,8 @@ from runtime.backends.triton.kernels.head import finish
 from runtime.backends.triton.kernels.norm import add_norm
 from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.backends.triton.kernels.together import multiply
-from runtime.backends.triton.layout import PIECE
 from runtime.backends.triton.model import GpuModel, Linear
+from runtime.backends.triton.words import PIECE
 from runtime.backends.triton.workspace import Workspace
 from runtime.decoder import Way
 from runtime.operations.channels import layer_kind

@@ -38,18 +38,9 @@ import torch
 
 from models.packed import PackedLinear
 from models.packing import packed_width, unpack
+from runtime.backends.triton.words import BLOCK, LANES, PIECE, WORDS, code_words, pieces, tail_words
 from runtime.errors import BackendError
 
-BLOCK = 512
-"""Input channels of a block."""
-PIECE = 32
-"""Input channels of a piece: two for each lane."""
-LANES = 16
-"""Words of an output channel, for one block and one word of it."""
-WORDS = {3: 3, 4: 4}
-"""Words of a block by bits."""
-SHORT = 2
-"""Most pieces of a short word."""
 SPARE_PIECE = 15
 """The piece of a block whose bits lie in the top bits of the three words, at 3 bits."""
 ROWS_AT_ONCE = 128
@@ -193,26 +184,6 @@ def dequantize(weight: GpuLinear) -> torch.Tensor:
 
 def _to_device(array: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-
-def pieces(K: int) -> int:
-    """Pieces of so many input channels."""
-    return -(-K // PIECE)
-
-
-def tail_words(bits: int, left: int) -> tuple[int, int]:
-    """Whole and short words of the pieces behind the last whole block, `left` of them."""
-    each = 16 // bits
-    last = left % each
-    return left // each + (last > SHORT), int(0 < last <= SHORT)
-
-
-def code_words(shape: tuple[int, int], bits: int) -> int:
-    """32-bit words that the codes of a matrix [N, K] take on the device."""
-    N, K = shape
-    blocks, left = divmod(pieces(K), BLOCK // PIECE)
-    whole, short = tail_words(bits, left)
-    return (blocks * WORDS[bits] + whole) * N * LANES + short * N * LANES // 2
 
 
 def _repack_codes(name: str, shape: tuple[int, int], bits: int, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

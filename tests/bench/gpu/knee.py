@@ -17,8 +17,9 @@ from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, com
 from runtime.backends.triton.kernels.gemv import gemv
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.kernels.sums import piece_sums
-from runtime.backends.triton.layout import GpuLinear, pieces, repack
+from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import residual_to_device
+from runtime.backends.triton.words import pieces
 from runtime.backends.triton.workspace import Workspace
 from runtime.operations.channels import total_budget
 from tests.bench.gpu.clock import Launch, copies_past_cache, race

@@ -29,7 +29,8 @@ from runtime.backends.triton.codes import (
     weight_form,
 )
 from runtime.backends.triton.kernels.gemv import ROWS, LaunchConfig, Operands, check_operands, few_rows
-from runtime.backends.triton.layout import BLOCK, GpuLinear
+from runtime.backends.triton.layout import GpuLinear
+from runtime.backends.triton.words import BLOCK
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 

@@ -54,7 +54,8 @@ from runtime.backends.triton.codes import (
     weight_form,
 )
 from runtime.backends.triton.kernels.sums import piece_sums
-from runtime.backends.triton.layout import BLOCK, GpuLinear, pieces
+from runtime.backends.triton.layout import GpuLinear
+from runtime.backends.triton.words import BLOCK, pieces
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 

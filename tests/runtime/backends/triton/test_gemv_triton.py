@@ -11,7 +11,8 @@ import torch
 from models.packed import PackedLinear
 from models.packing import pack
 from runtime.backends.triton.kernels.gemv import BUSY, LaunchConfig, configure, few_rows, gemv
-from runtime.backends.triton.layout import BLOCK, GpuLinear, dequantize, repack, repack_codebook
+from runtime.backends.triton.layout import GpuLinear, dequantize, repack, repack_codebook
+from runtime.backends.triton.words import BLOCK
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 from runtime.operations import linear as reference

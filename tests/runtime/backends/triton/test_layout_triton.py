@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from models.packed import PackedLinear
 from models.packing import pack
-from runtime.backends.triton.layout import BLOCK, LANES, GpuLinear, code_words, dequantize, repack, repack_codebook
+from runtime.backends.triton.layout import GpuLinear, dequantize, repack, repack_codebook
+from runtime.backends.triton.words import BLOCK, LANES, code_words
 from runtime.errors import BackendError
 from runtime.operations import linear as reference
 
@@ -160,6 +161,6 @@ def test_a_codebook_of_another_size_is_refused():
 
 
 def test_a_matrix_beyond_the_kernels_addresses_is_refused(monkeypatch):
-    monkeypatch.setattr("runtime.backends.triton.layout.LANES", 1 << 32)
+    monkeypatch.setattr("runtime.backends.triton.words.LANES", 1 << 32)
     with pytest.raises(BackendError, match="more than the kernels can address"):
         repack(_packed(8, 64, 4, 32), "cpu")

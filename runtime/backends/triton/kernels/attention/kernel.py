@@ -36,7 +36,7 @@ from runtime.backends.triton.kernels.cache.pages import (
 )
 from runtime.backends.triton.kernels.gemv import ROWS
 from runtime.backends.triton.kernels.sums import store_sums
-from runtime.backends.triton.layout import PIECE
+from runtime.backends.triton.words import PIECE
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS, CacheKind, KVKind
 
