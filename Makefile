@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PREPARED := $(VENV)/.prepared
 
-.PHONY: chat demo test check format bench bench-start bench-tuned bench-prompts bench-gpu quality kv mutations sanitize-gpu kernels clean
+.PHONY: chat demo test check format bench bench-start bench-tuned bench-prompts bench-rates bench-gpu first-light first-light-more quality kv mutations sanitize-gpu kernels clean
 
 chat: $(PREPARED)
 	$(BIN)/lowbit-chat
@@ -36,11 +36,20 @@ bench-start: $(READY)
 bench-gpu: $(READY)
 	$(BIN)/python -m tests.bench.gpu
 
+first-light: $(READY)
+	$(BIN)/python -m tests.bench.first_light
+
+first-light-more: $(READY)
+	$(BIN)/python -m tests.bench.first_light --slot $(or $(SLOT),1)
+
 bench-tuned: $(READY)
 	$(BIN)/python -m tests.bench.tuned --write $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
 
 bench-prompts: $(READY)
 	$(BIN)/python -m tests.bench.prompts $(if $(SMOLLM2),--stored smollm2=$(SMOLLM2))
+
+bench-rates: $(READY)
+	$(BIN)/python -m tests.bench.rates --write $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
 
 quality: $(READY)
 	$(BIN)/python -m tests.bench.quality $(if $(SMOLLM2),--smollm2 $(SMOLLM2)) $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))

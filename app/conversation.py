@@ -76,6 +76,8 @@ class Conversation:
     def __init__(self, now: Callable[[], datetime] = _now) -> None:
         self._messages: dict[str, Message] = {}
         self._now = now
+        self.on_change: Callable[[Message], object] | None = None
+        """Told of every message that is added or changed."""
         self.id = uuid.uuid4().hex
         """What the runtime knows it by; nothing said can be told from it."""
         self.head: str | None = None
@@ -97,6 +99,7 @@ class Conversation:
         message = Message(id=uuid.uuid4().hex, parent=parent, role=role, text=text, created=self._now(), **fields)
         self._messages[message.id] = message
         self.head = message.id
+        self._tell(message)
         return message
 
     def revise(self, message_id: str, **changes: Any) -> Message:
@@ -107,7 +110,12 @@ class Conversation:
         """
         message = dataclasses.replace(self._messages[message_id], **changes)
         self._messages[message_id] = message
+        self._tell(message)
         return message
+
+    def _tell(self, message: Message) -> None:
+        if self.on_change is not None:
+            self.on_change(message)
 
     def path(self, head: str | None = None) -> list[Message]:
         """The messages from the first one to `head` (by default the conversation's own)."""
@@ -123,6 +131,22 @@ class Conversation:
         """All messages that follow the same parent, itself included, oldest first."""
         parent = self._messages[message_id].parent
         return [message for message in self._messages.values() if message.parent == parent]
+
+    def restore(self, conversation_id: str, messages: Sequence[Message], head: str | None) -> None:
+        """Become a conversation that was had before.
+
+        Args:
+            conversation_id: What the runtime knows it by.
+            messages: All branches. A message whose parent is missing begins one of its own.
+            head: The message that is shown last; the newest one where it is missing.
+        """
+        ids = {message.id for message in messages}
+        self._messages = {
+            message.id: message if message.parent in ids else dataclasses.replace(message, parent=None)
+            for message in messages
+        }
+        self.id = conversation_id
+        self.head = head if head in ids else messages[-1].id if messages else None
 
     def clear(self) -> None:
         """Begin anew, as another conversation."""

@@ -1,4 +1,4 @@
-"""Errors of `app`: what can go wrong between the UI and the runtime.
+"""Errors of `app`: what can go wrong between the UI and the runtime, and with the chats that are kept.
 
     ClientError
      ├─ StartError            the runtime process could not be started
@@ -12,10 +12,16 @@
          ├─ BusyError              another piece of work of that kind is running (409)
          └─ UnavailableError       it cannot answer now: no memory, no model, shutting down (503)
 
+    HistoryError             chats can't be kept, found or read
+
 Every message says, in words for a person, what happened and what to do.
 """
 
 from __future__ import annotations
+
+
+class HistoryError(Exception):
+    """Chats could not be kept, found or read. The message says what happened and what to do."""
 
 
 class ClientError(Exception):

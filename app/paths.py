@@ -41,6 +41,11 @@ def chats_dir() -> Path:
     return cache_dir() / "chats"
 
 
+def history_file() -> Path:
+    """The chats that were had, a SQLite database."""
+    return home() / "history.db"
+
+
 def profiles_dir() -> Path:
     """Folder of what tuning found and measured; it is worth keeping, for measuring again takes a while."""
     return home() / "profiles"

@@ -150,6 +150,9 @@ class Settings:
         None, int, "longest answer in tokens; auto: what fits", low=1, high=10_000_000, optional=True
     )
     system_prompt: str = _setting("", str, "said to the model before every chat")
+    history: str = _setting(
+        "on", str, "whether chats are kept on this machine, to be found again", choices=("on", "off")
+    )
     theme: str = _setting("dark", str, "colours of the terminal UI", choices=("dark", "light", "terminal"))
 
     def __post_init__(self) -> None:

@@ -5,11 +5,12 @@ A backend is a room under `runtime.backends`; `runtime.backends` lists them, bes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from models.progress import ProgressCallback
+from models.progress import ProgressCallback, ignore_progress
+from models.recipe import Recipe
 from models.spec import ModelSpec
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.kv.kinds import KVKind
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from tuner.gpu import GpuInfo
     from tuner.timer import Timer
 
+BufferBytes = Callable[[int, int], int]
+"""(tokens of context, most rows of a step) -> bytes of activations, logits and rotary tables."""
 D = TypeVar("D", bound=Decoder, contravariant=True)
 
 
@@ -73,6 +76,8 @@ class ModelSizes:
     """Packed linear layers, norms and scales."""
     residual_bytes: int = 0
     """Residual codes; they stay mapped from the file, and the system may drop and read them again."""
+    recipe: Recipe | None = None
+    """How the weights are stored, for backends whose layout is another one; None: as good as the file's."""
 
     def __post_init__(self) -> None:
         if self.weight_bytes < 0 or self.residual_bytes < 0:
@@ -92,6 +97,8 @@ class Footprint:
     or are in another memory."""
     overhead_bytes: int = 0
     """What the backend itself takes: a driver's context, say."""
+    buffer_bytes: BufferBytes | None = None
+    """What its buffers take; None: about as many as `runtime.memory.buffer_bytes` says."""
 
 
 class Backend(Protocol[D]):
@@ -135,8 +142,14 @@ class Backend(Protocol[D]):
         """
         ...
 
-    def open(self, model: Weights, options: DecoderOptions) -> Decoder:
+    def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
         """Load a model.
+
+        Args:
+            model: The stored model.
+            options: How it is to be run.
+            progress: Receives reports of the phase `compile` where something is compiled that only a loaded model
+                tells.
 
         Raises:
             BackendError: it cannot run here, or not this model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from models.progress import ProgressCallback
+from models.progress import ProgressCallback, ignore_progress
 from models.store import StoredModel
 from runtime.backend import AnyBackend, ModelSizes
 from runtime.backends import AUTO
@@ -41,13 +41,13 @@ class LoadPlan:
         """See `Backend.prepare`."""
         self.backend.prepare(self.model, self.options.kv, compensated=self.compensation.possible, progress=progress)
 
-    def open_decoder(self) -> Decoder:
+    def open_decoder(self, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.open.open_decoder`."""
-        return open_decoder(self.model, self.options, self.asked)[0]
+        return open_decoder(self.model, self.options, self.asked, progress)[0]
 
-    def open_engine(self) -> Engine:
+    def open_engine(self, progress: ProgressCallback = ignore_progress) -> Engine:
         """See `runtime.open.open_engine`."""
-        return open_engine(self.model, self.options, self.asked)
+        return open_engine(self.model, self.options, self.asked, progress)
 
 
 def plan_load(
@@ -80,7 +80,7 @@ def plan_load(
         RequestError: as `runtime.memory.plan`.
     """
     spec, summary = model.spec, model.info.summary
-    sizes = ModelSizes(weight_bytes=summary.gpu_bytes, residual_bytes=summary.residual_bytes)
+    sizes = ModelSizes(weight_bytes=summary.gpu_bytes, residual_bytes=summary.residual_bytes, recipe=model.recipe)
     full: OutOfMemoryError | None = None
     for candidate in candidates(asked):
         backend, free = candidate.backend, candidate.presence.memory

@@ -80,7 +80,12 @@ class MemoryPlan:
 def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
     """Bytes of the working buffers of a step of `rows` rows: activations, one row of logits and rotary tables, fp32."""
     widths = 3 * spec.hidden_size + spec.q_width + 2 * spec.kv_width + 3 * spec.intermediate_size + spec.q_width
-    return 4 * (rows * widths + 2 * spec.vocab_size + context * spec.rope.rotary_dim)
+    return 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
+
+
+def table_bytes(spec: ModelSpec, context: int) -> int:
+    """Bytes of the rotary tables of so many positions, fp32."""
+    return 4 * context * spec.rope.rotary_dim
 
 
 def plan(
@@ -117,6 +122,7 @@ def plan(
         )
     free = memory if memory is not None else detect_memory()
     kind = KINDS[kv]
+    buffers = footprint.buffer_bytes or (lambda tokens, most: buffer_bytes(spec, tokens, most))
 
     def with_slots(tokens: int, count: int) -> MemoryPlan:
         pages = kind.max_pages(tokens) if shared else None
@@ -128,7 +134,7 @@ def plan(
             residual_bytes=footprint.residual_bytes,
             residuals_beside=footprint.residuals_beside,
             kv_bytes=cache_bytes(kind, spec, context=tokens, slots=count, max_rows=rows, pages=pages),
-            buffer_bytes=buffer_bytes(spec, tokens, rows),
+            buffer_bytes=buffers(tokens, rows),
             margin_bytes=_MARGIN + footprint.overhead_bytes,
             available_bytes=free.available_bytes,
         )
@@ -163,7 +169,7 @@ def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[s
         def taken(tokens: int) -> int:
             pages = kind.max_pages(tokens)
             cache = cache_bytes(kind, spec, context=tokens, slots=1, max_rows=rows, pages=pages)
-            return cache + buffer_bytes(spec, tokens, rows)
+            return cache + planned.buffer_bytes + table_bytes(spec, tokens - planned.context)
 
         if taken(spec.max_context) <= room:
             return spec.max_context

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from models.progress import ProgressCallback, ignore_progress
 from runtime.backend import AnyBackend, Presence
 from runtime.backends import AUTO, backend, backends
 from runtime.decoder import Decoder, DecoderOptions
@@ -74,13 +75,16 @@ def _asked_for(found: AnyBackend) -> Candidate:
     return Candidate(backend=found, presence=presence, reason=f"{found.label} was asked for")
 
 
-def open_decoder(model: Weights, options: DecoderOptions, asked: str = AUTO) -> tuple[Decoder, str]:
+def open_decoder(
+    model: Weights, options: DecoderOptions, asked: str = AUTO, progress: ProgressCallback = ignore_progress
+) -> tuple[Decoder, str]:
     """Load a model on a backend.
 
     Args:
         model: The stored model.
         options: How to run it.
         asked: Name of a backend, or `auto`: the first that can run here and takes the model.
+        progress: See `runtime.backend.Backend.open`.
 
     Returns:
         The decoder, and in one sentence why this backend.
@@ -99,7 +103,7 @@ def open_decoder(model: Weights, options: DecoderOptions, asked: str = AUTO) -> 
     for candidate in candidates(asked):
         label = candidate.backend.label
         try:
-            decoder = candidate.backend.open(model, options)
+            decoder = candidate.backend.open(model, options, progress)
         except (BackendError, OutOfMemoryError) as error:
             if asked != AUTO:
                 raise
@@ -112,13 +116,16 @@ def open_decoder(model: Weights, options: DecoderOptions, asked: str = AUTO) -> 
     raise failure or BackendError("no backend can run here")
 
 
-def open_engine(model: Model, options: DecoderOptions, asked: str = AUTO) -> Engine:
+def open_engine(
+    model: Model, options: DecoderOptions, asked: str = AUTO, progress: ProgressCallback = ignore_progress
+) -> Engine:
     """Load a model with its tokenizer, ready to answer.
 
     Args:
         model: The stored model.
         options: How to run it.
         asked: As in `open_decoder`.
+        progress: As in `open_decoder`.
 
     Returns:
         The engine; its `reason` says why this backend.
@@ -129,6 +136,6 @@ def open_engine(model: Model, options: DecoderOptions, asked: str = AUTO) -> Eng
         RequestError: as `open_decoder`.
     """
     tokenizer = Tokenizer(model.tokenizer_path)
-    decoder, reason = open_decoder(model, options, asked)
+    decoder, reason = open_decoder(model, options, asked, progress)
     ends = {*model.spec.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
     return Engine(decoder, tokenizer, name=model.name, eos_token_ids=sorted(ends), reason=reason)

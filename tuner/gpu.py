@@ -51,6 +51,8 @@ class GpuInfo:
     """Version of the driver; None where none answers."""
     pcie: PcieLink | None
     """Its link; None where unknown."""
+    uuid: str | None = None
+    """The driver's name for this very card, `GPU-1f...`: NVML and CUDA number cards differently."""
 
 
 def detect_gpus(root: Path = ROOT) -> tuple[GpuInfo, ...]:
@@ -124,6 +126,7 @@ def _managed_gpu(nvml: Any, handle: Any, driver: str) -> GpuInfo:
         compute_capability=f"{major}.{minor}",
         driver=driver,
         pcie=pcie,
+        uuid=_decoded(nvml.nvmlDeviceGetUUID(handle)),
     )
 
 

@@ -74,7 +74,8 @@ def bench(
         kv=kv, context=context, compensation=asked, prompt_budget=prompt_budget or 0.0, backend=backend
     )
     plan = load_plan(stored, choices, services, output)
-    decoder = plan.open_decoder()
+    with output.progress() as progress:
+        decoder = plan.open_decoder(progress)
     try:
         compensate(decoder, plan, choices, services, output)
         with Interrupt() as interrupt, output.progress() as progress:

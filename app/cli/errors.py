@@ -12,13 +12,23 @@ def explained() -> tuple[type[BaseException], ...]:
 
     Called only once something went wrong, so that no start pays for these imports.
     """
-    from app.errors import ClientError
+    from app.errors import ClientError, HistoryError
     from app.settings import SettingsError
     from models.errors import ModelError
     from runtime.errors import RuntimeFailure
     from tuner.errors import TunerError
 
-    return (CliError, ClientError, SettingsError, ModelError, RuntimeFailure, TunerError, OSError, MemoryError)
+    return (
+        CliError,
+        ClientError,
+        HistoryError,
+        SettingsError,
+        ModelError,
+        RuntimeFailure,
+        TunerError,
+        OSError,
+        MemoryError,
+    )
 
 
 def in_one_line(error: BaseException) -> str:

@@ -145,7 +145,8 @@ def _stored(
     measure_recall = any(k_chunk.values()) and choices.select == "approx"
     tokens = span.cut(Tokenizer(model.tokenizer_path).encode(text))
     load = replace(load, measure_recall=measure_recall)
-    decoder = replace(plan, options=load).open_decoder()
+    with output.progress() as progress:
+        decoder = replace(plan, options=load).open_decoder(progress)
     try:
         with Interrupt() as interrupt, output.progress() as progress:
             result = perplexity(
@@ -174,7 +175,8 @@ def _compensated(
         if choices.compensation is not None:
             output.note(f"{problem.what}; {problem.fix}")
         return plan.options
-    decoder = replace(plan, options=replace(plan.options, select="approx")).open_decoder()
+    with output.progress() as progress:
+        decoder = replace(plan, options=replace(plan.options, select="approx")).open_decoder(progress)
     try:
         if budget and not services.is_tuned(decoder, model, budget):
             output.note(

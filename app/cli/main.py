@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from app.cli import bench, config, doctor, evaluate, pull, quantize, run, serve, stored, tune_device
+from app.cli import bench, chats, config, doctor, evaluate, pull, quantize, run, serve, stored, tune_device
 from app.cli.errors import CliError, explained, in_one_line
 from app.cli.output import NAME, at_a_terminal
 
@@ -76,6 +76,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
 app.command("tune-device")(tune_device.tune_device)
 app.command("doctor")(doctor.doctor)
+app.add_typer(chats.app, name="chats")
 app.add_typer(config.app, name="config")
 
 

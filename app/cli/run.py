@@ -107,7 +107,8 @@ def run(
         kv=kv, context=context, compensation=compensation, prompt_budget=prompt_budget, backend=backend
     )
     plan = load_plan(stored, choices, services, output)
-    engine = services.open_engine(plan)
+    with output.progress() as progress:
+        engine = services.open_engine(plan, progress)
     try:
         compensate(engine.decoder, plan, choices, services, output)
         if text:

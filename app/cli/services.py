@@ -132,9 +132,9 @@ class Services:
 
         return open_service(home(), Bundle(models={DEMO: demo_path()}), compensation=compensation)
 
-    def open_engine(self, plan: LoadPlan) -> Engine:
+    def open_engine(self, plan: LoadPlan, progress: ProgressCallback) -> Engine:
         """Load a model with its tokenizer."""
-        return plan.open_engine()
+        return plan.open_engine(progress)
 
     def profiles(self) -> ProfileStore:
         """Where tuning keeps what it found."""

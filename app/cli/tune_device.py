@@ -241,7 +241,9 @@ def _measured(
     stored = open_model(name or load().model or DEMO, services, output)
     context = min(_CONTEXT, stored.spec.max_context)
     choices = LoadChoices(context=context, compensation=options.compensation(budgets.decode), backend=backend)
-    decoder = load_plan(stored, choices, services, output).open_decoder()
+    plan = load_plan(stored, choices, services, output)
+    with output.progress() as progress:
+        decoder = plan.open_decoder(progress)
     try:
         with Interrupt() as interrupt, output.progress() as progress:
             common: Any = {

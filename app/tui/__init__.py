@@ -26,10 +26,11 @@ def run(settings: Settings | None = None) -> int:
     Raises:
         SettingsError: a setting is not acceptable.
     """
+    from app import paths
     from app.settings import load
     from app.tui.app import ChatApp
 
-    app = ChatApp(settings if settings is not None else load())
+    app = ChatApp(settings if settings is not None else load(), history=paths.history_file())
     try:
         app.run()
     finally:

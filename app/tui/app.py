@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
+from pathlib import Path
 from typing import ClassVar
 
 from textual import on
@@ -24,10 +25,14 @@ from app.conversation import Conversation
 from app.errors import ClientError
 from app.settings import Settings, SettingsError
 from app.tui import clipboard, themes
+from app.tui.kept import KeptChats
 from app.tui.keys import KEYS
 from app.tui.messages import (
+    ChatAsked,
+    ChatEnded,
     JobChanged,
     LoadAsked,
+    NotKept,
     QuantizeAsked,
     ReloadAsked,
     RemoveAsked,
@@ -64,6 +69,7 @@ class ChatApp(App[None]):
         settings: Settings,
         *,
         supervisor: Callable[[], SupervisorLike] = _own_supervisor,
+        history: Path | None = None,
         now: Callable[[], datetime] | None = None,
     ) -> None:
         """Make the application.
@@ -71,12 +77,23 @@ class ChatApp(App[None]):
         Args:
             settings: the settings to begin with.
             supervisor: makes what starts the runtime; called after the first paint.
+            history: file in which chats are kept; they end with the program where there is none.
             now: the time of day, for the messages.
         """
         super().__init__()
         conversation = Conversation(now) if now else Conversation()
-        self.session = Session(supervisor, settings, self.post_message, conversation=conversation)
+        kept = KeptChats(history, self._cannot_keep) if history else None
+        self.session = Session(supervisor, settings, self.post_message, conversation=conversation, kept=kept)
         self._interrupted = -QUIT_AGAIN_S
+
+    def _cannot_keep(self, reason: str) -> None:
+        """Called by any thread."""
+        self.post_message(NotKept(reason))
+
+    @on(NotKept)
+    def tell_not_kept(self, event: NotKept) -> None:
+        """Tell why chats are not kept."""
+        self.notify(f"This chat is not kept: {event.reason}", severity="error", markup=False, timeout=20)
 
     # Start and end
 
@@ -223,6 +240,8 @@ class ChatApp(App[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:  # noqa: ARG002
         """Offer only what can be done here and now."""
+        if action == "chats":
+            return self.session.kept is not None
         if action in ("new_chat", "regenerate", "continue", "copy_answer", "stop"):
             if not self.screen_stack or not isinstance(self.screen, ChatScreen):
                 return False
@@ -238,6 +257,24 @@ class ChatApp(App[None]):
     async def action_new_chat(self) -> None:
         """Begin anew."""
         await self.chat.new_chat()
+
+    def action_chats(self) -> None:
+        """Open the chats that are kept."""
+        from app.tui.screens.chats import ChatsScreen
+
+        if self.session.kept is not None and not isinstance(self.screen, ChatsScreen):
+            self._open(ChatsScreen(self.session))
+
+    @on(ChatAsked)
+    async def open_chat(self, event: ChatAsked) -> None:
+        """Go on with a chat that is kept."""
+        await self.chat.open_chat(event.chat)
+
+    @on(ChatEnded)
+    async def show_empty_chat(self) -> None:
+        """Take the chat that was deleted out of sight."""
+        await self.chat.transcript.reopen()
+        self.show_session()
 
     async def action_regenerate(self) -> None:
         """Ask for another answer."""
@@ -344,6 +381,8 @@ class ChatApp(App[None]):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The entries of the command palette."""
         yield SystemCommand("New chat", "Begin anew", self.action_new_chat)
+        if self.session.kept is not None:
+            yield SystemCommand("Chats", "Find, open, rename or delete a chat", self.action_chats)
         yield SystemCommand("Regenerate", "Ask for another answer to the last prompt", self.action_regenerate)
         yield SystemCommand("Continue", "Go on with an answer that ended early", self.action_continue)
         yield SystemCommand("Stop", "Stop the answer; what came stays", self.action_stop)

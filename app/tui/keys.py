@@ -6,6 +6,7 @@ from textual.binding import Binding
 
 KEYS = (
     Binding("ctrl+n", "new_chat", "new", tooltip="Begin a new chat", id="chat.new", priority=True),
+    Binding("ctrl+b", "chats", "chats", tooltip="Find, open, rename or delete a chat", id="app.chats", priority=True),
     Binding(
         "ctrl+r", "regenerate", "regenerate", tooltip="Ask for another answer", id="chat.regenerate", priority=True
     ),

@@ -10,6 +10,7 @@ from textual.message import Message
 from app.tui.jobs import Job
 
 if TYPE_CHECKING:
+    from app.history.store import Chat
     from runtime.wire.requests import QuantizeRequest
 
 
@@ -37,6 +38,25 @@ class Submitted(Message):
     """A person sent a prompt."""
 
     text: str
+
+
+@dataclass
+class NotKept(Message):
+    """Chats can't be kept."""
+
+    reason: str
+
+
+@dataclass
+class ChatEnded(Message):
+    """The chat in sight was deleted; an empty one takes its place."""
+
+
+@dataclass
+class ChatAsked(Message):
+    """A person picked a chat to go on with."""
+
+    chat: Chat
 
 
 @dataclass

@@ -15,7 +15,8 @@ from app.errors import ClientError
 from app.settings import Settings
 from app.tui.figures import tuning_title
 from app.tui.jobs import Job
-from app.tui.messages import JobChanged, RuntimeLost, StatusChanged
+from app.tui.kept import KeptChats
+from app.tui.messages import ChatEnded, JobChanged, RuntimeLost, StatusChanged
 from app.tui.recent import Recent
 from app.tui.runtime import ClientLike, SupervisorLike
 from app.tui.tally import Tally, reported, tallied
@@ -23,6 +24,7 @@ from app.tui.work import Work
 from runtime.compensation import of_settings
 
 if TYPE_CHECKING:
+    from app.history.store import Chat
     from app.protocol import ChatDelta
     from models.progress import Progress
     from runtime.problem import Problem
@@ -47,6 +49,7 @@ class Session:
         post: Callable[[Event], object],
         *,
         conversation: Conversation | None = None,
+        kept: KeptChats | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make a session; nothing is started yet.
@@ -56,10 +59,13 @@ class Session:
             settings: the settings to begin with.
             post: takes the events, on the event loop's thread.
             conversation: the conversation; a new one by default.
+            kept: where conversations are kept; they end with the program where there is none.
             clock: seconds, for speeds.
         """
         self.settings = settings
         self.conversation = Conversation() if conversation is None else conversation
+        self.conversation.on_change = self._keep
+        self.kept = kept
         self.status: Status | None = None
         self._last_status: Status | None = None
         self.problem: str | None = None
@@ -152,14 +158,58 @@ class Session:
             async with asyncio.timeout(FORGET_TIMEOUT_S):
                 await self.forget_ended()
         supervisor, self._supervisor, self._client = self._supervisor, None, None
-        if supervisor is not None:
-            await supervisor.close()
+        try:
+            if self.kept is not None:
+                await self.kept.close()
+        finally:
+            if supervisor is not None:
+                await supervisor.close()
 
     # What is kept of chats
 
+    @property
+    def keeps(self) -> bool:
+        """Whether what is said is kept for later."""
+        return self.kept is not None and self.settings.history == "on"
+
+    def _keep(self, message: Message) -> None:
+        if self.kept is not None and self.keeps:
+            self.kept.record(self.conversation, message)
+
+    async def open_chat(self, chat: Chat) -> None:
+        """Go on with a chat that is kept, in the place of the present one.
+
+        Raises:
+            HistoryError: it can't be read.
+        """
+        if self.kept is None or chat.id == self.conversation.id:
+            return
+        messages = await self.kept.messages(chat.id)
+        await self.stop()
+        self.end_chat()
+        self.conversation.restore(chat.id, messages, chat.head)
+
+    async def delete_chat(self, chat: str) -> None:
+        """Delete a chat that is kept; what the runtime keeps of it goes at once, the chat itself can be had back.
+
+        Raises:
+            HistoryError: it can't be deleted.
+        """
+        if self.kept is None:
+            return
+        await self.kept.delete(chat)
+        if chat == self.conversation.id:
+            await self.stop()
+            self.conversation.clear()
+            self.context_used = None
+            self._post(ChatEnded())
+        self._ended.append(chat)
+        with contextlib.suppress(ClientError, OSError):
+            await self.forget_ended()
+
     def end_chat(self) -> None:
-        """End the conversation and begin another. Nobody can open it any more: see `forget_ended`."""
-        if len(self.conversation):
+        """End the conversation and begin another. Where none is kept, nobody can open it any more: `forget_ended`."""
+        if len(self.conversation) and not self.keeps:
             self._ended.append(self.conversation.id)
         self.conversation.clear()
         self.context_used = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from models.errors import CheckpointError, QuantizationError
+from models.plain_tokenizer import PLAIN_FILES, plain_tokenizer
 from models.quantizers import SECOND_MOMENTS, SENSITIVITIES
 from models.spec import ModelSpec
 from models.store.durable import TEMPORARY, explained, private_folder, remove_folder
@@ -69,13 +70,16 @@ def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes
     remove_folder(scratch)
     private_folder(scratch)
     try:
-        tokenizer = _load_tokenizer(checkpoint)
-    except Exception as error:  # transformers lets through whatever its parsers raise
+        tokenizer = None if plain_tokenizer(checkpoint) else _load_tokenizer(checkpoint)
+    except Exception as error:  # tokenizers and transformers let through whatever their parsers raise
         shutil.rmtree(scratch, ignore_errors=True)
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"cannot read the tokenizer of {checkpoint}: {reason}") from error
     with explained(f"cannot write the tokenizer into {scratch}"):
-        tokenizer.save_pretrained(scratch)
+        if tokenizer is None:
+            _copy_plain(checkpoint, scratch)
+        else:
+            tokenizer.save_pretrained(scratch)
     written = sorted(path.name for path in scratch.iterdir() if path.is_file())
     if "tokenizer.json" not in written:
         remove_folder(scratch)
@@ -86,6 +90,15 @@ def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes
     for name in sorted(written, key=lambda name: name == LAST_TOKENIZER_FILE):
         save(name, (scratch / name).read_bytes())
     remove_folder(scratch)
+
+
+def _copy_plain(checkpoint: Path, folder: Path) -> None:
+    """Copy what `plain_tokenizer` looks at; a folder without settings of its own gets empty ones."""
+    for name in PLAIN_FILES:
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, folder / name)
+    if not (folder / LAST_TOKENIZER_FILE).exists():
+        (folder / LAST_TOKENIZER_FILE).write_text("{}\n", encoding="utf-8")
 
 
 def _load_tokenizer(checkpoint: Path) -> Any:
@@ -122,11 +135,8 @@ def token_windows(
         QuantizationError: the text is too short.
         CheckpointError: the tokenizer knows tokens that the model does not.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # A token is seldom longer than 16 characters; without the cut a book would be encoded for its first page.
-    tokens: list[int] = tokenizer(text[: limit * (64 if spread else 16)], verbose=False).input_ids
+    tokens = _encode(folder, text[: limit * (64 if spread else 16)])
     tokens = tokens if spread else tokens[:limit]
     if len(tokens) < 2:
         raise QuantizationError(f"the {purpose} text is too short: it has {len(tokens)} tokens, 2 are needed")
@@ -138,6 +148,19 @@ def token_windows(
     begins = tokens[0] == spec.bos_token_id
     body, prefix = (tokens[1:], [tokens[0]]) if begins else (tokens, [])
     return _cut(body, prefix, min(WINDOW, spec.max_context), limit)
+
+
+def _encode(folder: Path, text: str) -> list[int]:
+    """Tokens of a text by the tokenizer in a folder that `convert_tokenizer` filled."""
+    plain = plain_tokenizer(folder)
+    if plain is not None:
+        plain.fast.no_truncation()
+        plain.fast.no_padding()
+        return list(plain.fast.encode(text).ids)
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return list(tokenizer(text, verbose=False).input_ids)
 
 
 def _cut(tokens: Sequence[int], prefix: list[int], window: int, limit: int) -> list[torch.Tensor]:

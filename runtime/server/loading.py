@@ -82,7 +82,7 @@ class StoreLoader:
         )
         plan.prepare(progress)
         report("load", f"loading {request.model}: {describe(plan.memory)}")
-        engine = plan.open_engine()
+        engine = plan.open_engine(progress)
         if cancelled():
             engine.close()
             raise Cancelled("the load was stopped")

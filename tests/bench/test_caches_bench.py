@@ -24,6 +24,7 @@ from tests.bench.caches.laboratory import Codes, Laboratory, Notebook
 from tests.bench.caches.report import write
 from tests.bench.caches.view import View
 from tests.bench.reporting.cases import CASES
+from tests.bench.reporting.losses import difference
 from tests.bench.reporting.results import Results, digest
 from tests.bench.reporting.verdicts import Verdict
 from tests.close import assert_close
@@ -157,6 +158,13 @@ def test_a_backend_that_costs_more_is_seen(tmp_path: Path) -> None:
     found = results(tmp_path / "results.json")
     change(found, FULL + COST["kcvt4"] + 0.005, kind="kcvt4", backend="cpu")
     assert one(verdicts(found), "On the CPU no kind") is Verdict.NO
+
+
+def test_a_difference_of_one_piece_has_no_error() -> None:
+    one, other = ({"pieces": [nats], "tokens": 100} for nats in (301.0, 300.0))
+    assert judge.percent(difference(one, other)) == "+1.01 %"
+    one["pieces"], other["pieces"] = [150.0, 151.0], [150.0, 150.0]
+    assert judge.percent(difference(one, other)) == "+1.01 ± 1.00 %"
 
 
 def test_a_window_that_is_never_compressed_is_not_judged(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,3 +78,13 @@ def test_an_unknown_part_is_named(tmp_path):
     assert done.returncode == 2
     assert "there is no part 'speed'" in done.stderr
     assert not report
+
+
+def test_copies_of_an_operand_share_nothing():
+    from tests.bench.gpu.matrices import copies, random_weight
+
+    first, second = copies(random_weight((32, 512), 3, torch.device("cpu")), 2)
+    for name in ("codes", "groups"):
+        one, other = getattr(first, name), getattr(second, name)
+        assert torch.equal(one, other)
+        assert one.data_ptr() != other.data_ptr()

@@ -30,7 +30,7 @@ def test_a_backend_is_chosen_with_a_reason(tiny_model: Callable[..., Any], backe
 def test_auto_falls_back_to_the_reference_and_says_why(
     tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unable(model: Weights, options: DecoderOptions) -> Decoder:
+    def unable(model: Weights, options: DecoderOptions, progress: object) -> Decoder:
         raise BackendError("no compiler for this processor")
 
     monkeypatch.setattr(backend("cpu"), "open", unable)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from models.plain_tokenizer import plain_tokenizer
 from runtime.chat_template import render
 from runtime.errors import BackendError, RequestError
 from runtime.tokenizer import Detokenizer, Tokenizer, plain_chat
-from runtime.tokenizer_files import _plain
 
 CORPUS = [
     "the sea and the captain said to the sea: I am the sea",
@@ -242,7 +242,7 @@ def test_transformers_reads_what_tokenizer_json_does_not_say(
     config = {name: value for name, value in files.items() if not name.endswith(".json")}
     tokenizer = save(byte_level(), tmp_path, **{"chat_template": TEMPLATE, **config})
     peer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert (_plain(tmp_path) is not None) == plainly
+    assert (plain_tokenizer(tmp_path) is not None) == plainly
     text = "the <|user|> sea <|more|> and <|pad|> <|cls|> </s> time"
     assert tokenizer.encode(text) == peer(text).input_ids
     messages = [{"role": "user", "content": text}]

@@ -24,6 +24,7 @@ def library(**changes: Any) -> ModuleType:
         "nvmlDeviceGetCount": lambda: 1,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetName": lambda _: "Some Card",
+        "nvmlDeviceGetUUID": lambda _: b"GPU-1f2e",
         "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(total=6 << 30, free=5 << 30),
         "nvmlDeviceGetCudaComputeCapability": lambda _: (8, 6),
         "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 4,
@@ -44,6 +45,7 @@ def test_what_the_library_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (gpu.name, gpu.vendor, gpu.driver, gpu.compute_capability) == ("Some Card", "nvidia", "550.1", "8.6")
     assert (gpu.memory_total_bytes, gpu.memory_free_bytes) == (6 << 30, 5 << 30)
     assert gpu.pcie == PcieLink(generation=4, lanes=8, gb_s=15.8)
+    assert gpu.uuid == "GPU-1f2e"
 
 
 def test_a_card_without_a_pcie_link(monkeypatch: pytest.MonkeyPatch) -> None:

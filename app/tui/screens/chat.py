@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import ComposeResult
@@ -11,7 +12,7 @@ from textual.timer import Timer
 from textual.widgets import Footer
 
 from app.conversation import Message
-from app.errors import ClientError
+from app.errors import ClientError, HistoryError
 from app.tui.messages import Submitted
 from app.tui.pump import Pump
 from app.tui.session import Session
@@ -19,6 +20,9 @@ from app.tui.widgets.composer import Composer
 from app.tui.widgets.header import HeaderBar, model_line
 from app.tui.widgets.progress_panel import ProgressPanel
 from app.tui.widgets.transcript import Transcript
+
+if TYPE_CHECKING:
+    from app.history.store import Chat
 
 LIVE_INTERVAL_S = 0.5
 
@@ -123,6 +127,22 @@ class ChatScreen(Screen[None]):
         await self.transcript.reopen()
         self.show_session()
         self.composer.focus()
+
+    async def open_chat(self, chat: Chat) -> None:
+        """Go on with a chat that is kept."""
+        try:
+            await self._session.open_chat(chat)
+        except HistoryError as error:
+            self.notify(str(error), severity="error", markup=False)
+            return
+        await self.transcript.reopen()
+        self.show_session()
+        self.app.refresh_bindings()
+        self.composer.focus()
+        wanted = self._session.wanted
+        if chat.model and wanted and chat.model != wanted:
+            told = f"{chat.model} answered here; {wanted} goes on. F2 picks another model."
+            self.notify(told, markup=False)
 
     async def _forget(self) -> None:
         try:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 GROUPS = {
     "Quality and speed": ("budget", "prompt_budget", "k_chunk"),
     "Memory": ("kv", "context"),
-    "Chat": ("system_prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens"),
+    "Chat": ("system_prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "history"),
     "Look": ("theme",),
     "Runtime": ("backend",),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from models.progress import Progress, ProgressCallback
+from models.progress import Progress, ProgressCallback, ignore_progress
 from models.spec import ModelSpec
 from runtime.backend import Device, Footprint, ModelSizes, Presence
 from runtime.compensation import CHUNK
@@ -63,7 +63,7 @@ class CpuBackend:
         with contextlib.suppress(BackendError):
             build(units_of(model, KINDS[kv], compensated=compensated), report)
 
-    def open(self, model: Weights, options: DecoderOptions) -> Decoder:
+    def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.backend.Backend.open`."""
         try:
             from runtime.backends.cpu.decoder import CpuDecoder

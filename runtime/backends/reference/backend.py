@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from models.progress import ProgressCallback
+from models.progress import ProgressCallback, ignore_progress
 from models.spec import ModelSpec
 from runtime.backend import Device, Footprint, ModelSizes, Presence
 from runtime.decoder import Decoder, DecoderOptions
@@ -43,7 +43,7 @@ class ReferenceBackend:
     def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
         """See `runtime.backend.Backend.prepare`. Nothing is done beforehand."""
 
-    def open(self, model: Weights, options: DecoderOptions) -> Decoder:
+    def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.backend.Backend.open`."""
         try:
             from runtime.backends.reference.decoder import ReferenceDecoder

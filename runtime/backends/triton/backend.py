@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from models.progress import ProgressCallback
+from models.progress import ProgressCallback, ignore_progress
 from models.spec import ModelSpec
 from runtime.backend import Device, Footprint, ModelSizes, Presence
 from runtime.backends.triton import card
+from runtime.backends.triton.failures import first_line
+from runtime.backends.triton.sizes import buffer_bytes, weight_bytes
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS, KVKind
@@ -19,8 +22,10 @@ if TYPE_CHECKING:
     from runtime.backends.triton.decoder import TritonDecoder
     from tuner.timer import Timer
 
-_DRIVER_BYTES = 384 << 20
-"""What the driver takes on a GPU for this process: context, modules, graphs."""
+_DRIVER_BYTES = 256 << 20
+"""What the driver takes on a GPU for this process before anything is loaded: its context."""
+_MODULE_BYTES = 128 << 20
+"""What it takes for kernels and graphs."""
 
 
 class TritonBackend:
@@ -33,29 +38,49 @@ class TritonBackend:
     prompt_levels = (1024, 512, 256, 128, 64, 32, 16)
 
     def probe(self) -> Presence:
-        """See `runtime.backend.Backend.probe`."""
+        """See `runtime.backend.Backend.probe`. What an unloaded model left behind is returned before."""
+        if card.is_started():
+            from runtime.backends.triton.reclaim import return_cached
+
+            try:
+                return_cached()
+            except RuntimeError as error:
+                reason = f"the card stopped working in this process ({first_line(error)})"
+                return Presence(usable=False, reason=reason, fix="restart the program")
         return card.look()
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
         """See `runtime.backend.Backend.footprint`. Residuals stay in main memory, but for two layers' of a prompt."""
         values = [N * K for N, K in (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())]
         staged = 2 * sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
+        weights = sizes.weight_bytes
+        if sizes.recipe is not None:
+            weights = weight_bytes(spec, sizes.recipe, compensated=compensated)
         return Footprint(
-            weight_bytes=sizes.weight_bytes,
+            weight_bytes=weights,
             residual_bytes=sizes.residual_bytes if compensated else 0,
-            overhead_bytes=_DRIVER_BYTES + (staged if compensated else 0),
+            overhead_bytes=_MODULE_BYTES + (0 if card.is_started() else _DRIVER_BYTES) + (staged if compensated else 0),
+            buffer_bytes=partial(buffer_bytes, spec),
         )
 
     def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
-        """See `runtime.backend.Backend.prepare`. Nothing is done beforehand."""
+        """See `runtime.backend.Backend.prepare`. Which kernels a model takes is known once it is loaded: see `open`."""
 
-    def open(self, model: Weights, options: DecoderOptions) -> Decoder:
+    def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.backend.Backend.open`."""
         try:
             from runtime.backends.triton.decoder import TritonDecoder
+            from runtime.backends.triton.warm import warm
         except (ImportError, OSError) as error:
             raise BackendError(f"the GPU backend needs torch and Triton, which cannot be imported: {error}") from error
-        return TritonDecoder(model, options)
+        decoder = TritonDecoder(model, options)
+        try:
+            if not options.measure_recall:  # what is measured counts every step
+                warm(decoder, progress)
+        except BaseException:
+            decoder.close()
+            raise
+        return decoder
 
     def device(self, options: DecoderOptions) -> Device:
         """See `runtime.backend.Backend.device`."""

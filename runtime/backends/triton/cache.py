@@ -104,4 +104,5 @@ class GpuCache(PagedCache):
     def close(self) -> None:
         """Release the buffers. Safe to call twice."""
         self.layers = ()
+        self._tables = self._paged = self.tables = self.paged = torch.empty(0, dtype=torch.int32)
         self.store.close()

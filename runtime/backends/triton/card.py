@@ -1,15 +1,20 @@
 """The graphics card: whether the GPU backend can run on it, and if not, why not; what it is; how fast its link is.
 
-Looks without torch first, whose import takes over a second: on a machine without a card nothing more is loaded.
+Looks without torch first, whose import takes over a second: on a machine without a card nothing more is loaded. With
+one, a tiny kernel is launched, once in a process: a missing compiler or an old driver is then known before a model is
+loaded.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+from collections.abc import Sequence
 from functools import cache
 
 from runtime.backend import Device, Presence
+from runtime.backends.triton.failures import CannotRunError, explained, least_driver
 from runtime.errors import BackendError
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo, detect_gpus
@@ -25,25 +30,25 @@ def look() -> Presence:
     cards = [gpu for gpu in detect_gpus() if gpu.vendor == "nvidia"]
     if not cards:
         return Presence(usable=False, reason="no NVIDIA card was found")
-    card = cards[0]
-    if card.driver is None or card.compute_capability is None:
+    if cards[0].driver is None or cards[0].compute_capability is None:
         return Presence(
             usable=False,
-            reason=f"no driver answers for {card.name}",
+            reason=f"no driver answers for {cards[0].name}",
             fix="install NVIDIA's driver, or make the card visible to this container",
-            gpu=card,
+            gpu=cards[0],
         )
-    capability = tuple(int(part) for part in card.compute_capability.split("."))
-    if capability < LEAST_CAPABILITY:
-        least = ".".join(map(str, LEAST_CAPABILITY))
-        return Presence(
-            usable=False,
-            reason=f"{card.name} has compute capability {card.compute_capability}, and the kernels need {least}",
-            gpu=card,
-        )
-    missing, fix = _missing()
+    if all(_too_old(card) for card in cards):
+        return _refused(cards[0])
+    missing, fix = _missing(cards[0].driver)
     if missing is not None:
-        return Presence(usable=False, reason=missing, fix=fix, gpu=card)
+        return Presence(usable=False, reason=missing, fix=fix, gpu=cards[0])
+    card = _matching(cards, _first_uuid())
+    if _too_old(card):
+        return _refused(card, "name another card in the variable CUDA_VISIBLE_DEVICES")
+    try:
+        launch_once()
+    except CannotRunError as error:
+        return Presence(usable=False, reason=error.reason, fix=error.fix, gpu=card)
     return Presence(
         usable=True,
         reason=f"{card.name} was found, and Triton's kernels run on it",
@@ -78,8 +83,65 @@ def device() -> Device:
     )
 
 
+@cache
+def launch_once() -> None:
+    """Launch a tiny kernel, where none was launched yet; a failure is tried again the next time.
+
+    Raises:
+        CannotRunError: why not, and what to do.
+    """
+    try:
+        from runtime.backends.triton.trial import launch
+
+        counted = launch("cuda")
+    except Exception as error:  # compilers, drivers and loaders have errors of every kind
+        raise explained(error) from error
+    if not counted:
+        raise CannotRunError("a tiny kernel gave a wrong result on the card", "update NVIDIA's driver")
+
+
+def is_started() -> bool:
+    """Whether this process has used the card: what the driver takes for it is then no longer free."""
+    return launch_once.cache_info().currsize > 0
+
+
+def _too_old(card: GpuInfo) -> bool:
+    """Whether the kernels are not compiled for a card."""
+    return tuple(int(part) for part in (card.compute_capability or "0").split(".")) < LEAST_CAPABILITY
+
+
+def _refused(card: GpuInfo, fix: str | None = None) -> Presence:
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    reason = f"{card.name} has compute capability {card.compute_capability}, and the kernels need {least}"
+    return Presence(usable=False, reason=reason, fix=fix, gpu=card)
+
+
+def _first_uuid() -> str | None:
+    """The card that CUDA calls the first, as NVML names it; None where it does not say."""
+    import torch
+
+    try:
+        return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    except (RuntimeError, AssertionError, AttributeError):
+        return None
+
+
+def _matching(cards: Sequence[GpuInfo], uuid: str | None) -> GpuInfo:
+    """The card of that name: NVML numbers cards by their slots, CUDA by speed and CUDA_VISIBLE_DEVICES."""
+    return next((card for card in cards if card.uuid is not None and card.uuid == uuid), cards[0])
+
+
 def _memory(gpu: GpuInfo) -> MemoryInfo | None:
-    """The card's memory; None where its driver does not say."""
+    """The card's memory as CUDA sees it, or else its driver; None where neither says."""
+    if is_started():
+        import torch
+
+        try:
+            available, total = torch.cuda.mem_get_info()
+        except (RuntimeError, AssertionError) as error:
+            logger.warning("the card does not say what is free: %s", error)
+        else:
+            return MemoryInfo(total_bytes=total, available_bytes=available, limit_bytes=None)
     if gpu.memory_total_bytes is None:
         return None
     free = gpu.memory_free_bytes if gpu.memory_free_bytes is not None else gpu.memory_total_bytes
@@ -103,9 +165,8 @@ def link_gb_s() -> float | None:
         return None
 
 
-@cache
-def _missing() -> tuple[str | None, str | None]:
-    """What the installation lacks, and what to do; (None, None) if nothing."""
+def _missing(driver: str) -> tuple[str | None, str | None]:
+    """What the installation lacks beside a driver of this version, and what to do; (None, None) if nothing."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed", "install triton, which there is for Linux"
     import torch
@@ -117,5 +178,10 @@ def _missing() -> tuple[str | None, str | None]:
                 "torch was built without CUDA",
                 "install a CUDA build of torch (see pytorch.org) into the environment",
             )
-        return f"torch, built for CUDA {built}, finds no device", "update NVIDIA's driver"
+        if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+            return "the variable CUDA_VISIBLE_DEVICES hides every card", "unset CUDA_VISIBLE_DEVICES"
+        return (
+            f"torch, built for CUDA {built}, finds no device",
+            f"update NVIDIA's driver: CUDA {built} needs {least_driver(built)}, and this is {driver}",
+        )
     return None, None

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import wraps
+from subprocess import CalledProcessError
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from triton.errors import TritonError
 
 from models.architecture import forward
+from runtime.backends.triton.failures import explained, first_line
 from runtime.backends.triton.forward import Buffers, Pass
 from runtime.backends.triton.kernels.select import Selection, recall, select
 from runtime.backends.triton.model import GpuModel, Linear
+from runtime.backends.triton.reclaim import return_cached
 from runtime.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, RequestError
 from runtime.operations.channels import LAYER_KINDS, k_chunk_of
@@ -23,29 +27,39 @@ from runtime.weights import Weights
 _GRAPHS = 8
 """Captured steps that are kept, so that a timer can go back and forth between two settings, and a draft between its own
 and the model's."""
+_TRITON_S = ("Triton Error", "Failed to find C compiler")
+"""How Triton's errors begin that have no type of their own."""
+CAPTURE_MODE = "thread_local"
+"""Other threads may use the card while a graph is captured: they measure its link, or what is free."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _explained(call: Callable[P, T]) -> Callable[P, T]:
-    """Say what the driver's errors mean and what to do."""
+    """Say what the driver's and Triton's errors mean and what to do."""
 
     @wraps(call)
-    def explained(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return call(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
-                f"the GPU's memory does not suffice ({str(error).splitlines()[0]}): use a shorter context, fewer bits "
+                f"the GPU's memory does not suffice ({first_line(error)}): use a shorter context, fewer bits "
                 "or a smaller model, or close other programs that use the GPU"
             ) from error
         except torch.AcceleratorError as error:
             raise BackendError(
-                f"the GPU stopped working ({str(error).splitlines()[0]}): load the model again; if that fails, restart "
+                f"the GPU stopped working ({first_line(error)}): load the model again; if that fails, restart "
                 "the program, or use the CPU backend"
             ) from error
+        except (TritonError, OSError, CalledProcessError) as error:
+            raise explained(error) from error
+        except RuntimeError as error:
+            if not str(error).startswith(_TRITON_S):
+                raise
+            raise explained(error) from error
 
-    return explained
+    return run
 
 
 class TritonDecoder:
@@ -77,14 +91,14 @@ class TritonDecoder:
         self._model.set_k_chunk(options.k_chunk, options.n_tb)
         self._buffers = Buffers(self._model, options.max_rows)
         self._on_gpu = self._device.type == "cuda"
-        self._side = torch.cuda.Stream(self._device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(self._device, priority=-1) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._model.set_prompt_k_chunk(options.prompt_k_chunk, self._side)
         pinned = self._on_gpu
         self._inputs = torch.zeros((3, 1), dtype=torch.int32, pin_memory=pinned)
         self._logits = torch.zeros((1, self.spec.vocab_size), pin_memory=pinned)
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, list[Selection | None]]] = {}
-        self._recall_sum, self._selections = 0.0, 0
+        self._recall_sum, self._selections, self._closed = 0.0, 0, False
         self.cache = self._model.cache
         self.kv_bytes = self.cache.store.nbytes
         self.weight_bytes = self._model.weight_bytes
@@ -145,8 +159,14 @@ class TritonDecoder:
 
     def close(self) -> None:
         """See `runtime.decoder.Decoder.close`."""
+        if self._closed:
+            return
+        self._closed = True
         self._graphs.clear()
         self._model.close()
+        del self._buffers, self._inputs, self._logits, self._flag
+        with suppress(RuntimeError):  # a card that stopped working gives nothing back
+            return_cached()
 
     def _decode(self, step: Step) -> Float32Array:
         """One token: launched the first time, so that every kernel is compiled, then captured, then replayed."""
@@ -171,7 +191,7 @@ class TritonDecoder:
         """Capture a decoded token, from the inputs in page-locked memory to the logits in page-locked memory."""
         buffers, graph = self._buffers, torch.cuda.CUDAGraph()
         buffers.logit_rows[:1] = 0
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=CAPTURE_MODE):
             for i, values in enumerate((buffers.tokens, buffers.slots, buffers.positions)):
                 values[:1].copy_(self._inputs[i], non_blocking=True)
             run = Pass(self._model, buffers, M=1, R=1, way=way, draft=draft, side=self._side)

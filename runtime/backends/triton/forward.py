@@ -31,16 +31,20 @@ from runtime.backends.triton.kernels.norm import add_norm
 from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.backends.triton.kernels.together import multiply
 from runtime.backends.triton.model import GpuModel, Linear
-from runtime.backends.triton.words import PIECE
+from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes
+from runtime.backends.triton.words import PIECE, pieces
 from runtime.backends.triton.workspace import Workspace
 from runtime.decoder import Way
-from runtime.operations.channels import layer_kind
 
 Watch = Callable[[Linear, torch.Tensor, torch.Tensor], None]
 
 
 class Buffers:
     """Activations of the widest step, the step's inputs on the device, and what kernels need beside them.
+
+    A linear layer's output is read by the kernel that follows and by none after it, so all layers write the same one;
+    compensations, which run beside products, have one of their own for a few rows. More logits than one row's, which
+    only evaluation asks for, may take memory that is given back after the step.
 
     Args:
         model: The model.
@@ -49,15 +53,13 @@ class Buffers:
 
     def __init__(self, model: GpuModel, rows: int) -> None:
         spec, device = model.spec, model.device
-        kinds = ("qkv", "o", "gate_up", "down")
-        self._inputs = torch.zeros(rows * max(spec.linear_shape(kind)[1] for kind in kinds), dtype=torch.float16)
-        self._inputs = self._inputs.to(device)
-        self._sums = torch.zeros(min(rows, ROWS) * -(-self._inputs.numel() // rows // PIECE), device=device)
-        self._queries = torch.zeros(rows * spec.q_width, dtype=torch.float16, device=device)
-        self._stream = torch.zeros(rows * spec.hidden_size, device=device)
-        widths = {kind: spec.linear_shape(kind)[0] for kind in (*kinds, "head")}
-        self._outputs = {kind: torch.zeros(rows * width, device=device) for kind, width in widths.items()}
-        self._compensations: dict[str, torch.Tensor] = {}
+        sizes = buffer_sizes(spec, rows)
+        self._inputs = torch.zeros(sizes.inputs, dtype=torch.float16, device=device)
+        self._sums = torch.zeros(sizes.sums, device=device)
+        self._queries = torch.zeros(sizes.queries, dtype=torch.float16, device=device)
+        self._stream = torch.zeros(sizes.stream, device=device)
+        self._output = torch.zeros(sizes.output, device=device)
+        self._compensation = torch.zeros(sizes.compensation, device=device)
         inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
         self.tokens: torch.Tensor = inputs[0]
         self.slots: torch.Tensor = inputs[1]
@@ -65,7 +67,7 @@ class Buffers:
         self.logit_rows: torch.Tensor = inputs[3]
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         """int32 [1], 1 once a NaN or infinity was met."""
-        self.main, self.side = Workspace(device), Workspace(device)
+        self.main, self.side = Workspace(device, sizes.scratch), Workspace(device)
         """Workspaces of the two streams."""
 
     def stream(self, M: int, C: int) -> torch.Tensor:
@@ -78,22 +80,27 @@ class Buffers:
 
     def sums(self, M: int, K: int) -> torch.Tensor | None:
         """float32 [M, ceil(K / 32)], the sums of the pieces of that input; None of more rows than need them."""
-        pieces = -(-K // PIECE)
-        return None if M > ROWS else self._sums[: M * pieces].view(M, pieces)
+        each = pieces(K)
+        return None if M > SUMMED_ROWS else self._sums[: M * each].view(M, each)
 
     def queries(self, M: int, width: int) -> torch.Tensor:
         """float16 [M, H * D]."""
         return self._queries[: M * width].view(M, width)
 
-    def output(self, kind: str, M: int, N: int) -> torch.Tensor:
-        """float32 [M, N], the output of a linear layer of that type."""
-        return self._outputs[kind][: M * N].view(M, N)
+    def output(self, M: int, N: int) -> torch.Tensor:
+        """float32 [M, N], the output of a linear layer, until the next one's is asked for."""
+        if self._output.numel() < M * N:
+            return torch.empty(M, N, device=self._output.device)
+        return self._output[: M * N].view(M, N)
 
-    def compensation(self, kind: str, M: int, N: int) -> torch.Tensor:
-        """float32 [M, N], its compensation; made where it is first needed, outside of any capture."""
-        if kind not in self._compensations:
-            self._compensations[kind] = torch.zeros_like(self._outputs[kind])
-        return self._compensations[kind][: M * N].view(M, N)
+    def compensation(self, M: int, N: int) -> torch.Tensor | None:
+        """float32 [M, N], the compensation of an output; None where there are so many rows that it is added in place.
+
+        The side stream writes it after all that was launched before, the last reader of what it held included.
+        """
+        if self._compensation.numel() < M * N:
+            return None
+        return self._compensation[: M * N].view(M, N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +172,21 @@ class Pass(Operations[Value]):
 
     def linear(self, x: Value, name: str) -> Value:
         """See `models.architecture.Operations`."""
-        linear, kind = self._model.linears[name], layer_kind(name)
+        linear = self._model.linears[name]
         M, N = x.tensor.shape[0], linear.packed.shape[0]
-        out = self._buffers.output(kind, M, N)
+        out = self._buffers.output(M, N)
         if not M:
             return Value(out)
         if self._way == "together" and linear.shared is not None:
-            dec = self._buffers.compensation(kind, M, N)
             product(linear, x, out, self._buffers)
             shared, staged = linear.shared, self._model.staging.take()
-            multiply(x.tensor, shared.channels, staged, shared.residual.scales, shared.residual.bits, dec)
-            return Value(out, dec)
+            multiply(x.tensor, shared.channels, staged, shared.residual.scales, shared.residual.bits, out)
+            return Value(out)
         by_rows = self._way == "rows" or (self._way == "together" and linear.by_rows)
         if not by_rows or linear.selection is None:
             product(linear, x, out, self._buffers)
             return Value(out)
-        dec, positions = self._buffers.compensation(kind, M, N), self._positions(x)
+        dec, positions = self._buffers.compensation(M, N), self._positions(x)
         if self._watch is not None:
             self._watch(linear, x.tensor, positions)
         compensated_product(linear, x, positions, out, dec, self._buffers, self._side)
@@ -263,34 +269,42 @@ def compensated_product(
     x: Value,
     positions: torch.Tensor,
     out: torch.Tensor,
-    dec: torch.Tensor,
+    dec: torch.Tensor | None,
     buffers: Buffers,
     side: torch.cuda.Stream | None,
 ) -> None:
     """The base product, and its compensation beside it on another stream; both are done when the current stream is.
+
+    The bits are the same wherever the two are added: each output is one sum of the two.
 
     Args:
         linear: The layer, with residual and selection.
         x: As in `product`.
         positions: int32 [M].
         out: float32 [M, N], takes the base product.
-        dec: float32 [M, N], takes the compensation.
+        dec: float32 [M, N], takes the compensation; None adds it to `out`, after the product.
         buffers: Workspaces and the flag.
         side: Stream of the compensation; None runs it before the product.
     """
     assert linear.selection is not None
     assert linear.residual is not None
+    selection, residual, flag = linear.selection, linear.residual, buffers.flag
+    if dec is None:
+        product(linear, x, out, buffers)
+        config, output = LaunchConfig(n_tb=linear.n_tb, fused=False), Output(out, out)
+        compensate(x.tensor, selection, residual, output, config, buffers.main, flag=flag, positions=positions)
+        return
     if side is not None:
         side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # first, so that its blocks find room before the product fills the device
         compensate(
             x.tensor,
-            linear.selection,
-            linear.residual,
+            selection,
+            residual,
             Output(dec),
             LaunchConfig(n_tb=linear.n_tb, fused=side is not None and x.tensor.shape[0] == 1),
             buffers.side,
-            flag=buffers.flag,
+            flag=flag,
             positions=positions,
         )
     product(linear, x, out, buffers)

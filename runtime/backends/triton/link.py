@@ -9,6 +9,8 @@ import time
 
 import torch
 
+from runtime.backends.triton.reclaim import return_cached
+
 _BYTES = 64 << 20
 _REPEATS = 8
 
@@ -36,4 +38,7 @@ def host_to_device_gb_s(device: torch.device | str = "cuda", *, nbytes: int = _B
         if on_gpu:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
+    del source, target
+    if on_gpu:
+        return_cached()
     return nbytes / sorted(seconds)[1] / 1e9

@@ -148,8 +148,12 @@ class GpuModel:
             linear.by_rows = layer_kind(name) == "head" and wanted[name] > 0
 
     def close(self) -> None:
-        """Release what can be released before the last reference goes."""
+        """Release every tensor: whoever still holds the closed model holds no memory of it."""
         self.linears.clear()
+        self.norms.clear()
+        self.bases.clear()
+        self.staging = Staging([], self.device, None)
+        self.table = self.cos = self.sin = torch.empty(0)
         self.cache.close()
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:

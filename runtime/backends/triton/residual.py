@@ -17,6 +17,7 @@ from models.packed import PackedLinear, PackedResidual
 from models.packing import packed_width
 from runtime.errors import BackendError
 from runtime.memory import size
+from tuner.detect import detect_memory
 
 LINE_WORDS = 32
 """32-bit words of a line: 128 bytes, the largest read that a GPU asks of the bus."""
@@ -90,9 +91,7 @@ class LoadedResiduals:
 
 
 def lock_limits() -> LockLimits:
-    """The limits of this process on this machine, now."""
-    import psutil
-
+    """The limits of this process on this machine, now; what is locked counts against its control group too."""
     limit = None
     try:
         import resource
@@ -101,7 +100,7 @@ def lock_limits() -> LockLimits:
     else:
         soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         limit = None if soft == resource.RLIM_INFINITY else soft
-    return LockLimits(available_bytes=psutil.virtual_memory().available, memlock_bytes=limit)
+    return LockLimits(available_bytes=detect_memory().available_bytes, memlock_bytes=limit)
 
 
 def row_lines(N: int, bits: int) -> int:

@@ -10,22 +10,68 @@ Source: QDEC §4.4.
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from runtime.backends.triton.decoder import TritonDecoder
+from runtime.backends.triton.decoder import CAPTURE_MODE, TritonDecoder
 from runtime.backends.triton.forward import Value, compensated_product, product
 from runtime.backends.triton.model import Linear
 from runtime.operations.channels import layer_kind
 from tuner.errors import TimerError
 
-_WARM, _REPLAYS = 3, 20
+_REPLAYS = 20
+"""Replays of a reading."""
+WARM_S = 0.3
+"""So long a card that rested works before it is timed: its clocks rise, or fall to what it can keep."""
+_RESTED_S = 0.2
+"""A card that did nothing for so long has rested."""
 _L2_FACTOR = 2
 """Weights of so many times the L2 cache do not stay in it from one replay to the next."""
+
+Replay = Callable[[], float]
+"""Replays a graph, waits for it, and gives its seconds."""
+
+
+def in_turns(replays: Sequence[Replay], rounds: int) -> list[list[float]]:
+    """Seconds of each: in every round all of them once, so that a clock frequency that changes meets them alike."""
+    times: list[list[float]] = [[] for _ in replays]
+    for _ in range(rounds):
+        for own, replay in zip(times, replays, strict=True):
+            own.append(replay())
+    return times
+
+
+class Pace:
+    """Keeps a card from being timed right after a rest.
+
+    Args:
+        now: Seconds, from a clock that only goes forward.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._latest: float | None = None
+
+    def warm(self, replay: Replay) -> None:
+        """Let a card that has rested work for a while."""
+        began = self._now()
+        if self._latest is None or began - self._latest > _RESTED_S:
+            while self._now() - began < WARM_S:
+                replay()
+
+    def worked(self) -> None:
+        """Note that the card has worked until now."""
+        self._latest = self._now()
 
 
 class CudaTimer:
     """Times the layer types of a loaded model; the decoder's activations are overwritten, its cache is not.
+
+    A product with compensation is timed in turns with the product alone, and what is given is the ratio of the two
+    times what the product alone took when it was timed for itself.
 
     Args:
         decoder: The loaded model, on a GPU. Its k_chunk and n_tb are changed and put back.
@@ -39,6 +85,10 @@ class CudaTimer:
         properties = torch.cuda.get_device_properties(self._device)
         self._l2_bytes = int(properties.L2_cache_size)
         self._flush = torch.zeros(_L2_FACTOR * self._l2_bytes, dtype=torch.uint8, device=self._device)
+        self._pace = Pace()
+        self._plain: dict[str, Replay] = {}
+        self._emptied: dict[int, Replay] = {}
+        self._readings: dict[str, list[float]] = {}
         decoder.buffers.input(1, max(linear.packed.shape[1] for linear in decoder.model.linears.values())).normal_()
 
     def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
@@ -54,9 +104,15 @@ class CudaTimer:
         """
         before = self._decoder.options
         try:
-            self._decoder.set_k_chunk({kind: k_chunk}, {kind: n_tb} if k_chunk else None)
-            layers = [linear for name, linear in self._decoder.model.linears.items() if layer_kind(name) == kind]
-            return self._time(layers)
+            if kind not in self._plain:
+                self._decoder.set_k_chunk(0)
+                self._plain[kind] = self._captured(self._layers(kind), flush=self._small(kind))
+            if not k_chunk:
+                return self._alone(kind)
+            if kind not in self._readings:
+                self._alone(kind)
+            self._decoder.set_k_chunk({kind: k_chunk}, {kind: n_tb})
+            return self._beside(kind)
         except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
             raise TimerError(
                 f"{kind} could not be timed with {n_tb} blocks and k_chunk {k_chunk}: {str(error).splitlines()[0]}"
@@ -64,20 +120,50 @@ class CudaTimer:
         finally:
             self._decoder.set_k_chunk(before.k_chunk, before.n_tb)
 
-    def _time(self, layers: list[Linear]) -> float:
-        small = sum(linear.weight.nbytes for linear in layers) < _L2_FACTOR * self._l2_bytes
-        self._run(layers, flush=small)  # compiles what is new
+    def _alone(self, kind: str) -> float:
+        """The product alone, in turns with what clears the cache for it."""
+        (plain,) = self._medians(kind, [self._plain[kind]])
+        self._readings.setdefault(kind, []).append(plain)
+        return plain
+
+    def _beside(self, kind: str) -> float:
+        """The product with the compensation that is set now."""
+        both = self._captured(self._layers(kind), flush=self._small(kind))
+        plain, compensated = self._medians(kind, [self._plain[kind], both])
+        return compensated / plain * statistics.median(self._readings[kind])
+
+    def _medians(self, kind: str, replays: Sequence[Replay]) -> list[float]:
+        """Median seconds of a layer for each graph, the clearing of the cache taken off."""
+        count = len(self._layers(kind))
+        empty = [self._clearing(count)] if self._small(kind) else []
+        self._pace.warm(self._plain[kind])
+        times = [statistics.median(each) for each in in_turns([*replays, *empty], _REPLAYS)]
+        self._pace.worked()
+        cleared = times.pop() if empty else 0.0
+        return [max(seconds - cleared, 1e-9) / count for seconds in times]
+
+    def _layers(self, kind: str) -> list[Linear]:
+        return [linear for name, linear in self._decoder.model.linears.items() if layer_kind(name) == kind]
+
+    def _small(self, kind: str) -> bool:
+        """Whether a type's layers would stay in the cache from replay to replay."""
+        return sum(linear.weight.nbytes for linear in self._layers(kind)) < _L2_FACTOR * self._l2_bytes
+
+    def _clearing(self, count: int) -> Replay:
+        """What clearing the cache takes, so many times."""
+        if count not in self._emptied:
+            self._emptied[count] = self._capture(lambda: [self._flush.zero_() for _ in range(count)])
+        return self._emptied[count]
+
+    def _captured(self, layers: list[Linear], *, flush: bool) -> Replay:
+        self._run(layers, flush=flush)  # compiles what is new
+        return self._capture(lambda: self._run(layers, flush=flush))
+
+    def _capture(self, launches: Callable[[], object]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._run(layers, flush=small)
-        seconds = _replayed(graph)
-        if small:
-            empty = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(empty):
-                for _ in layers:
-                    self._flush.zero_()
-            seconds = max(seconds - _replayed(empty), 1e-9)
-        return seconds / len(layers)
+        with torch.cuda.graph(graph, capture_error_mode=CAPTURE_MODE):
+            launches()
+        return partial(_replayed, graph)
 
     def _run(self, layers: list[Linear], *, flush: bool) -> None:
         buffers = self._decoder.buffers
@@ -85,25 +171,20 @@ class CudaTimer:
             if flush:
                 self._flush.zero_()
             N, K = linear.packed.shape
-            kind = layer_kind(linear.packed.name)
-            x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(kind, 1, N)
+            x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(1, N)
             if linear.selection is None:
                 product(linear, x, out, buffers)
             else:
-                dec = buffers.compensation(kind, 1, N)
+                dec = buffers.compensation(1, N)
                 compensated_product(linear, x, buffers.positions[:1], out, dec, buffers, self._decoder.side)
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> float:
-    """Median seconds of a replay."""
-    times: list[float] = []
-    for turn in range(_WARM + _REPLAYS):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if turn >= _WARM:
-            times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    """Seconds of one replay."""
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -13,11 +13,15 @@ class Workspace:
 
     Args:
         device: Where the memory lies.
+        scratch: Values of float32 scratch that are held from the beginning; what asks for more makes it grow, and what
+            was held before stays.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, scratch: int = 0) -> None:
         self.device = torch.device(device)
         self._held: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+        if scratch:
+            self.scratch(scratch)
 
     def counters(self, n: int) -> torch.Tensor:
         """int32 [n], zero. A kernel that counts in them has to leave them at zero."""

@@ -49,7 +49,7 @@ class CountingEngine:
 
 
 class ScriptedServices(Services):
-    def open_engine(self, plan: Any) -> Any:
+    def open_engine(self, plan: Any, progress: Any) -> Any:
         return CountingEngine(plan.options)
 
     def cached(self, _name: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -335,10 +336,10 @@ class Supervisor:
 FIXED_TIME = datetime(2026, 1, 2, 10, 42, tzinfo=UTC)
 
 
-def make_app(runtime: Runtime, **settings: Any) -> ChatApp:
-    """The application with a scripted runtime; `demo` is loaded unless told otherwise."""
+def make_app(runtime: Runtime, *, kept: Path | None = None, **settings: Any) -> ChatApp:
+    """The application with a scripted runtime; `demo` is loaded unless told otherwise. `kept` is the chats' file."""
     values = Settings(**({"model": "demo"} | settings))
-    app = ChatApp(values, supervisor=lambda: Supervisor(runtime), now=lambda: FIXED_TIME)
+    app = ChatApp(values, supervisor=lambda: Supervisor(runtime), history=kept, now=lambda: FIXED_TIME)
     app.animation_level = "none"
     return app
 

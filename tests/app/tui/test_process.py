@@ -148,7 +148,7 @@ class Marking(scripted.Supervisor):
 if {controlling}:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 import app.tui, app.tui.app
-make = lambda settings: scripted.ChatApp(settings, supervisor=lambda: Marking(scripted.Runtime()))
+make = lambda settings, history: scripted.ChatApp(settings, supervisor=lambda: Marking(scripted.Runtime()))
 app.tui.app.ChatApp = make
 app.tui.run(scripted.Settings(model="demo"))
 """

@@ -71,7 +71,7 @@ REAL = {"smollm2": 1024, "smollm2-book": 1024, "smollm2-2k": 2048, "smollm2-4k":
 FIRST = "smollm2"
 """The one of them whose keys and values are looked at, too."""
 _LONG: tuple[KVKind, ...] = ("fp16", "int8", "int4", "gear4", "gear2")
-REAL_KINDS: Mapping[str, Sequence[KVKind]] = {"smollm2-2k": _LONG, "smollm2-4k": _LONG, "smollm2-8k": ("fp16", "int4")}
+REAL_KINDS: Mapping[str, Sequence[KVKind]] = {"smollm2-2k": _LONG, "smollm2-4k": _LONG, "smollm2-8k": _LONG}
 """Kinds that are measured there; all where nothing is said. Long windows take minutes a kind."""
 TOYS = ("english3m", "demo")
 """Small models beside it, for what takes too long on the real one: other backends, long generations, planted keys."""

@@ -62,8 +62,9 @@ def claims(view: View) -> list[Claim]:
 
 
 def percent(apart: Difference) -> str:
-    """A difference of losses as one of perplexities, with its error."""
-    return f"{100 * math.expm1(apart.nats):+.2f} ± {100 * apart.error:.2f} %"
+    """A difference of losses as one of perplexities, with its error where several pieces tell it."""
+    error = f" ± {100 * apart.error:.2f}" if math.isfinite(apart.error) else ""
+    return f"{100 * math.expm1(apart.nats):+.2f}{error} %"
 
 
 def _within(kind: str, other: str, limit: float) -> Callable[[View, str], Finding]:

@@ -23,7 +23,7 @@ from runtime.backends.triton.timer import CudaTimer
 from runtime.decoder import DecoderOptions, Step
 from runtime.timing import DecodeTimer
 from tests.bench.gpu.bandwidth import multiprocessors
-from tests.bench.gpu.matrices import RandomModel
+from tests.bench.gpu.matrices import RandomModel, copied
 from tests.bench.gpu.report import Part, Row
 from tests.bench.gpu.sizes import Sizes
 from tuner.devices import DEVICES
@@ -49,8 +49,7 @@ class Copied:
         key = packed.codes.ctypes.data
         if key not in self._made:
             self._made[key] = repack(packed, device)
-        made = self._made[key]
-        return replace(made, name=packed.name, codes=made.codes.clone())
+        return replace(copied(self._made[key]), name=packed.name)
 
 
 class Remembered:

@@ -59,8 +59,14 @@ def random_weight(shape: tuple[int, int], bits: int, device: torch.device) -> Gp
 
 
 def copies(weight: GpuLinear, count: int) -> list[GpuLinear]:
-    """`weight` and count - 1 more of it elsewhere in memory."""
-    return [weight, *(replace(weight, codes=weight.codes.clone()) for _ in range(count - 1))]
+    """`weight` and count - 1 more of it elsewhere in memory, in all its parts: a scale in the cache costs nothing."""
+    return [weight, *(copied(weight) for _ in range(count - 1))]
+
+
+def copied(weight: GpuLinear) -> GpuLinear:
+    """The same numbers in other places."""
+    parts = {name: getattr(weight, name) for name in ("codes", "groups", "codebook", "bias")}
+    return replace(weight, **{name: None if part is None else part.clone() for name, part in parts.items()})
 
 
 def check_row(weight: GpuLinear, x: torch.Tensor, out: torch.Tensor) -> Row:

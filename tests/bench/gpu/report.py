@@ -30,6 +30,10 @@ class Part:
         write(self._file, self.rows)
         print("  " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
+    def begin(self, row: Row) -> None:
+        """Note what is measured next: where a part hangs, its last row says at what."""
+        write(self._file, [*self.rows, {"what": "begun"} | row])
+
     def late(self) -> bool:
         """Whether no further measurement should begin."""
         return time.monotonic() - self._begin > self._seconds

@@ -55,6 +55,7 @@ from runtime.backends.triton.codes import (
 )
 from runtime.backends.triton.kernels.sums import piece_sums
 from runtime.backends.triton.layout import GpuLinear
+from runtime.backends.triton.sizes import SUMMED_ROWS
 from runtime.backends.triton.words import BLOCK, pieces
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
@@ -62,7 +63,7 @@ from runtime.errors import BackendError
 if TYPE_CHECKING:
     from runtime.backends.triton.ahead import Ahead
 
-ROWS = 16
+ROWS = SUMMED_ROWS
 """Tokens that the kernel takes at once."""
 WARPS = 2
 """Warps of a program. With four, the compiler may choose Hopper's warp-group products, whose operands lie elsewhere."""

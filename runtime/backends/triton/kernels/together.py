@@ -109,7 +109,8 @@ def _multiply_kernel(factors, out_ptr, M, N, K, k, words, form: tl.constexpr):
     if factors.scales is not None:
         acc *= tl.load(factors.scales + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    tl.store(out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], acc, mask)
+    places = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    tl.store(places, tl.load(places, mask, other=0.0) + acc, mask)
 
 
 def stage(codes: torch.Tensor, channels: torch.Tensor, staged: torch.Tensor) -> None:
@@ -134,7 +135,7 @@ def multiply(
     bits: int,
     out: torch.Tensor,
 ) -> None:
-    """The residuals' part of a product: out[m] = sum over i of x[m, channels[i]] * R̂[channels[i]].
+    """Add the residuals' part to a product: out[m] += sum over i of x[m, channels[i]] * R̂[channels[i]].
 
     Args:
         x: float16 [M, K], contiguous.
@@ -142,7 +143,7 @@ def multiply(
         staged: int32 [k, words], the residual rows of these channels in canonical packing.
         scales: float16 [N], of the residuals; None at 16 bits.
         bits: 2, 4, 8 or 16.
-        out: float32 [M, N], contiguous, written.
+        out: float32 [M, N], contiguous, added to.
 
     Raises:
         BackendError: operands that do not belong together.

@@ -282,23 +282,6 @@ def test_what_a_load_compiles_of_attention(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("position", [0, 1000, 131071])
-def test_offsets_in_the_cache_are_64_bits_wide(cuda: str, half_pages: Any, position: int) -> None:
-    T, D = 131072, 128
-    keys, values = (torch.zeros(18, 1, T, D, dtype=torch.float16, device=cuda) for _ in range(2))
-    keys[17] = torch.randn(1, T, D, device=cuda)
-    values[17] = torch.randn(1, T, D, device=cuda)
-    q = torch.randn(1, 4 * D, device=cuda).half()
-    place, slot = (torch.tensor([number], dtype=torch.int32, device=cuda) for number in (position, 17))
-    x = torch.full_like(q, torch.nan)
-    pages = half_pages(torch.stack([keys, values]), cuda).pages
-    attend(q, pages, Rows(place, slot), None, x, Workspace(cuda), context=T)
-    past = [one[17, :, : position + 1].transpose(0, 1).float().cpu() for one in (keys, values)]
-    expected = reference.attend(q.view(1, 4, D).float().cpu(), *past, place.long().cpu(), None)
-    assert_close(x.cpu().float().view(1, 4, D), expected, "half attention")
-
-
-@pytest.mark.gpu
 def test_a_captured_launch_replays_at_any_position(cuda: str, half_pages: Any) -> None:
     cases = [_Case([(0, position)], 8, 2, 64, 600) for position in (3, 599, 256)]
     workspace = Workspace(cuda)

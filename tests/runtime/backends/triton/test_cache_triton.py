@@ -19,6 +19,7 @@ from runtime.backends.triton.kernels.cache.pages import Rows
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, PARTS, KVKind
+from runtime.kv.oracle.page import dequantize
 from tests.close import TOLERANCES, Tolerance, assert_close
 
 WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
@@ -96,11 +97,31 @@ class Pair:
             whole = length // self.kind.page
             for part in PARTS:
                 ours = self.ours.store.pools[part].cpu()[pages[:whole]]
-                assert torch.equal(ours, self.theirs.store.records(part)[pages[:whole]]), part
+                theirs = self.theirs.store.records(part)[pages[:whole]]
+                if self.kind.rank:
+                    self.check_corrected(part, ours, theirs)
+                else:
+                    assert torch.equal(ours, theirs), part
                 count = self.theirs.window_length(slot)
                 ours = self.ours.store.windows[part].cpu()[slot, :, :, :count]
                 if self.kind.windowed:
                     assert torch.equal(ours, self.theirs.store.window(part, slot)[:, :, :count]), part
+
+    def check_corrected(self, part: Any, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Pages with a low-rank correction: as good as bytes that are equal, which two libraries' QR do not give.
+
+        On a GPU, cuSOLVER's factors differ from LAPACK's in their last bits, and so do the numbers rounded after them.
+        """
+        if self.device == "cpu":
+            assert torch.equal(ours, theirs), part
+        if not ours.numel():
+            return
+        read = [
+            dequantize(self.kind, part, self.ours.store.fields(part, records), self.spec.head_dim).float()
+            for records in (ours, theirs)
+        ]
+        error = (read[0] - read[1]).square().mean() / read[1].square().mean()
+        assert float(error) < 0.05**2, part
 
     def attended(self, slots: Any, positions: Any, window: int | None = None, **how: Any) -> tuple[Any, Any]:
         """Attention of random queries over both caches: float32 [M, H, D] each."""

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from app.cli import checks
 from runtime import open as opening
+from runtime.backend import ModelSizes
 from runtime.backends import backend
 from runtime.backends.triton import card as gpu
-from runtime.backends.triton import link
+from runtime.backends.triton import failures, link
+from runtime.backends.triton.decoder import TritonDecoder
 from runtime.compensation import Compensation
 from runtime.decoder import DecoderOptions
 from runtime.errors import BackendError, OutOfMemoryError
@@ -33,9 +40,16 @@ CARD = GpuInfo(
 
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def install(*found: GpuInfo, missing: tuple[str | None, str | None] = (None, None)) -> None:
+    def install(
+        *found: GpuInfo,
+        missing: tuple[str | None, str | None] = (None, None),
+        uuid: str | None = None,
+        launch: Callable[[], object] = lambda: None,
+    ) -> None:
         monkeypatch.setattr(gpu, "detect_gpus", lambda: found)
-        monkeypatch.setattr(gpu, "_missing", lambda: missing)
+        monkeypatch.setattr(gpu, "_missing", lambda driver: missing)
+        monkeypatch.setattr(gpu, "_first_uuid", lambda: uuid)
+        monkeypatch.setattr(gpu, "launch_once", functools.cache(launch))
 
     return install
 
@@ -78,7 +92,7 @@ def test_why_a_card_cannot_be_used(cards: Callable[..., None], card: Any, missin
 def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
     cards: Callable[..., None], tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(model: object, options: object) -> None:
+    def full(model: object, options: object, progress: object) -> None:
         raise OutOfMemoryError("3 GiB are free")
 
     cards(CARD)
@@ -99,7 +113,7 @@ def test_what_does_not_fit_the_card_is_planned_for_main_memory(
 
     def planned(size: int, asked: str = "auto") -> LoadPlan:
         summary = SimpleNamespace(gpu_bytes=size << 30, residual_bytes=1 << 30)
-        model: Any = SimpleNamespace(spec=tiny_spec(), info=SimpleNamespace(summary=summary))
+        model: Any = SimpleNamespace(spec=tiny_spec(), info=SimpleNamespace(summary=summary), recipe=None)
         return plan_load(model, Compensation(), asked=asked, memory=room)
 
     small, large = planned(1), planned(5)
@@ -138,3 +152,164 @@ def test_the_link_is_measured_where_there_is_a_card(
 
 def test_the_cards_of_this_machine_can_be_looked_at() -> None:
     assert gpu.look().reason
+
+
+def test_cards_are_matched_by_their_names(cards: Callable[..., None]) -> None:
+    """NVML has the old card first, CUDA the one that runs the kernels."""
+    old = dataclasses.replace(CARD, name="Quadro P400", compute_capability="6.1", uuid="GPU-1")
+    new = dataclasses.replace(CARD, uuid="GPU-2", memory_free_bytes=3 << 30)
+    cards(old, new, uuid="GPU-2")
+    found = gpu.look()
+    assert (found.usable, found.gpu) == (True, new)
+    cards(new, old, uuid="GPU-1")
+    found = gpu.look()
+    assert (found.usable, found.gpu) == (False, old)
+    assert "CUDA_VISIBLE_DEVICES" in (found.fix or "")
+    cards(new, old, uuid="MIG-3")
+    assert gpu.look().gpu == new
+
+
+class OutOfResources(Exception):
+    """As Triton's."""
+
+    def __init__(self) -> None:
+        super().__init__("out of resource")
+        self.required, self.limit, self.name = 120000, 101376, "shared memory"
+
+
+FAILURES: dict[str, tuple[BaseException, str, str]] = {
+    "no-compiler": (RuntimeError("Failed to find C compiler. Please specify via CC"), "no C compiler", "apt install"),
+    "CC-is-missing": (FileNotFoundError(2, "No such file", "clang-99"), "clang-99", "variable CC"),
+    "no-headers": (subprocess.CalledProcessError(1, ["gcc", "main.c"]), "Python.h is missing", "-dev"),
+    "old-driver": (RuntimeError("The NVIDIA driver on your system is too old (found 12040)"), "too old", "update it"),
+    "old-driver-for-ptx": (
+        RuntimeError("Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain."),
+        "too old",
+        "update it",
+    ),
+    "no-driver": (RuntimeError("0 active drivers ([]). There should only be one."), "no driver", "install NVIDIA's"),
+    "no-library": (AssertionError("libcuda.so cannot found!"), "libcuda.so.1", "ldconfig"),
+    "resources": (OutOfResources(), "more shared memory than the card has (120000", "CPU backend"),
+    "memory": (RuntimeError("CUDA error: out of memory"), "memory is taken", "nvidia-smi"),
+    "no-image": (RuntimeError("CUDA error: no kernel image is available"), "no code for the card", "newer build"),
+    "cache-folder": (PermissionError(13, "Permission denied", "/root/.triton"), "its folder", "TRITON_CACHE_DIR"),
+    "no-execution": (ImportError("launcher.so: failed to map segment"), "its folder", "TRITON_CACHE_DIR"),
+    "assembler": (RuntimeError("PTXAS error: Internal Triton PTX codegen error"), "assembler", "reinstall triton"),
+    "unknown": (RuntimeError("CUDA error: an illegal instruction\nmore"), "an illegal instruction)", "nvidia-smi"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_card_that_runs_no_kernel_is_out_and_it_is_said_why(
+    cards: Callable[..., None], case: str, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Any]
+) -> None:
+    """Found when the backend is probed; the CPU takes the model, and doctor would name the reason and the fix."""
+    error, reason, fix = FAILURES[case]
+
+    def fail(device: object) -> bool:
+        raise error
+
+    launch = gpu.launch_once.__wrapped__
+    monkeypatch.setattr("runtime.backends.triton.trial.launch", fail)
+    monkeypatch.setattr(failures.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    cards(CARD, launch=launch)
+    found = backend("triton").probe()
+    assert not found.usable
+    assert found.gpu == CARD
+    assert reason in found.reason
+    assert fix in (found.fix or "")
+    assert "\n" not in found.reason
+    decoder, why = opening.open_decoder(tiny_model(), DecoderOptions(context=64, max_rows=4, threads=1))
+    assert decoder.backend == "cpu"
+    assert reason in why
+    decoder.close()
+    with pytest.raises(BackendError, match="cannot run here"):
+        next(opening.candidates("triton"))
+    (problem,) = checks.choose({"triton": found, "cpu": backend("cpu").probe()})[1]
+    assert reason in problem.what
+    assert fix in problem.fix
+
+
+def test_a_compiler_that_fails_for_another_reason_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(failures.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    found = failures.explained(subprocess.CalledProcessError(1, ["gcc", "main.c", "-lcuda"]))
+    assert "gcc main.c -lcuda" in str(found)
+
+
+def test_the_launch_is_tried_until_it_succeeds_and_then_never_again(
+    cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: list[bool | Exception] = [RuntimeError("Failed to find C compiler"), False, True]
+
+    def launch(device: object) -> bool:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr("runtime.backends.triton.trial.launch", launch)
+    cards(CARD, launch=gpu.launch_once.__wrapped__)
+    assert [gpu.look().usable for _ in range(4)] == [False, False, True, True]
+    assert not outcomes
+    assert gpu.is_started()
+
+
+def test_nothing_is_launched_where_there_is_no_card(cards: Callable[..., None]) -> None:
+    def launch() -> None:
+        raise AssertionError
+
+    cards(launch=launch)
+    assert not gpu.look().usable
+    assert not gpu.is_started()
+
+
+def test_torch_that_finds_no_device_names_the_driver_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    reason, fix = gpu._missing("570.86")
+    assert "CUDA 13.0" in (reason or "")
+    assert "needs 580 or newer" in (fix or "")
+    assert "570.86" in (fix or "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "hides every card" in (gpu._missing("580.1")[0] or "")
+    assert failures.least_driver("14.1") == "a newer one"
+
+
+def test_the_trial_launch_counts_its_programs(device: str) -> None:
+    from runtime.backends.triton.trial import launch
+
+    assert launch(device)
+
+
+def test_a_started_driver_is_not_planned_for_twice(cards: Callable[..., None], tiny_spec: Callable[..., Any]) -> None:
+    sizes = ModelSizes(weight_bytes=1 << 20)
+
+    def overhead() -> int:
+        return backend("triton").footprint(tiny_spec(), sizes, compensated=False).overhead_bytes
+
+    cards(CARD)
+    before = overhead()
+    gpu.launch_once()
+    assert 0 < overhead() < before
+
+
+def test_a_card_that_stopped_working_is_out_until_the_program_is_restarted(
+    cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tiny_model: Any, tiny_spec: Any, device: str
+) -> None:
+    """And closing what was on it is no error."""
+    decoder = TritonDecoder(tiny_model(tiny_spec(), bits=4), DecoderOptions(context=8, max_rows=1), device)
+
+    def stopped() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+    cards(CARD)
+    gpu.launch_once()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", stopped)
+    decoder.close()
+    found = backend("triton").probe()
+    assert not found.usable
+    assert "unspecified launch failure)" in found.reason
+    assert found.fix == "restart the program"

@@ -6,7 +6,6 @@ of products, so its float32 error (1e-6 of the products) shows where the two can
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -144,18 +143,3 @@ def test_a_nan_stays_in_its_head(device: str, half_pages: Any, part: int) -> Non
     q, keys, values = case.run(device, half_pages)
     broken = torch.cat([q[0], keys[0, :, 3], values[0, :, 3]]).isnan().any(dim=1)
     assert broken.nonzero().flatten().tolist() == [part]
-
-
-@pytest.mark.gpu
-def test_offsets_in_the_cache_are_64_bits_wide(cuda: str, half_pages: Any) -> None:
-    run: Callable[..., None] = heads
-    T, D = 131072, 128
-    cache = half_pages(torch.zeros(2, 18, 1, T, D, dtype=torch.float16), cuda)
-    y = torch.randn(1, 3 * D, device=cuda)
-    cos, sin = torch.ones(T, D // 2, device=cuda), torch.zeros(T, D // 2, device=cuda)
-    place = [torch.tensor([number], dtype=torch.int32, device=cuda) for number in (T - 1, 17)]
-    q = torch.zeros(1, D, dtype=torch.float16, device=cuda)
-    run(y, None, HeadNorms(None, None, EPS), Rope(cos, sin), Basis(None, None), Rows(*place), cache.pages, q)
-    keys, values = cache.read().to(cuda)
-    assert torch.equal(keys[17, 0, T - 1], y[0, D : 2 * D].half())
-    assert torch.equal(values[17, 0, T - 1], y[0, 2 * D :].half())

@@ -24,6 +24,7 @@ from runtime.backends.triton.residual import (
     row_lines,
 )
 from runtime.errors import BackendError
+from tuner.detect import MemoryInfo
 
 GIB = 1 << 30
 PLENTY = LockLimits(available_bytes=64 * GIB, memlock_bytes=None)
@@ -157,6 +158,13 @@ def test_the_limits_of_this_process() -> None:
     limits = lock_limits()
     assert limits.available_bytes > 0
     assert limits.memlock_bytes is None or limits.memlock_bytes >= 0
+
+
+def test_a_control_group_s_limit_bounds_what_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with 2 GiB left on a machine with 60: locked pages count against the container's."""
+    group = MemoryInfo(total_bytes=4 * GIB, available_bytes=2 * GIB, limit_bytes=4 * GIB)
+    monkeypatch.setattr(placing, "detect_memory", lambda: group)
+    assert lock_limits().available_bytes == 2 * GIB
 
 
 def test_damaged_residuals_are_refused(device: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from runtime.backends.triton import sizes
 from runtime.backends.triton.kernels.cache.pages import power_of_two
 
 SPLIT_ROWS = 8
@@ -21,7 +22,7 @@ SPLIT_OVERHEAD = 1.0
 """What a program costs beside its blocks, in blocks: its start, its queries, and its part of the merge."""
 MAX_SPLITS = 64
 """Most splits of one row."""
-KEPT_ROWS = 16384
+KEPT_ROWS = sizes.SPLIT_ROWS
 """Rows of splits, query heads times rows times splits, that are kept until they are merged: 8.5 MB at 128 channels.
 Steps of more rows are launched in parts."""
 SHARED_KIB = {16: 72, 8: 40, 4: 72, 2: 72}

@@ -1,0 +1,155 @@
+"""`lowbit-chat chats`: the chats that were had."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from app.cli import options
+from app.cli.errors import CliError
+from app.cli.output import Output
+
+if TYPE_CHECKING:
+    from app.history.store import Chat, History
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+
+SHORT = 8
+"""Characters of an id that are shown; as many as tell chats apart are enough everywhere."""
+_LARGEST_FILE = 1 << 30
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="A chat, by its id or the beginning of it.", show_default=False)]
+
+
+@app.callback(invoke_without_command=True)
+def chats(ctx: typer.Context, as_json: options.Json = False) -> None:
+    """List, search, export and import the chats of the terminal UI; without a command, list them."""
+    if ctx.invoked_subcommand is None:
+        list_chats(as_json=as_json)
+
+
+@app.command("list")
+def list_chats(as_json: options.Json = False) -> None:
+    """List all chats: pinned ones first, then the newest first."""
+    output = Output(as_json=as_json)
+    with _history() as history:
+        found = history.chats() if history else []
+    if as_json:
+        output.result({"chats": [_entry(chat) for chat in found]})
+        return
+    rows = [("ID", "LAST", "MODEL", "TITLE")]
+    rows += [
+        (chat.id[:SHORT], f"{chat.updated:%Y-%m-%d %H:%M}", chat.model or "-", f"{'* ' * chat.pinned}{chat.title}")
+        for chat in found
+    ]
+    output.table(rows)
+
+
+@app.command("search")
+def search(
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="Words; all of them have to be there.")],
+    as_json: options.Json = False,
+) -> None:
+    """Find messages that hold all words of TEXT, the last one perhaps begun; the newest first."""
+    output = Output(as_json=as_json)
+    with _history() as history:
+        found = history.search(text) if history else []
+    if as_json:
+        entries = [{**_entry(one.chat), "message": one.message, "snippet": one.snippet} for one in found]
+        output.result({"found": entries})
+        return
+    output.table([("ID", "TITLE", "FOUND"), *((one.chat.id[:SHORT], one.chat.title, one.snippet) for one in found)])
+
+
+@app.command("export")
+def export(
+    chat: Id,
+    form: Annotated[
+        Literal["md", "json"],
+        typer.Option("--format", help="md: what is shown, to be read; json: every branch, to be brought back."),
+    ] = "md",
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Instead of the screen.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Print a chat, or write it to a file."""
+    from app.history import exchange
+    from models.store.durable import write_file
+
+    with _history() as history:
+        if history is None:
+            raise CliError(f"there is no chat {chat}: none was kept yet")
+        found = history.find(chat)
+        messages = history.messages(found.id)
+    if form == "json" or as_json:
+        content = (
+            json.dumps(exchange.document([exchange.to_json(found, messages)]), ensure_ascii=False, indent=1) + "\n"
+        )
+    else:
+        content = exchange.to_markdown(found, messages)
+    if out is None:
+        Output().stream(content)
+    else:
+        write_file(out, [content.encode("utf-8")])
+        Output().note(f"{found.title} is written to {out}")
+
+
+@app.command("import")
+def import_chats(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="From `chats export`, or ChatGPT's conversations.json.")],
+    as_json: options.Json = False,
+) -> None:
+    """Bring chats back from a file; what is there already stays as it is."""
+    from app.history import exchange
+    from app.history.store import History
+    from app.paths import history_file
+
+    output = Output(as_json=as_json)
+    if file.stat().st_size > _LARGEST_FILE:
+        raise CliError(f"{file} is larger than 1 GiB: split it")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CliError(f"{file} is no text in UTF-8: {error}") from error
+    brought = exchange.read(text, file.name)
+    history = History(history_file())
+    try:
+        new = [chat for chat in brought if exchange.bring(history, chat) is not None]
+    finally:
+        history.close()
+    if as_json:
+        output.result({"imported": len(new), "skipped": len(brought) - len(new)})
+        return
+    skipped = f"; {len(brought) - len(new)} were there already or empty" if len(new) < len(brought) else ""
+    output.note(f"{len(new)} {'chat is' if len(new) == 1 else 'chats are'} brought in{skipped}")
+
+
+def _entry(chat: Chat) -> dict[str, Any]:
+    return {
+        "id": chat.id,
+        "title": chat.title,
+        "model": chat.model,
+        "pinned": chat.pinned,
+        "created": chat.created.isoformat(),
+        "updated": chat.updated.isoformat(),
+    }
+
+
+@contextmanager
+def _history() -> Iterator[History | None]:
+    """The history; None where nothing was ever kept."""
+    from app.history.store import History
+    from app.paths import history_file
+
+    if not history_file().is_file():
+        yield None
+        return
+    history = History(history_file())
+    try:
+        yield history
+    finally:
+        history.close()

@@ -1,0 +1,1 @@
+"""The chats that were had: kept in SQLite, found again, taken along and brought back."""

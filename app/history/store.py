@@ -1,0 +1,338 @@
+"""The chats on disk: what is written, listed, searched and deleted.
+
+A chat is its messages with their parents, and the head that was looked at; so every branch is kept. Whoever deletes a
+chat can have it back for an hour; then its text is overwritten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from app.conversation import Message, Statistics
+from app.errors import HistoryError
+from app.history.schema import open_database, told
+
+TITLE_LENGTH = 60
+"""Most characters of a title that is taken from the first message."""
+UNDO = timedelta(hours=1)
+"""How long a deleted chat can be had back."""
+UNNAMED = "New chat"
+"""The title of a chat in which nobody has said anything."""
+_FIRST_IDEOGRAPH = "\u2e80"
+"""Scripts from here on write words without spaces; their text is searched letter by letter."""
+_COLUMNS = "chats.id, chats.title, chats.model, pinned, chats.created, updated, head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """What there is to know of a chat without its messages."""
+
+    id: str
+    """As `Conversation.id`."""
+    title: str
+    """In one line."""
+    model: str | None
+    """The model that answered last."""
+    pinned: bool
+    """Whether it stands above the others."""
+    created: datetime
+    """When it began."""
+    updated: datetime
+    """When something was said last."""
+    head: str | None
+    """The message that is shown last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A message that a search found."""
+
+    chat: Chat
+    """Its chat."""
+    message: str
+    """Its id."""
+    snippet: str
+    """Some words around what was searched for, in one line."""
+
+
+class History:
+    """The chats in one file. Thread-safe; several programs may use the same file.
+
+    Raises:
+        HistoryError: see `open_database`. Every method raises it, too, where the file cannot be read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._database = open_database(path)
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        with self._lock:
+            self._database.close()
+
+    # Writing
+
+    def record(
+        self,
+        chat: str,
+        head: str | None,
+        messages: Iterable[Message],
+        *,
+        title: str | None = None,
+        updated: datetime | None = None,
+    ) -> None:
+        """Keep messages, new ones and changed ones, all of them or none.
+
+        Args:
+            chat: The chat's id; it is made if it is new.
+            head: The message that is shown last.
+            messages: What is to be kept.
+            title: A new chat's title; None takes the first thing a person says.
+            updated: When something was said last; None: now.
+        """
+        kept = list(messages)
+        if not kept:
+            return
+        now = _now() if updated is None else updated.astimezone().isoformat()
+        said = next((message.text for message in kept if message.role == "user"), "")
+        model = next((message.model for message in reversed(kept) if message.model), None)
+        with self._writing() as database:
+            database.execute(
+                "INSERT INTO chats (id, title, head, model, created, updated) VALUES (?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT (id) DO UPDATE SET head = excluded.head, model = coalesce(excluded.model, model), "
+                "updated = excluded.updated, title = CASE WHEN title = ? THEN excluded.title ELSE title END",
+                (chat, title_of(title or said), head, model, min(kept, key=_created).created.isoformat(), now, UNNAMED),
+            )
+            database.executemany(
+                "INSERT INTO messages (id, chat, parent, role, text, state, error, model, statistics, created) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET text = excluded.text, "
+                "state = excluded.state, error = excluded.error, model = excluded.model, "
+                "statistics = excluded.statistics",
+                [_row(chat, message) for message in kept],
+            )
+
+    def rename(self, chat: str, title: str) -> None:
+        """Give a chat another title."""
+        name = title_of(title)
+        if name == UNNAMED:
+            raise HistoryError("a chat's title needs a word")
+        self._change(chat, "title = ?", name)
+
+    def pin(self, chat: str, *, pinned: bool) -> None:
+        """Put a chat above the others, or back among them."""
+        self._change(chat, "pinned = ?", int(pinned))
+
+    def delete(self, chat: str) -> None:
+        """Delete a chat; `restore` brings it back for as long as `UNDO`."""
+        self._change(chat, "deleted = ?", _now())
+
+    def restore(self, chat: str) -> None:
+        """Bring back a chat that was deleted a short time ago."""
+        self._change(chat, "deleted = ?", None)
+
+    def purge(self, *, before: datetime | None = None) -> list[str]:
+        """Overwrite chats that were deleted longer ago than `UNDO`, or before some time.
+
+        Returns:
+            Their ids.
+        """
+        limit = (before or datetime.now().astimezone() - UNDO).astimezone().isoformat()
+        with self._writing() as database:
+            gone = [
+                str(row[0])
+                for row in database.execute(
+                    "SELECT id FROM chats WHERE deleted IS NOT NULL AND julianday(deleted) <= julianday(?)", (limit,)
+                )
+            ]
+            database.executemany("DELETE FROM chats WHERE id = ?", [(chat,) for chat in gone])
+            if gone:  # the index forgets words only when it is written anew
+                database.execute("INSERT INTO words (words) VALUES ('optimize')")
+        return gone
+
+    def _change(self, chat: str, change: str, value: object) -> None:
+        with self._writing() as database:
+            if not database.execute(f"UPDATE chats SET {change} WHERE id = ?", (value, chat)).rowcount:  # noqa: S608
+                raise HistoryError(f"there is no chat {chat}")
+
+    # Reading
+
+    def chats(self, limit: int = -1) -> list[Chat]:
+        """All chats: pinned ones first, then the newest first.
+
+        Args:
+            limit: Most chats; -1: all.
+        """
+        query = (
+            f"SELECT {_COLUMNS} FROM chats WHERE deleted IS NULL "  # noqa: S608
+            "ORDER BY pinned DESC, updated DESC, chats.rowid DESC LIMIT ?"
+        )
+        return [_chat(row) for row in self._read(query, (limit,))]
+
+    def find(self, name: str) -> Chat:
+        """A chat by its id or the beginning of it.
+
+        Raises:
+            HistoryError: there is none, or several.
+        """
+        begins = name.replace("%", "").replace("_", "")
+        query = f"SELECT {_COLUMNS} FROM chats WHERE deleted IS NULL AND id LIKE ? || '%' LIMIT 2"  # noqa: S608
+        rows = self._read(query, (begins,)) if begins and begins == name else []
+        if len(rows) != 1:
+            many = f"several chats begin with {name}; write more of it" if rows else f"there is no chat {name}"
+            raise HistoryError(f"{many}: `lowbit-chat chats` lists them")
+        return _chat(rows[0])
+
+    def messages(self, chat: str) -> list[Message]:
+        """A chat's messages of all branches, oldest first. An answer that was being written counts as stopped."""
+        query = (
+            "SELECT id, parent, role, text, state, error, model, statistics, created FROM messages WHERE chat = ? "
+            "ORDER BY number"
+        )
+        return [_message(row) for row in self._read(query, (chat,))]
+
+    def knows(self, messages: Sequence[str]) -> bool:
+        """Whether any of these ids is one of a message that is kept."""
+        return any(self._read("SELECT 1 FROM messages WHERE id = ?", (message,)) for message in messages)
+
+    def search(self, text: str, limit: int = 50) -> list[Found]:
+        """Messages that hold all words of a text, the last one perhaps begun; the newest first.
+
+        Args:
+            text: What a person typed; nothing in it is an operator.
+            limit: Most messages.
+        """
+        words = text.split()
+        if not words:
+            return []
+        if any(letter >= _FIRST_IDEOGRAPH for letter in text):
+            return self._containing(words, limit)
+        query = (
+            f"SELECT {_COLUMNS}, messages.id, snippet(words, 0, '', '', '…', 12) FROM words "  # noqa: S608
+            "JOIN messages ON messages.number = words.rowid JOIN chats ON chats.id = messages.chat "
+            "WHERE words MATCH ? AND deleted IS NULL ORDER BY words.rowid DESC LIMIT ?"
+        )
+        asked = " ".join('"' + word.replace('"', '""') + '"' for word in words) + "*"
+        return [_found(row) for row in self._read(query, (asked, limit))]
+
+    def _containing(self, words: Sequence[str], limit: int) -> list[Found]:
+        """Messages that hold all of these texts, wherever in a word."""
+        wanted = " AND ".join("instr(messages.text, ?)" for _ in words)
+        query = (
+            f"SELECT {_COLUMNS}, messages.id, substr(messages.text, max(1, instr(messages.text, ?) - 20), 80) "  # noqa: S608
+            f"FROM messages JOIN chats ON chats.id = messages.chat WHERE deleted IS NULL AND {wanted} "
+            "ORDER BY messages.number DESC LIMIT ?"
+        )
+        return [_found(row) for row in self._read(query, (words[0], *words, limit))]
+
+    def _read(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
+        try:
+            with self._lock:
+                return self._database.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise HistoryError(told(self.path, error)) from error
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it, or nothing."""
+        with self._lock:
+            try:
+                self._database.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._database
+                except BaseException:
+                    self._database.execute("ROLLBACK")
+                    raise
+                self._database.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise HistoryError(told(self.path, error)) from error
+
+
+def title_of(text: str) -> str:
+    """A title from what was said: its first line, shortened at a word."""
+    line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), UNNAMED)
+    if len(line) <= TITLE_LENGTH:
+        return line
+    head, space, _ = line[:TITLE_LENGTH].rpartition(" ")
+    return f"{head if space else line[: TITLE_LENGTH - 1]}…"
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat()
+
+
+def _created(message: Message) -> datetime:
+    return message.created
+
+
+def _row(chat: str, message: Message) -> tuple[object, ...]:
+    statistics = None if message.statistics is None else json.dumps(statistics_json(message.statistics))
+    return (
+        message.id,
+        chat,
+        message.parent,
+        message.role,
+        message.text,
+        message.state,
+        message.error,
+        message.model,
+        statistics,
+        message.created.isoformat(),
+    )
+
+
+def statistics_json(statistics: Statistics) -> dict[str, Any]:
+    """Statistics as a JSON object."""
+    found = {one.name: getattr(statistics, one.name) for one in dataclasses.fields(statistics)}
+    k_chunk = found["k_chunk"]
+    return {**found, "k_chunk": k_chunk if k_chunk is None or isinstance(k_chunk, int) else dict(k_chunk)}
+
+
+def statistics_of(found: object) -> Statistics | None:
+    """Undo `statistics_json`; None for what is not understood: the message counts, not what it cost."""
+    names = {one.name for one in dataclasses.fields(Statistics)}
+    if not isinstance(found, dict) or not isinstance(found.get("tokens"), int):
+        return None
+    return Statistics(**{name: value for name, value in found.items() if name in names})
+
+
+def _message(row: tuple[Any, ...]) -> Message:
+    number, parent, role, text, state, error, model, statistics, created = row
+    return Message(
+        id=number,
+        parent=parent,
+        role=role,
+        text=text,
+        state="stopped" if state == "streaming" else state,
+        error=error,
+        model=model,
+        statistics=None if statistics is None else statistics_of(json.loads(statistics)),
+        created=datetime.fromisoformat(created),
+    )
+
+
+def _chat(row: tuple[Any, ...]) -> Chat:
+    number, title, model, pinned, created, updated, head = row[:7]
+    return Chat(
+        id=number,
+        title=title,
+        model=model,
+        pinned=bool(pinned),
+        created=datetime.fromisoformat(created),
+        updated=datetime.fromisoformat(updated),
+        head=head,
+    )
+
+
+def _found(row: tuple[Any, ...]) -> Found:
+    return Found(chat=_chat(row), message=row[7], snippet=" ".join(str(row[8]).split()))

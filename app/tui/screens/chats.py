@@ -1,0 +1,254 @@
+"""The chats that are kept (^B): found as one types, opened, renamed, pinned, deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.events import Key
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Button, DataTable, Footer, Input, Static
+
+from app.errors import HistoryError
+from app.tui.messages import ChatAsked
+from app.tui.printable import printable
+from app.tui.session import Session
+from app.tui.widgets.header import HeaderBar
+
+if TYPE_CHECKING:
+    from app.history.store import Chat
+
+EMPTY = "No chat is kept yet."
+NOTHING = "No message has all of these words."
+OFF = "Chats are not kept at present; F3 says whether they are."
+
+
+class ChatTable(DataTable[str]):
+    """The list, whose keys say what they do."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "select_cursor", "open", tooltip="Go on with the chat", id="chats.open"),
+        Binding("slash", "screen.search", "search", tooltip="Search what was said", id="chats.search"),
+        Binding("r", "screen.rename", "rename", tooltip="Give the chat another title", id="chats.rename"),
+        Binding("p", "screen.pin", "pin", tooltip="Put the chat above the others, or back", id="chats.pin"),
+        Binding("d,delete", "screen.delete", "delete", tooltip="Delete the chat; U brings it back", id="chats.delete"),
+        Binding("u", "screen.undo", "undo", tooltip="Bring back what was deleted last", id="chats.undo"),
+    ]
+
+
+class ChatsScreen(Screen[None]):
+    """A search line, and the chats below it, newest first."""
+
+    AUTO_FOCUS = "Input"
+    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "back", "back", tooltip="Back to the chat", id="chats.back"),
+    ]
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+        self._chats: Sequence[Chat] = ()
+        self._snippets: dict[str, str] = {}
+        self._deleted: list[str] = []
+
+    def compose(self) -> ComposeResult:
+        """Header, search, table, what is said about the chosen one, keys."""
+        yield HeaderBar()
+        yield Input(placeholder="Search what was said …", compact=True, id="chats-search")
+        yield ChatTable(cursor_type="row", show_header=False)
+        yield Static("", markup=False, id="chats-note")
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Fill the list."""
+        self.show_session()
+        self.refill()
+
+    def show_session(self) -> None:
+        """Bring the header up to date."""
+        if self.query(HeaderBar):
+            self.query_one(HeaderBar).show(self._session)
+
+    @on(Input.Changed, "#chats-search")
+    def refill(self) -> None:
+        """List the chats, or those in which the words were found."""
+        self.run_worker(self._refill(), group="chats", exclusive=True, exit_on_error=False)
+
+    async def _refill(self) -> None:
+        kept, text = self._session.kept, self.query_one(Input).value.strip()
+        note = ""
+        try:
+            if kept is None:
+                self._chats, note = (), OFF
+            elif text:
+                found = await kept.search(text)
+                self._snippets = {one.chat.id: one.snippet for one in reversed(found)}
+                self._chats = list({one.chat.id: one.chat for one in found}.values())
+                note = "" if found else NOTHING
+            else:
+                self._snippets, self._chats = {}, await kept.chats()
+                note = "" if self._chats else EMPTY if self._session.keeps else OFF
+        except HistoryError as error:
+            self._chats, note = (), str(error)
+        table = self.query_one(ChatTable)
+        row = table.cursor_row
+        table.clear(columns=True)
+        table.add_columns("", "title", "when", *([] if self.has_class("-slim") else ["model"]))
+        for chat in self._chats:
+            table.add_row(*self._cells(chat), key=chat.id)
+        table.move_cursor(row=min(row, max(0, table.row_count - 1)))
+        self._note(note)
+        if not note:
+            self.tell_about()
+
+    def _cells(self, chat: Chat) -> list[str]:
+        mark = "●" if chat.id == self._session.conversation.id else "▴" if chat.pinned else " "
+        room = max(12, self.size.width - (18 if self.has_class("-slim") else 44))
+        title = printable(chat.title)
+        cells = [mark, title if len(title) <= room else f"{title[: room - 1]}…", when(chat.updated)]
+        return cells if self.has_class("-slim") else [*cells, printable(chat.model or "")]
+
+    def _chosen(self) -> Chat | None:
+        row = self.query_one(ChatTable).cursor_row
+        return self._chats[row] if 0 <= row < len(self._chats) else None
+
+    def _note(self, text: str) -> None:
+        note = self.query_one("#chats-note", Static)
+        note.update(printable(text))
+        note.display = bool(text)
+
+    def on_resize(self) -> None:
+        """Show the columns that fit."""
+        self.call_after_refresh(self.refill)
+
+    @on(DataTable.RowHighlighted)
+    def tell_about(self) -> None:
+        """Show where the words were found in the chat under the cursor."""
+        chat = self._chosen()
+        self._note("" if chat is None else self._snippets.get(chat.id, ""))
+
+    @on(Input.Submitted, "#chats-search")
+    @on(DataTable.RowSelected)
+    def open(self) -> None:
+        """Go on with the chat under the cursor."""
+        if (chat := self._chosen()) is not None:
+            self.app.post_message(ChatAsked(chat))
+            self.dismiss()
+
+    def on_key(self, event: Key) -> None:
+        """From the search line, down leads into the list; from its top, up leads back."""
+        table = self.query_one(ChatTable)
+        if event.key == "down" and isinstance(self.focused, Input):
+            event.prevent_default().stop()
+            table.focus()
+        elif event.key == "up" and self.focused is table and table.cursor_row == 0:
+            event.prevent_default().stop()
+            self.action_search()
+
+    def action_search(self) -> None:
+        """Go to the search line."""
+        self.query_one(Input).focus()
+
+    def action_back(self) -> None:
+        """Empty the search; where it is empty, back to the chat."""
+        search = self.query_one(Input)
+        if search.value:
+            search.value = ""
+        else:
+            self.dismiss()
+
+    def action_rename(self) -> None:
+        """Ask for another title."""
+        chat, kept = self._chosen(), self._session.kept
+        if chat is None or kept is None:
+            return
+
+        def rename(title: str | None) -> None:
+            if title is not None:
+                self._change(kept.rename(chat.id, title))
+
+        self.app.push_screen(TitleDialog(chat.title), rename)
+
+    def action_pin(self) -> None:
+        """Put the chat above the others, or back among them."""
+        if (chat := self._chosen()) is not None and self._session.kept is not None:
+            self._change(self._session.kept.pin(chat.id, pinned=not chat.pinned))
+
+    def action_delete(self) -> None:
+        """Delete the chat; it can be brought back."""
+        if (chat := self._chosen()) is not None:
+            self._deleted.append(chat.id)
+            self._change(self._session.delete_chat(chat.id), f"{chat.title} is deleted; U brings it back.")
+
+    def action_undo(self) -> None:
+        """Bring back the chat that was deleted last."""
+        if self._deleted and self._session.kept is not None:
+            self._change(self._session.kept.restore(self._deleted.pop()))
+
+    def _change(self, change: Awaitable[None], told: str = "") -> None:
+        self.run_worker(self._changed(change, told), group="change", exit_on_error=False)
+
+    async def _changed(self, change: Awaitable[None], told: str) -> None:
+        try:
+            await change
+        except HistoryError as error:
+            self.notify(str(error), severity="error", markup=False)
+        else:
+            if told:
+                self.notify(told, markup=False)
+        self.refill()
+
+
+class TitleDialog(ModalScreen[str | None]):
+    """Asks for a chat's title."""
+
+    AUTO_FOCUS = "Input"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "cancel", id="dialog.cancel")]
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self._before = title
+
+    def compose(self) -> ComposeResult:
+        """A line to write in, and buttons."""
+        with Vertical(classes="dialog"):
+            yield Static("Title of the chat")
+            yield Input(self._before, compact=True)
+            with Horizontal(classes="dialog-buttons"):
+                yield Button("Rename", id="yes", variant="primary", compact=True)
+                yield Button("Cancel", id="no", compact=True)
+
+    @on(Input.Submitted)
+    def submit(self) -> None:
+        """Take the title, if there is one."""
+        title = self.query_one(Input).value
+        self.dismiss(title if title.strip() else None)
+
+    @on(Button.Pressed)
+    def decide(self, event: Button.Pressed) -> None:
+        """Rename or give up, by the button."""
+        if event.button.id == "yes":
+            self.submit()
+        else:
+            self.dismiss(None)
+
+    def action_cancel(self) -> None:
+        """Give up."""
+        self.dismiss(None)
+
+
+def when(moment: datetime, now: datetime | None = None) -> str:
+    """A time as people say it: `10:42`, `Mon 10:42`, `3 Nov`, `3 Nov 2025`."""
+    own, today = moment.astimezone(), (now or datetime.now(UTC)).astimezone()
+    days = (today.date() - own.date()).days
+    if days == 0:
+        return f"{own:%H:%M}"
+    if 0 < days < 7:
+        return f"{own:%a %H:%M}"
+    return f"{own.day} {own:%b}" if own.year == today.year else f"{own.day} {own:%b %Y}"

@@ -1,0 +1,292 @@
+"""Chats on disk: kept, found, deleted, and whole whatever happens to the program."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from app.conversation import Conversation, Message, Statistics
+from app.errors import HistoryError
+from app.history import schema
+from app.history.recorder import Recorder
+from app.history.schema import open_database, version_of
+from app.history.store import History, title_of
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    """An empty one."""
+    return History(tmp_path / "home" / "history.db")
+
+
+def said(history: History, *texts: str, model: str | None = None) -> Conversation:
+    """A chat of turns, kept."""
+    conversation = Conversation()
+    for turn, text in enumerate(texts):
+        role, by = ("assistant", model) if turn % 2 else ("user", None)
+        conversation.add(role, text, parent=conversation.head, model=by)  # type: ignore[arg-type]
+    history.record(conversation.id, conversation.head, conversation.path())
+    return conversation
+
+
+def test_a_chat_comes_back_as_it_was(history: History) -> None:
+    conversation = said(history, "Why is the sky blue?\nIn one line.", "Rayleigh.")
+    last = conversation.path()[-1]
+    numbers = Statistics(tokens=7, tokens_per_s=12.5, k_chunk={"qkv": 3}, estimated=True)
+    answered = conversation.revise(last.id, text="Rayleigh scattering. 🌈", model="demo", statistics=numbers)
+    history.record(conversation.id, conversation.head, [answered])
+    (chat,) = history.chats()
+    assert (chat.id, chat.title, chat.model, chat.head) == (conversation.id, "Why is the sky blue?", "demo", last.id)
+    assert history.messages(chat.id) == conversation.path()
+
+
+def test_every_branch_is_kept(history: History) -> None:
+    conversation = said(history, "Hi", "Hello")
+    first = conversation.path()[0]
+    other = conversation.add("assistant", "Good day", parent=first.id)
+    history.record(conversation.id, other.id, [other])
+    assert [message.text for message in history.messages(conversation.id)] == ["Hi", "Hello", "Good day"]
+    assert history.chats()[0].head == other.id
+
+
+def test_an_answer_that_was_being_written_counts_as_stopped(history: History) -> None:
+    conversation = said(history, "Hi")
+    answer = conversation.add("assistant", "Hel", parent=conversation.head, state="streaming")
+    history.record(conversation.id, answer.id, [answer])
+    assert history.messages(conversation.id)[-1].state == "stopped"
+
+
+def test_only_the_owner_can_read_it(history: History) -> None:
+    if sys.platform != "win32":
+        assert stat.S_IMODE(history.path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(history.path.parent.stat().st_mode) == 0o700
+
+
+def test_chats_are_listed_newest_first_and_pinned_ones_above(history: History) -> None:
+    ids = [said(history, text).id for text in ("one", "two", "three")]
+    assert [chat.title for chat in history.chats()] == ["three", "two", "one"]
+    history.pin(ids[0], pinned=True)
+    history.rename(ids[1], "  The  second\none ")
+    assert [chat.title for chat in history.chats()] == ["one", "three", "The second"]
+    assert [chat.title for chat in history.chats(limit=1)] == ["one"]
+    history.pin(ids[0], pinned=False)
+    assert history.chats()[-1].title == "one"
+    with pytest.raises(HistoryError, match="needs a word"):
+        history.rename(ids[0], " \n ")
+
+
+def test_a_title_given_by_a_person_stays(history: History) -> None:
+    conversation = said(history, "Hi")
+    history.rename(conversation.id, "Greetings")
+    more = conversation.add("user", "Something else", parent=conversation.head)
+    history.record(conversation.id, more.id, [more])
+    assert history.chats()[0].title == "Greetings"
+
+
+@pytest.mark.parametrize(
+    ("asked", "count"),
+    [
+        ("outlier", 2),
+        ("OUTLIERS matter", 1),
+        ("matter outl", 1),
+        ("creme", 1),
+        ("量子", 1),
+        ("nothing like it", 0),
+        ('" OR text:*', 0),
+        ("NEAR(", 0),
+        ("   ", 0),
+    ],
+)
+def test_search_finds_words_as_they_are_typed(history: History, asked: str, count: int) -> None:
+    said(history, "Why do activation outliers matter?", "An outlier multiplies the error.")
+    said(history, "A recipe for crème brûlée", "这是关于量子化的回答")
+    assert len(history.search(asked)) == count
+
+
+def test_search_says_where(history: History) -> None:
+    said(history, "first " * 50 + "needle\n" + "last " * 50)
+    (found,) = history.search("needl")
+    assert "needle" in found.snippet
+    assert "\n" not in found.snippet
+    assert len(found.snippet) < 200
+
+
+def test_a_changed_answer_is_found_by_its_new_words_alone(history: History) -> None:
+    conversation = said(history, "Hi", "alpha")
+    changed = conversation.revise(conversation.path()[-1].id, text="beta")
+    history.record(conversation.id, conversation.head, [changed])
+    assert (len(history.search("alpha")), len(history.search("beta"))) == (0, 1)
+
+
+def test_a_deleted_chat_comes_back_or_is_overwritten(history: History) -> None:
+    conversation = said(history, "my secret word: xyzzy")
+    history.delete(conversation.id)
+    assert (history.chats(), history.search("xyzzy"), history.purge()) == ([], [], [])
+    history.restore(conversation.id)
+    assert len(history.search("xyzzy")) == 1
+    history.delete(conversation.id)
+    later = datetime.now().astimezone() + timedelta(seconds=1)
+    assert history.purge(before=later) == [conversation.id]
+    with pytest.raises(HistoryError, match="no chat"):
+        history.restore(conversation.id)
+    history.close()
+    with sqlite3.connect(history.path) as database:  # checkpoints the log
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert b"xyzzy" not in history.path.read_bytes()
+
+
+def test_a_chat_is_found_by_the_beginning_of_its_id(history: History) -> None:
+    one, two = said(history, "one"), said(history, "two")
+    assert history.find(one.id[:12]).id == one.id
+    assert history.find(two.id).id == two.id
+    for wrong in ("", "%", "nothing", "_"):
+        with pytest.raises(HistoryError, match="no chat"):
+            history.find(wrong)
+
+
+def test_two_programs_write_at_once(history: History) -> None:
+    other = History(history.path)
+    for turn in range(20):
+        said(history if turn % 2 else other, f"turn {turn}")
+    assert len(history.chats()) == len(other.chats()) == 20
+
+
+def test_a_damaged_file_is_told_and_left(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    path.write_bytes(b"this is no database, whatever its name says" * 100)
+    with pytest.raises(HistoryError, match="damaged"):
+        History(path)
+    assert path.read_bytes().startswith(b"this is no database")
+
+
+def test_a_newer_file_is_left_alone(history: History) -> None:
+    said(history, "Hi")
+    history.close()
+    with sqlite3.connect(history.path) as database:
+        database.execute("PRAGMA user_version = 99")
+    with pytest.raises(HistoryError, match="newer version"):
+        History(history.path)
+
+
+def test_a_migration_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "history.db"
+    History(path).close()
+    monkeypatch.setattr(
+        schema, "MIGRATIONS", (*schema.MIGRATIONS, "CREATE TABLE more (a TEXT); CREATE TABLE chats (b);")
+    )
+    with pytest.raises(HistoryError, match="already exists"):
+        open_database(path)
+    with sqlite3.connect(path) as database:
+        assert version_of(database) == 1
+        assert not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'more'").fetchall()
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS[:1], "CREATE TABLE more (a TEXT);"))
+    assert version_of(open_database(path)) == 2
+
+
+def test_an_unwritable_place_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HistoryError, match="cannot be kept"):
+        History(tmp_path / "file" / "history.db")
+
+
+def test_a_recorder_writes_what_it_was_told_last(tmp_path: Path) -> None:
+    errors: list[str] = []
+    recorder = Recorder(tmp_path / "history.db", errors.append)
+    conversation = Conversation()
+    first = conversation.add("user", "Hi", parent=None)
+    recorder.record(conversation.id, first.id, first)
+    answer = conversation.add("assistant", "", parent=first.id, state="streaming")
+    for count in range(100):
+        answer = conversation.revise(answer.id, text="x" * count)
+        recorder.record(conversation.id, answer.id, answer)
+    recorder.close()
+    recorder.close()
+    assert errors == []
+    messages = History(tmp_path / "history.db").messages(conversation.id)
+    assert [message.text for message in messages] == ["Hi", "x" * 99]
+
+
+def test_a_recorder_tells_once_why_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    errors: list[str] = []
+    recorder = Recorder(tmp_path / "file" / "history.db", errors.append)
+    message = Message(id="a", parent=None, role="user", text="Hi")
+    for _ in range(3):
+        recorder.record("chat", "a", message)
+        time.sleep(0.01)
+    recorder.close()
+    assert len(errors) == 1
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from app.conversation import Conversation
+from app.history.recorder import Recorder
+recorder = Recorder(Path(sys.argv[1]), print)
+conversation = Conversation()
+print("ready", flush=True)
+turn = 0
+while True:
+    user = conversation.add("user", f"question {turn}", parent=conversation.head)
+    recorder.record(conversation.id, user.id, user)
+    answer = conversation.add("assistant", "", parent=user.id, state="streaming")
+    for part in range(50):
+        answer = conversation.revise(answer.id, text=answer.text + f"word{part} ")
+        recorder.record(conversation.id, answer.id, answer)
+    turn += 1
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kills by signal")
+def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
+    path, rng = tmp_path / "history.db", random.Random(0)
+    for _ in range(5):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, cwd=REPOSITORY, text=True
+        )
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0.0, 0.8))
+        finally:
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.wait()
+            if writer.stdout is not None:
+                writer.stdout.close()
+        history = History(path)
+        for chat in history.chats():
+            seen: set[str | None] = {None}
+            for message in history.messages(chat.id):
+                assert message.parent in seen
+                seen.add(message.id)
+            assert chat.head in seen
+        with sqlite3.connect(path) as database:
+            assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+            database.execute("INSERT INTO words (words) VALUES ('integrity-check')")
+        history.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("", "New chat"),
+        ("\n  \n What   is\tthis? \nMore", "What is this?"),
+        ("word " * 30, "word " * 11 + "word…"),
+        ("x" * 100, "x" * 59 + "…"),
+    ],
+)
+def test_titles(text: str, title: str) -> None:
+    assert title_of(text) == title

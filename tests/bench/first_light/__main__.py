@@ -1,0 +1,155 @@
+"""The first look at a card that this program has never run on: nine minutes, one page of words.
+
+    make first-light                             or: python -m tests.bench.first_light
+    make first-light-more SLOT=1                 or: python -m tests.bench.first_light --slot 1   (then 2)
+
+Needs the program's own dependencies and nothing else. Every part runs in a process of its own with a watchdog; results
+are written down as they come, and the page names the first broken thing. The slots continue with the tests that need a
+card and with the benchmark (`tests.bench.gpu`), nine minutes each. `--dry` runs everything tiny and without a card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.bench.first_light.runner import ROOT, Child, Entry, die_with, run_parts, stop_with_children
+from tests.bench.first_light.verdict import broken, verdict
+from tests.bench.gpu.machine import describe, device_name
+from tests.bench.gpu.report import Part, write
+
+MODULE = "tests.bench.first_light"
+RESULTS = ROOT / "tests" / "bench" / "results"
+SECONDS = {
+    "start": 50,
+    "graph": 75,
+    "tokens": 75,
+    "chat": 60,
+    "memory": 50,
+    "overlap": 45,
+    "link": 30,
+    "draw": 20,
+    "product": 45,
+    "tune": 60,
+}
+"""The parts in their order, what tells most first, and the time that each has before it is killed."""
+WHOLE_S = 520
+"""Nothing runs longer than that: a slot has nine minutes."""
+_LEAVE = 0.75
+"""Share of its time after which a part begins no further measurement."""
+SLOTS = {"1": (("tests", 330), ("bandwidth,knee", 170)), "2": (("gemv,prefill,attention,decode", 510),)}
+"""What continues in two more slots: the tests that need a card, and parts of the benchmark; seconds for each."""
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true", help="tiny, interpreted, without a card")
+    parser.add_argument("--slot", choices=SLOTS, help="continue with the tests and the benchmark")
+    parser.add_argument("--parts", default=",".join(SECONDS), help="some of %(default)s")
+    parser.add_argument("--out", type=Path, help="the result file, .json; the page of words lies beside it")
+    for hidden in ("--part", "--parent", "--seconds"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        die_with(int(arguments.parent))
+        _measure(arguments.part.split(","), arguments.out, float(arguments.seconds), dry=arguments.dry)
+        return
+    parts = arguments.parts.split(",")
+    if unknown := sorted(set(parts) - set(SECONDS)):
+        parser.error(f"there is no part {unknown[0]!r}; the parts are {', '.join(SECONDS)}")
+    if not arguments.dry and device_name() is None:
+        parser.error("needs a CUDA device; `--dry` shows without one that the command works")
+    stop_with_children()
+    slot = f"-slot-{arguments.slot}" if arguments.slot else ""
+    name = re.sub(r"[^a-z0-9]+", "-", (device_name() or "dry").lower()).strip("-")
+    out = arguments.out or RESULTS / f"first-light-{name}{slot}.json"
+    report: dict[str, Any] = {"command": " ".join(["python -m", MODULE, *sys.argv[1:]]), **describe(), "parts": {}}
+    if arguments.slot:
+        _continue(arguments.slot, report, out, dry=arguments.dry)
+    elif arguments.dry:
+        run_parts(MODULE, parts, WHOLE_S, dry=True, each=lambda found: _keep(found, report, out))
+    else:
+        _look(parts, report, out)
+    _keep({}, report, out)
+    print(verdict(report))
+    sys.exit(1 if broken(report["parts"]) else 0)
+
+
+def _keep(found: dict[str, Entry], report: dict[str, Any], out: Path) -> None:
+    """Take over what is known of some parts; report and page are on disk at any time."""
+    report["parts"] |= found
+    write(out, report)
+    out.with_suffix(".txt").write_text(verdict(report), encoding="utf-8")
+
+
+def _look(parts: list[str], report: dict[str, Any], out: Path) -> None:
+    """Each part in a process of its own; what follows a card that runs no kernel is left out."""
+    began = time.monotonic()
+    for part in parts:
+        left = WHOLE_S - (time.monotonic() - began)
+        print(f"{part} ...", flush=True)
+        seconds = max(1.0, min(SECONDS[part], left))
+        run_parts(MODULE, [part], seconds, dry=False, each=lambda found: _keep(found, report, out))
+        if part == "start" and broken(report["parts"]):
+            return
+
+
+def _continue(slot: str, report: dict[str, Any], out: Path, *, dry: bool) -> None:
+    """Tests and benchmark; the benchmark's own result file lies beside this one."""
+    for what, seconds in SLOTS[slot]:
+        print(f"{what} ...", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            run = _tests if what == "tests" else _benchmark
+            name = "tests" if what == "tests" else "bench"
+            _keep({name: run(what, seconds, Path(folder), out, dry=dry)}, report, out)
+
+
+def _tests(_what: str, seconds: float, folder: Path, _out: Path, *, dry: bool) -> Entry:
+    """The tests that need a card, with no plugin of pytest and none of this project's settings of plugins."""
+    settings, kernels = folder / "pytest.ini", "tests/runtime/backends/triton"
+    settings.write_text("[pytest]\nmarkers =\n    gpu\n    slow\n    data\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-c", str(settings), "--rootdir", str(ROOT)]
+    command += ["--import-mode=importlib", "-p", "no:cacheprovider"]
+    command += [f"{kernels}/test_far_pages.py"] if dry else ["-m", "gpu", kernels]
+    child = Child(command, seconds, dict(os.environ) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, folder)
+    error, said = child.wait(), child.output
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", said)}
+    failed = re.findall(r"^(?:FAILED|ERROR) .*$", said, re.MULTILINE)
+    row = {"what": "tests", **counts, "failures": failed or None, "correct": not failed and counts.get("passed", 0) > 0}
+    return {"seconds": child.took, "rows": [row], "error": error}
+
+
+def _benchmark(what: str, seconds: float, folder: Path, out: Path, *, dry: bool) -> Entry:
+    file = out.with_name(f"{out.stem}-bench.json")
+    command = [sys.executable, "-m", "tests.bench.gpu", "--parts", "bandwidth" if dry else what, "--out", str(file)]
+    child = Child([*command, *(["--smoke"] * dry)], seconds, dict(os.environ), folder)
+    error = child.wait()
+    return {"seconds": child.took, "rows": [{"what": "benchmark", "parts": what, "file": file.name}], "error": error}
+
+
+def _measure(parts: list[str], folder: Path, seconds: float, *, dry: bool) -> None:
+    """Some parts, in this process."""
+    import torch
+
+    from tests.bench.first_light.sizes import DRY, FULL
+
+    torch.manual_seed(0)
+    if dry:
+        torch.set_num_threads(1)
+    device = torch.device("cpu" if dry else "cuda")
+    for part in parts:
+        module = importlib.import_module(f"{MODULE}.{part}")
+        module.measure(Part(folder / f"{part}.json", _LEAVE * seconds), DRY if dry else FULL, device)
+        (folder / f"{part}.ended").touch()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Parts in processes of their own, each with a watchdog: what hangs is killed with all it started, and recorded.
+
+A part writes its rows to a file as it goes; whoever runs it takes them over into the report. A part's process ends when
+the one that started it does, however that goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.1
+_ERROR_LINES = 3
+
+Entry = dict[str, Any]
+"""What is known of a part: seconds, rows, error (None = it ended well)."""
+
+
+class Child:
+    """A command in a session of its own.
+
+    Args:
+        command: Program and arguments.
+        seconds: When it is killed.
+        environment: Its variables.
+        folder: Where what it says is kept.
+    """
+
+    running: Child | None = None
+    """The one that runs now, for whoever is told to stop."""
+
+    def __init__(self, command: Sequence[str], seconds: float, environment: dict[str, str], folder: Path) -> None:
+        self._seconds, self._began = seconds, time.monotonic()
+        self._said, self._errors = folder / "said.txt", folder / "errors.txt"
+        with self._said.open("w") as said, self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=errors,
+                start_new_session=True,
+            )
+        Child.running = self
+
+    def wait(self, each: Callable[[], object] = lambda: None) -> str | None:
+        """Wait for its end, calling `each` now and then. Returns what went wrong, or None."""
+        try:
+            while self._process.poll() is None:
+                each()
+                if self.seconds > self._seconds:
+                    self.kill()
+                    return f"still busy after {self.seconds:.0f} seconds, and stopped"
+                time.sleep(_POLL_S)
+        finally:
+            self.kill()
+            Child.running = None
+            self.took = round(self.seconds, 1)
+        if not self._process.returncode:
+            return None
+        lines = [line.strip() for line in self._errors.read_text(errors="replace").splitlines() if line.strip()]
+        return f"exit status {self._process.returncode}: {' | '.join(lines[-_ERROR_LINES:])}"
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run."""
+        return time.monotonic() - self._began
+
+    @property
+    def output(self) -> str:
+        """What it has said."""
+        return self._said.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """End it and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def run_parts(
+    module: str, parts: Sequence[str], seconds: float, *, dry: bool, each: Callable[[dict[str, Entry]], object]
+) -> None:
+    """Run some parts in one process, one after another.
+
+    Args:
+        module: `tests.bench.first_light`, whose command line takes `--part`.
+        parts: Their names.
+        seconds: When the process is killed.
+        dry: Whether to run them on the CPU.
+        each: Is given what is known of these parts, now and then and in the end.
+    """
+    environment = dict(os.environ) | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if dry else {})
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", module, "--part", ",".join(parts), "--out", name, *(["--dry"] * dry)]
+        command += ["--parent", str(os.getpid()), "--seconds", str(seconds)]
+        child = Child(command, seconds, environment, folder)
+
+        def known(error: str | None) -> dict[str, Entry]:
+            found = {}
+            for part in parts:
+                file, ended = folder / f"{part}.json", (folder / f"{part}.ended").is_file()
+                rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+                found[part] = {"seconds": round(child.seconds, 1), "rows": rows, "error": None if ended else error}
+            return found
+
+        error = child.wait(lambda: each(known("not ended yet")))
+        each(known(error))
+
+
+def die_with(parent: int) -> None:
+    """Let the system kill this process when its parent ends (Linux).
+
+    Raises:
+        SystemExit: it has ended already.
+    """
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        raise SystemExit("the process that started this part has ended")
+
+
+def stop_with_children() -> None:
+    """Take the running part along when this process is asked to end."""
+
+    def stop(number: int, _frame: object) -> None:
+        if Child.running is not None:
+            Child.running.kill()
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)

@@ -1,0 +1,70 @@
+"""How much a first look does: on a card, and in the dry mode that shows on any machine that the command works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from models.spec import ModelSpec
+from runtime.kv.kinds import KVKind
+from tests.bench.gpu.sizes import FULL as GPU
+from tests.bench.gpu.sizes import SMOKE, Sizes, llama
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """How much each part does."""
+
+    bench: Sizes
+    """What the benchmark's own functions take: shapes, bytes, rounds."""
+    beside: tuple[str, ...]
+    """Layer types whose product and compensation run beside each other: one leaves a card room, one fills it."""
+    n_tbs: tuple[int, ...]
+    """Thread blocks of the compensation beside a product."""
+    k_chunk: int
+    """Channels of it per 1024."""
+    replays: int
+    """Of each captured graph."""
+    spec: ModelSpec
+    """A model of random weights whose tokens are compared with the reference's."""
+    prompt: int
+    """Tokens of its prompt."""
+    decoded: int
+    """Tokens decoded after it, over the border of a page."""
+    kinds: tuple[KVKind, ...]
+    """Caches that it is decoded with."""
+    tuned: ModelSpec
+    """A model of random weights that is tuned, loaded and unloaded."""
+    context: int
+    """Of that model, when it is loaded and unloaded."""
+    chat_tokens: int
+    """Tokens of the bundled model's answer."""
+
+
+FULL = Amount(
+    bench=replace(GPU, rounds=30, tokens=48, turns=3, readings=3, kinds=("qkv", "o", "gate_up", "down")),
+    beside=("o", "gate_up"),
+    n_tbs=(1, 2, 4, 6, 8, 12, 24),
+    k_chunk=16,
+    replays=5000,
+    spec=llama(hidden=256, intermediate=512, layers=2, heads=4, kv_heads=2, vocab=512),
+    prompt=310,
+    decoded=90,
+    kinds=("fp16", "int8", "int4", "hierarchical"),
+    tuned=llama(hidden=4096, intermediate=14336, layers=6, heads=32, kv_heads=8, vocab=4096),
+    context=8192,
+    chat_tokens=60,
+)
+DRY = Amount(
+    bench=SMOKE,
+    beside=("o",),
+    n_tbs=(1,),
+    k_chunk=16,
+    replays=1,
+    spec=llama(hidden=32, intermediate=32, layers=1, heads=1, kv_heads=1, vocab=64),
+    prompt=2,
+    decoded=2,
+    kinds=("fp16", "int8"),
+    tuned=llama(hidden=32, intermediate=32, layers=1, heads=1, kv_heads=1, vocab=64),
+    context=32,
+    chat_tokens=3,
+)

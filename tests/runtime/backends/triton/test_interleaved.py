@@ -1,0 +1,178 @@
+"""Kernels whose programs wait for one another, under many schedules; and seeded defects, each of which is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from runtime.backends.triton.kernels import compensate as kernels
+from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
+from runtime.backends.triton.kernels.gemv import LaunchConfig as GemvConfig
+from runtime.backends.triton.kernels.gemv import gemv
+from runtime.backends.triton.kernels.select import make_selection
+from runtime.backends.triton.layout import repack
+from runtime.backends.triton.residual import residual_to_device
+from runtime.backends.triton.workspace import Workspace
+
+if torch.cuda.is_available():
+    pytest.skip("the interpreter is for machines without a GPU", allow_module_level=True)
+
+from tests.runtime.backends.triton.interleaving import interleaved
+
+N_TB, LAUNCHES, SCHEDULES = 3, 3, 12
+"""Programs; launches one after another, over the same counters and buffers; seeds."""
+
+
+@pytest.fixture(scope="module")
+def compensated(packed_linear: Any) -> Callable[..., bool]:
+    """Runs launches of fused compensation under one schedule and says whether each was right to the bit."""
+    N, K = 520, 1100  # three lines of 256 outputs, two chunks of channels
+    weight = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
+    packed = packed_linear(weight, bits=3, residual_bits=4)
+    residual = residual_to_device(packed.residual, packed.shape, "cpu")
+    selection = make_selection(packed, k_chunk=10, device="cpu")
+    rows = [torch.randn(1, K, generator=torch.Generator().manual_seed(i)).half() for i in range(LAUNCHES)]
+    plain = LaunchConfig(n_tb=1, fused=False)
+
+    def launch(x: torch.Tensor, out: torch.Tensor, config: LaunchConfig, workspace: Workspace) -> None:
+        compensate(x, selection, residual, Output(out), config, workspace)
+
+    expected = []
+    for x in rows:
+        expected.append(torch.empty(1, N))
+        launch(x, expected[-1], plain, Workspace("cpu"))
+
+    def run(seed: int, *, fences: bool = True) -> bool:
+        workspace, right = Workspace("cpu"), True
+        with pytest.MonkeyPatch.context() as patch, interleaved(seed, fences=fences, patience=5000) as machine:
+            patch.setattr(kernels, "_check", lambda *_: None)  # which refuses programs that wait under the interpreter
+            for x, wanted in zip(rows, expected, strict=True):
+                out = torch.full((1, N), torch.nan)
+                try:
+                    launch(x, out, LaunchConfig(n_tb=N_TB, fused=True), workspace)
+                except triton.runtime.errors.InterpreterError as error:
+                    if "Stuck" not in str(error):
+                        raise
+                    return False
+                right = right and torch.equal(out, wanted) and workspace.counters(2).tolist() == [0, 0]
+            assert machine.launches == LAUNCHES
+        return right
+
+    return run
+
+
+def test_compensation_is_right_under_every_schedule(compensated: Callable[..., bool]) -> None:
+    """Chosen channels are read after the barrier alone, and each launch finds its counters at zero."""
+    assert [compensated(seed) for seed in range(SCHEDULES)] == [True] * SCHEDULES
+
+
+def test_a_schedule_can_be_repeated(compensated: Callable[..., bool]) -> None:
+    first = [compensated(seed, fences=False) for seed in range(4)]
+    assert [compensated(seed, fences=False) for seed in range(4)] == first
+
+
+@triton.jit
+def _never_wait(counters_ptr):
+    tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def _wait_without_release(counters_ptr):
+    """Arrival does not send off what was chosen."""
+    programs = tl.num_programs(0)
+    arrived = tl.atomic_add(counters_ptr, 1, sem="acquire", scope="gpu") + 1
+    while arrived < programs:
+        arrived = tl.atomic_add(counters_ptr, 0, sem="acquire", scope="gpu")
+
+
+@triton.jit
+def _wait_for_all_but_one(counters_ptr):
+    programs = tl.num_programs(0) - 1
+    arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu") + 1
+    while arrived < programs:
+        arrived = tl.atomic_add(counters_ptr, 0, sem="acquire", scope="gpu")
+
+
+@triton.jit
+def _reset_by_the_first(counters_ptr):
+    """The first to leave resets, while others may still wait to see that all are here."""
+    if tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu") == 0:
+        tl.store(counters_ptr, 0)
+        tl.store(counters_ptr + 1, 0)
+
+
+@triton.jit
+def _never_reset(counters_ptr):
+    tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
+
+
+DEFECTS: dict[str, tuple[str, Any]] = {
+    "no barrier": ("_wait_for_all", _never_wait),
+    "a release is missing": ("_wait_for_all", _wait_without_release),
+    "one is not waited for": ("_wait_for_all", _wait_for_all_but_one),
+    "a reset too early": ("_leave", _reset_by_the_first),
+    "no reset": ("_leave", _never_reset),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_seeded_defect_is_caught(
+    compensated: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, defect: str
+) -> None:
+    monkeypatch.setattr(kernels, *DEFECTS[defect])
+    assert not all(compensated(seed) for seed in range(SCHEDULES))
+
+
+def test_without_fences_compensation_breaks(compensated: Callable[..., bool]) -> None:
+    assert not all(compensated(seed, fences=False) for seed in range(SCHEDULES))
+
+
+@triton.jit
+def _exchange_kernel(data_ptr, counters_ptr, out_ptr, SEM: tl.constexpr):
+    """Each program writes a number and reads all the others' after a barrier, and one of them before it."""
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    tl.store(out_ptr + 32 * pid, tl.load(data_ptr))
+    tl.store(data_ptr + pid, pid + 1)
+    arrived = tl.atomic_add(counters_ptr, 1, sem="release") + 1
+    while arrived < programs:
+        arrived = tl.atomic_add(counters_ptr, 0, sem="relaxed")
+    tl.atomic_add(counters_ptr + 1, 1, sem=SEM)
+    total = tl.full([], 0, tl.int32)
+    for other in range(programs):
+        total += tl.load(data_ptr + other)
+    tl.store(out_ptr + 32 * pid, total)
+
+
+@pytest.mark.parametrize(("sem", "holds"), [("acquire", True), ("relaxed", False)])
+def test_a_line_that_was_read_before_the_barrier_is_stale_until_an_acquire(sem: str, holds: bool) -> None:
+    found = []
+    for seed in range(SCHEDULES):
+        data, counters, out = (torch.zeros(128, dtype=torch.int32) for _ in range(3))
+        with interleaved(seed):
+            _exchange_kernel[(N_TB,)](data, counters, out, SEM=sem)
+        found.append(out[: 32 * N_TB : 32].tolist() == [6] * N_TB)
+    assert all(found) == holds
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_a_split_product_is_merged_once_all_its_parts_are_there(packed_linear: Any, fences: bool) -> None:
+    weight = np.random.default_rng(1).standard_normal((20, 1030)).astype(np.float32)
+    matrix = repack(packed_linear(weight, bits=4), "cpu")
+    x = torch.randn(1030, generator=torch.Generator().manual_seed(2)).half()
+    expected = torch.empty(20)
+    config = GemvConfig(split=3)
+    gemv(x, matrix, expected, Workspace("cpu"), config)
+    right, workspace = [], Workspace("cpu")
+    for seed in range(4):
+        out = torch.full((20,), torch.nan)
+        with interleaved(seed, fences=fences):
+            gemv(x, matrix, out, workspace, config)
+        right.append(torch.equal(out, expected) and not workspace.counters(1).any())
+        workspace.scratch(60).fill_(torch.nan)
+    assert all(right) == fences

@@ -1,0 +1,228 @@
+"""What the GPU backend takes and gives back: the plan against a counting allocator, and a load after an unload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from assets import demo_path
+from models.architecture import forward
+from models.packed import PackedLinear, PackedResidual
+from models.recipe import Recipe
+from models.spec import ModelSpec, RopeSpec
+from models.store import StoredModel
+from runtime.backend import ModelSizes
+from runtime.backends import backend
+from runtime.backends.triton import model as placing
+from runtime.backends.triton import reclaim
+from runtime.backends.triton.decoder import TritonDecoder
+from runtime.backends.triton.forward import Pass
+from runtime.backends.triton.layout import GpuLinear, repack
+from runtime.backends.triton.residual import GpuResidual, LoadedResiduals, row_lines
+from runtime.backends.triton.sizes import linear_bytes
+from runtime.backends.triton.words import code_words
+from runtime.decoder import DecoderOptions
+from runtime.errors import OutOfMemoryError
+from runtime.memory import MemoryPlan, plan
+from runtime.operations.channels import layer_kind
+from tests.runtime.backends.triton.counting import META, Card, counted
+from tuner.detect import MemoryInfo
+
+GROWTH = 1 << 20
+"""Bytes that first steps may add to what was allocated: counters, and channels that were chosen."""
+
+SEGMENTS = 22 << 20
+"""Bytes of the allocator's last segments, of 20 and of 2 MiB, that may be empty but for a little."""
+
+
+def spec_of(**sizes: Any) -> ModelSpec:
+    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+    fixed = {"family": "llama", "max_context": 8192, "norm_eps": 1e-5}
+    rope = RopeSpec(rotary_dim=sizes["head_dim"])
+    return ModelSpec(**fixed, **{name: sizes[name] for name in names}, rope=rope, windows=(None,) * sizes["num_layers"])
+
+
+LLAMA = spec_of(
+    hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+    vocab_size=128256,
+)  # fmt: skip
+PHI = spec_of(
+    hidden_size=3072, intermediate_size=8192, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=96,
+    vocab_size=32064,
+)  # fmt: skip
+DEMO = StoredModel.open_folder(demo_path(), "demo")
+CASES: dict[str, tuple[ModelSpec, Recipe]] = {
+    "demo": (DEMO.spec, DEMO.recipe),
+    "llama-3-8b-3bit": (LLAMA, Recipe(bits=3)),
+    "phi-3-4bit": (PHI, Recipe(bits=4)),
+}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """`Weights` without numbers."""
+
+    spec: ModelSpec
+    recipe: Recipe
+
+    def linear(self, name: str) -> PackedLinear:
+        N, K = self.spec.linear_shape(layer_kind(name))
+        nothing = np.zeros(0, np.int32)
+        residual = PackedResidual(bits=self.recipe.residual_bits, codes=nothing, scales=None)
+        return PackedLinear(
+            name=name, shape=(N, K), bits=self.recipe.layer_bits(name), group_size=self.recipe.group_size,
+            codes=nothing, scales=nothing, zeros=nothing, bias=None, residual=residual,
+            rank_maximum=np.ones(K, np.float32), mean_square=np.ones(K, np.float32),
+        )  # fmt: skip
+
+    def vector(self, name: str) -> Any:
+        return np.ones(self.spec.hidden_size, np.float32)
+
+    def key_statistics(self, _layer: int) -> None:
+        return None
+
+
+def without_numbers(packed: PackedLinear, device: torch.device) -> GpuLinear:
+    """As `repack`, of the bytes that `linear_bytes` counts; that those are the layout's own is tested below."""
+    N, K = packed.shape
+    codes = torch.empty(code_words(packed.shape, packed.bits), dtype=torch.int32, device=device)
+    groups = torch.empty(-(-K // packed.group_size), N, dtype=torch.int32, device=device)
+    return GpuLinear(
+        name=packed.name, shape=packed.shape, bits=packed.bits, group_size=packed.group_size, codes=codes,
+        groups=groups, codebook=None, bias=None,
+    )  # fmt: skip
+
+
+def residuals(linears: Any, device: Any) -> LoadedResiduals:
+    """As `load_residuals`; the codes are in main memory, so only scales count."""
+    layers = {}
+    for packed in linears:
+        N, K = packed.shape
+        codes = SimpleNamespace(shape=(K, row_lines(N, 4) * 32), nbytes=0)
+        scales = torch.empty(N, dtype=torch.float16, device=device)
+        layers[packed.name] = GpuResidual(bits=4, shape=packed.shape, codes=codes, scales=scales)
+    return LoadedResiduals(layers=layers, warning=None)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A card of which every allocation is counted, on which models without numbers are placed."""
+    monkeypatch.setattr(placing, "repack", without_numbers)
+    monkeypatch.setattr(placing, "load_residuals", residuals)
+    monkeypatch.setattr(placing.GpuModel, "_table", lambda self, _: torch.empty(0))
+    with counted() as found:
+        yield found
+
+
+def run(decoder: TritonDecoder, M: int, R: int, way: Any, *, draft: bool = False) -> None:
+    """One step's launches."""
+    made = Pass(decoder.model, decoder.buffers, M=M, R=R, way=way, draft=draft, side=None)
+    made.finish(forward(made, decoder.spec))
+
+
+def steps(decoder: TritonDecoder) -> None:
+    """What a chat runs: prompts of every length, decoded tokens, checks of drafts."""
+    rows = decoder.options.max_rows
+    for M in range(1, rows + 1, 1 if rows < 64 else 5):
+        run(decoder, M, 1, "rows" if M == 1 else "none")
+    run(decoder, rows, 1, "none")
+    for M in range(1, 9):
+        run(decoder, M, M, "rows")
+    run(decoder, 1, 1, "rows", draft=True)
+
+
+def within(planned: int, taken: int, percent: float = 5.0) -> None:
+    assert abs(planned - taken) <= percent / 100 * taken, (planned, taken)
+
+
+def planned_for(case: str, options: DecoderOptions, free: int) -> MemoryPlan:
+    """What a load of these options is planned to take, where so much is free."""
+    spec, recipe = CASES[case]
+    footprint = backend("triton").footprint(spec, ModelSizes(weight_bytes=0, recipe=recipe), compensated=True)
+    memory = MemoryInfo(total_bytes=free, available_bytes=free, limit_bytes=None)
+    return plan(spec, footprint, kv=options.kv, context=options.context, memory=memory)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_is_what_is_allocated(card: Card, case: str) -> None:
+    """Weights, cache and buffers each within 5 % of what was asked for, and all of it with the peak."""
+    spec, recipe = CASES[case]
+    options = DecoderOptions(context=min(8192, spec.max_context), k_chunk=16, kv="int8")
+    planned = planned_for(case, options, 64 << 30)
+    decoder = TritonDecoder(Shapes(spec, recipe), options, META)
+    held = card.requested
+    steps(decoder)
+    scales = [linear.residual.scales for linear in decoder.model.linears.values() if linear.residual is not None]
+    weights = decoder.weight_bytes + sum(scale.nbytes for scale in scales if scale is not None)
+    within(planned.weight_bytes, weights)
+    within(planned.kv_bytes, decoder.kv_bytes)
+    within(planned.buffer_bytes, card.requested - weights - decoder.kv_bytes)
+    assert card.requested <= held + GROWTH, "steps hold more than what was allocated when the model was loaded"
+    total = planned.needed_bytes - planned.margin_bytes
+    within(total, card.peak)
+    assert card.reserved <= 1.05 * total + SEGMENTS
+
+
+def test_unloading_returns_everything_and_the_next_load_is_planned_with_it(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models that do not fit beside each other, on a card of 6 GiB; whoever still holds the first holds nothing."""
+    emptied: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", card.empty_cache)
+    monkeypatch.setattr(reclaim, "empty_host_cache", lambda: emptied.append("page-locked memory"))
+    total, options = 6 << 30, DecoderOptions(context=4096, k_chunk=16, kv="int8")
+    held = []
+    for case in ("llama-3-8b-3bit", "phi-3-4bit", "llama-3-8b-3bit"):
+        planned = planned_for(case, options, total - card.reserved)
+        assert planned.needed_bytes > total // 2
+        decoder = TritonDecoder(Shapes(*CASES[case]), options, META)
+        steps(decoder)
+        assert card.reserved > 2 << 30
+        if len(held) == 1:
+            with pytest.raises(OutOfMemoryError):
+                planned_for("llama-3-8b-3bit", options, total - card.reserved)
+        decoder.close()
+        decoder.close()
+        held.append(decoder)
+        assert (card.requested, card.reserved) == (0, 0)
+    assert emptied == ["page-locked memory"] * 3
+
+
+@pytest.mark.parametrize(
+    ("bits", "codebook", "N", "K"), [(3, False, 40, 96), (4, False, 7, 600), (4, True, 33, 512), (3, True, 8, 64)]
+)
+def test_weights_are_counted_as_they_are_laid_out(
+    packed_linear: Any, packed_codebook_linear: Any, bits: int, codebook: bool, N: int, K: int
+) -> None:
+    weight = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
+    packed = (packed_codebook_linear if codebook else packed_linear)(weight, bits=bits)
+    placed = repack(packed, "cpu")
+    assert placed.nbytes == linear_bytes((N, K), bits, placed.group_size, bias=placed.bias is not None)
+
+
+@pytest.mark.gpu
+def test_a_card_has_as_much_free_after_an_unload_as_before(tiny_model: Any, tiny_spec: Any, cuda: str) -> None:
+    """Two loads, both unloaded; the first one's context and modules stay, as they are the process's."""
+    spec = tiny_spec(
+        hidden_size=2048, intermediate_size=4096, num_layers=2, num_heads=16, num_kv_heads=4, head_dim=128,
+        vocab_size=32000, max_context=8192,
+    )  # fmt: skip
+    model, options = tiny_model(spec, bits=4), DecoderOptions(context=8192, slots=4, k_chunk=64)
+    free = []
+    for _ in range(3):
+        decoder = backend("triton").open(model, options)
+        loaded = backend("triton").probe().memory
+        decoder.close()
+        after = backend("triton").probe().memory
+        assert loaded is not None
+        assert after is not None
+        assert after.available_bytes - loaded.available_bytes > decoder.kv_bytes
+        free.append(after.available_bytes)
+    assert free[2] >= free[1] >= free[0] - (4 << 20)

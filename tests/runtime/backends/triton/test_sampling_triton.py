@@ -1,0 +1,89 @@
+"""Tokens drawn where the logits are, against `runtime.sampling`: exactly where greedy, in distribution elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.backends.triton.sampling import draw, filtered
+from runtime.sampling import Sampler, SamplingOptions
+from runtime.sampling import filtered as plain
+
+V = 3000
+CASES: dict[str, SamplingOptions] = {
+    "plain": SamplingOptions(temperature=1.0, top_p=1.0),
+    "cool": SamplingOptions(temperature=0.3, top_p=1.0),
+    "top_k": SamplingOptions(temperature=1.0, top_k=40, top_p=1.0),
+    "top_p": SamplingOptions(temperature=1.2, top_p=0.9),
+    "min_p": SamplingOptions(temperature=1.5, top_p=1.0, min_p=0.05),
+    "all": SamplingOptions(temperature=0.8, top_k=100, top_p=0.95, min_p=0.01),
+    "all of them": SamplingOptions(temperature=1.0, top_k=V + 1, top_p=1.0),
+}
+
+
+def logits(seed: int) -> torch.Tensor:
+    return 3 * torch.randn(V, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_the_plain_ones(device: str, case: str) -> None:
+    """The same tokens, as likely to the last bits of an exponential; a token at a filter's edge may be in or out."""
+    for seed in range(5):
+        x = logits(seed)
+        tokens, weights = plain(x.numpy(), CASES[case])
+        wanted = np.zeros(V)
+        wanted[tokens] = weights / weights.sum()
+        found = filtered(x.to(device), CASES[case]).cpu().numpy()
+        found = found / found.sum()
+        assert np.abs(found - wanted).sum() < 1e-5
+        assert abs(int((found > 0).sum()) - tokens.size) <= 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_seed_gives_the_plain_sampler_s_tokens(device: str, case: str) -> None:
+    options = SamplingOptions(
+        **{name: getattr(CASES[case], name) for name in ("temperature", "top_k", "top_p", "min_p")}, seed=11
+    )
+    sampler, stream = Sampler(options), np.random.Generator(np.random.PCG64(11))
+    same = 0
+    for seed in range(200):
+        x = logits(seed % 7)
+        uniform = torch.tensor([stream.random()], dtype=torch.float64, device=device)
+        same += int(draw(x.to(device), options, uniform)) == sampler.draw(x.numpy())
+    assert same >= 199
+
+
+@pytest.mark.parametrize("options", [SamplingOptions(temperature=0), SamplingOptions(temperature=2.0, top_k=1)])
+def test_greedy_is_the_plain_choice(device: str, options: SamplingOptions) -> None:
+    """The first of equal ones, on the CPU as here."""
+    for seed in range(20):
+        x = logits(seed)
+        x[[5, 70]] = x.max() + 1 if seed % 2 else x.max()
+        found = int(draw(x.to(device), options, torch.zeros(1, dtype=torch.float64, device=device)))
+        assert found == Sampler(options).draw(x.numpy())
+
+
+def test_draws_follow_the_weights(device: str) -> None:
+    """Chi-squared of 4,000 draws over five classes of tokens."""
+    options, x = SamplingOptions(temperature=1.0, top_k=50, top_p=0.98), logits(3).to(device)
+    weights = filtered(x, options).cpu().numpy()
+    classes = np.argsort(-weights)[:50] % 5
+    order = np.argsort(-weights)[:50]
+    stream = np.random.default_rng(0)
+    counts = np.zeros(V)
+    uniforms = torch.tensor(stream.random(4000), dtype=torch.float64, device=device)
+    for uniform in uniforms.split(1):
+        counts[int(draw(x, options, uniform))] += 1
+    assert counts[weights == 0].sum() == 0
+    expected = np.bincount(classes, weights=weights[order], minlength=5)
+    expected *= 4000 / weights.sum()
+    found = np.bincount(classes, weights=counts[order], minlength=5)
+    assert ((found - expected) ** 2 / np.maximum(expected, 1)).sum() < 20
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_stream_draw_tokens_that_may_be_drawn(device: str, uniform: float) -> None:
+    options, x = SamplingOptions(temperature=1.0, top_k=3, top_p=1.0), logits(0).to(device)
+    token = int(draw(x, options, torch.tensor([uniform], dtype=torch.float64, device=device)))
+    assert token in x.topk(3).indices.tolist()
