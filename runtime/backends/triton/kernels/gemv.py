@@ -188,11 +188,12 @@ def _ends(word, form, start, dot):
 
 
 @triton.jit
-def _reload(word, following, offset):
+def _reload(word, following, offset, form: tl.constexpr):
     """The same word of the next block, or this one where there is none."""
     if following.there:
         word = tl.load(following.at + offset)
-    tl.debug_barrier()  # keeps the load here, see the module
+    if not form.CODEBOOK:  # there, look-ups are the limit, and registers spill on sm_80
+        tl.debug_barrier()  # keeps the load here, see the module
     return word
 
 
@@ -227,13 +228,13 @@ def _add_block(acc, words, ops, block, following, PIECES: tl.constexpr, form: tl
             sums = tl.dot(w, x, sums)
             if following is not None:
                 if _ends(0, form, start, DOT):
-                    w0 = _reload(w0, following, 0)
+                    w0 = _reload(w0, following, 0, form)
                 if _ends(1, form, start, DOT):
-                    w1 = _reload(w1, following, N * 16)
+                    w1 = _reload(w1, following, N * 16, form)
                 if _ends(2, form, start, DOT):
-                    w2 = _reload(w2, following, N * 32)
+                    w2 = _reload(w2, following, N * 32, form)
                 if _ends(3, form, start, DOT):
-                    w3 = _reload(w3, following, N * 48)
+                    w3 = _reload(w3, following, N * 48, form)
         acc = _apply_group(acc, sums, ops, block, span, min(SPAN // 32, PIECES - span // 32), form, tile)
     return acc, (w0, w1, w2, w3)
 

@@ -100,7 +100,7 @@ def test_the_page_shows_no_spill():
 
 def test_weights_are_on_their_way_while_products_are_made(everything):
     """Read from the machine code: a product with a matrix of one token asks for the next block long before it waits."""
-    products = [row for row in everything[0] if row.operation == "gemv"]
+    products = [row for row in everything[0] if row.operation == "gemv" and "codebook" not in row.name]
     late = [row for row in products if row.in_flight < (0.5 if "rows" not in row.name else 0.3)]
     assert products
     assert not late, late

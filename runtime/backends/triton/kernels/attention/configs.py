@@ -152,6 +152,6 @@ def _stages(M: int, block_m: int, bits: int, planes: int, *, corrected: bool) ->
     verified = 1 < M <= SPLIT_ROWS and bits < 16 and not corrected
     if (M == 1 and block_m == DOT_ROWS) or (verified and block_m <= 2 * DOT_ROWS):
         return 2 * BLOCKS_AHEAD[bits] + 1
-    if M > SPLIT_ROWS and bits == 8:  # with more, registers spill
+    if corrected or (M > SPLIT_ROWS and bits == 8):  # with more, registers spill
         return 2
     return 5
