@@ -32,7 +32,7 @@ from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.backends.triton.kernels.together import multiply
 from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes
-from runtime.backends.triton.words import PIECE, pieces
+from runtime.backends.triton.words import pieces
 from runtime.backends.triton.workspace import Workspace
 from runtime.decoder import Way
 
@@ -214,9 +214,8 @@ class Pass(Operations[Value]):
         q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
         norms, rope = HeadNorms(q_norm, k_norm, spec.norm_eps), Rope(model.cos, model.sin)
         heads(v.tensor, v.dec, norms, rope, model.bases[layer], rows, pages, queries)
-        sums = buffers.sums(M, spec.q_width) if spec.head_dim % PIECE == 0 else None
         context, draft = model.options.context, self._draft
-        attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft, sums=sums)
+        sums = attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft)
         return Value(out, sums=sums)
 
     def gate(self, gate_value: Value, up: Value) -> Value:

@@ -25,7 +25,6 @@ from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows, power_of_two
 from runtime.backends.triton.kernels.gemv import ROWS
 from runtime.backends.triton.workspace import Workspace
-from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.operations import attention as reference
 from tests.close import assert_close
@@ -64,11 +63,9 @@ class _Case:
         x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=device)
         pages, T = half_pages(self.cache, device).pages, self.cache.shape[3]
         q, positions, slots = (one.to(device) for one in (self.q.view(M, H * D), self.positions, self.slots))
-        sums = None
-        if M <= ROWS and D % 32 == 0:
-            sums = torch.full((M, H * D // 32), torch.nan, device=device)
         rows = Rows(positions, slots)
-        attend(q, pages, rows, self.window, x, workspace or Workspace(device), context=T, sums=sums)
+        sums = attend(q, pages, rows, self.window, x, workspace or Workspace(device), context=T)
+        assert (sums is not None) == (M <= ROWS and D % 32 == 0)
         if sums is not None and bool(x.isfinite().all()):
             assert_close(sums, sums_of(x), SUMS)
         return x.cpu().float().view(M, H, D)
@@ -188,14 +185,6 @@ def test_many_rows_are_launched_in_parts(device: str, half_pages: Any, monkeypat
     _Case(MIXED, 4, 2, 32, 150).check(device, half_pages)
 
 
-def test_sums_of_broken_pieces_are_refused() -> None:
-    x = torch.zeros(1, 80, dtype=torch.float16)
-    pages: Any = type("Pages", (), {"head_dim": 80, "kv_heads": 1, "kind": KINDS["fp16"]})()
-    rows = Rows(*torch.zeros(2, 1, dtype=torch.int32))
-    with pytest.raises(BackendError, match="heads of 80 channels"):
-        attend(x, pages, rows, None, x, Workspace("cpu"), context=64, sums=torch.zeros(1, 3))
-
-
 LAPTOP, LARGE = Room(multiprocessors=20, shared_kib=100), Room(multiprocessors=132, shared_kib=228)
 
 
@@ -274,10 +263,9 @@ def test_what_a_load_compiles_of_attention(
     for M in (*range(1, 40), 64, 100, 128, 129, 200, 512):
         q = torch.zeros(M, H * dim, dtype=torch.float16)
         rows = Rows(*torch.zeros(2, M, dtype=torch.int32))
-        sums = torch.zeros(M, H * dim // 32) if M <= ROWS else None
         for context in (100, 2048, 131072):
             for window, draft in ((None, False), (None, True), (64, False)):
-                attend(q, pages, rows, window, q, workspace, context=context, draft=draft and M == 1, sums=sums)
+                attend(q, pages, rows, window, q, workspace, context=context, draft=draft and M == 1)
     assert len(variants) <= 12, variants
 
 

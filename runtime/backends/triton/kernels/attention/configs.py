@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from runtime.backends.triton import sizes
 from runtime.backends.triton.kernels.cache.pages import power_of_two
@@ -74,6 +75,17 @@ class Room:
     """Shared memory of each."""
 
 
+class Reading(NamedTuple):
+    """What a program reads of a page."""
+
+    bits: int = 16
+    """Bits of a number that are read."""
+    planes: int = 1
+    """Planes that they are joined from."""
+    corrected: bool = False
+    """Whether GEAR's corrections are added to them, for which registers must be left."""
+
+
 @lru_cache(maxsize=1024)
 def launch_config(
     M: int,
@@ -81,10 +93,8 @@ def launch_config(
     kv_heads: int,
     dim: int,
     seen: int,
+    reading: Reading = Reading(),  # noqa: B008 - it is frozen
     *,
-    bits: int = 16,
-    planes: int = 1,
-    corrected: bool = False,
     room: Room = Room(),
 ) -> LaunchConfig:
     """How to launch attention of a shape.
@@ -95,14 +105,13 @@ def launch_config(
         kv_heads: H_kv.
         dim: D.
         seen: Most positions that a row can see: the capacity of the cache, or the window where that is smaller.
-        bits: Bits of a number in a page that are read.
-        planes: Planes that they are joined from.
-        corrected: Whether GEAR's corrections are added to them, for which registers must be left.
+        reading: What a program reads of a page.
         room: The device. Only `splits` depends on it.
 
     Returns:
         The choice; nothing in it depends on positions.
     """
+    bits, planes, corrected = reading
     block_d = max(16, power_of_two(dim))
     few = M <= SPLIT_ROWS
     tile = WIDE_TILE_ROWS if block_d > 128 else NARROW_TILE_ROWS if block_d <= 64 else TILE_ROWS

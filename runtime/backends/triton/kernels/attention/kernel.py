@@ -24,7 +24,14 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.kernels.attention.configs import KEPT_ROWS, LEAST_BLOCKS, LaunchConfig, Room, launch_config
+from runtime.backends.triton.kernels.attention.configs import (
+    KEPT_ROWS,
+    LEAST_BLOCKS,
+    LaunchConfig,
+    Reading,
+    Room,
+    launch_config,
+)
 from runtime.backends.triton.kernels.attention.visit import Blocks, HeadCache, Queries, Softmax, visit_slot
 from runtime.backends.triton.kernels.cache.kernel import moved
 from runtime.backends.triton.kernels.cache.pages import (
@@ -37,7 +44,6 @@ from runtime.backends.triton.kernels.cache.pages import (
 from runtime.backends.triton.kernels.gemv import ROWS
 from runtime.backends.triton.kernels.sums import store_sums
 from runtime.backends.triton.words import PIECE
-from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS, CacheKind, KVKind
 
 if TYPE_CHECKING:
@@ -287,8 +293,7 @@ def attend(
     *,
     context: int,
     draft: bool = False,
-    sums: torch.Tensor | None = None,
-) -> None:
+) -> torch.Tensor | None:
     """softmax(q k^T / sqrt(D)) v over the cached positions p - window < t <= p of the slot of every row at position p.
 
     Query head h reads key-value head h // (H / H_kv). Nothing but the shapes, the window and the device decides what
@@ -303,22 +308,17 @@ def attend(
         workspace: Its scratch holds the splits until they are merged.
         context: Most tokens of a slot.
         draft: Whether to read the upper plane alone, where the kind has two.
-        sums: float32 [M, H * D / 32]; overwritten with the sums of the pieces of x
-            (`runtime.backends.triton.kernels.sums`), of at most `gemv.ROWS` rows, where D is a multiple of 32. None:
-            nobody asks.
 
-    Raises:
-        BackendError: sums are asked for where there are none.
+    Returns:
+        float32 [M, H * D / 32], the sums of the pieces of x (`runtime.backends.triton.kernels.sums`), in the workspace
+        until other sums are asked of it. None of more than `gemv.ROWS` rows, and where D is no multiple of 32.
 
     Source: the running softmax of Milakov and Gimelshein (2018), split over the keys as in Flash-Decoding (2023).
     """
     D, H_kv, kind = pages.head_dim, pages.kv_heads, pages.kind
     M, H = q.shape[0], q.shape[1] // D
     seen = context if window is None else min(window, context)
-    if sums is not None and (M > ROWS or D % PIECE):
-        raise BackendError(
-            f"the sums of pieces of {M} rows of heads of {D} channels; at most {ROWS}, and multiples of {PIECE}"
-        )
+    sums = workspace.sums(M, H * D // PIECE) if M <= ROWS and D % PIECE == 0 else None
     scale = D**-0.5 * math.log2(math.e)
     together = max(1, KEPT_ROWS // H)  # more rows would leave more splits than there is memory for
     for start in range(0, M, together):
@@ -337,6 +337,7 @@ def attend(
             partial, used, x[start:], None if sums is None else sums[start:], some, splits, config.rows,
             **_merge_sizes(H, D), num_warps=_MERGE_WARPS,
         )  # fmt: skip
+    return sums
 
 
 @cache
@@ -357,7 +358,7 @@ def _config(
     """How to launch attention over a kind of cache."""
     drafted = draft and kind.has_draft
     bits, planes = 4 if drafted else kind.keys.bits, 2 if kind.hierarchical and not drafted else 1
-    return launch_config(M, H // H_kv, H_kv, D, seen, bits=bits, planes=planes, corrected=kind.rank > 0, room=room)
+    return launch_config(M, H // H_kv, H_kv, D, seen, Reading(bits, planes, kind.rank > 0), room=room)
 
 
 def _tile(H: int, H_kv: int, config: LaunchConfig, *, sliding: bool) -> Tile:
