@@ -112,6 +112,8 @@ class Backend(Protocol[D]):
     """Kinds of KV cache that it has."""
     untuned: Problem | None
     """Why a slowdown budget has no effect on it; None where it has."""
+    step_rows: int
+    """Rows of a prompt that it takes in one step."""
     prompt_levels: Sequence[int]
     """Channels per 1024 by which its prompts may be compensated, the most first; the tuner takes the first one that a
     budget pays for."""

@@ -86,7 +86,16 @@ def plan_load(
         backend, free = candidate.backend, candidate.presence.memory
         footprint = backend.footprint(spec, sizes, compensated=compensation.possible)
         try:
-            planned = plan(spec, footprint, kv=kv, context=context, slots=slots, shared=True, memory=free or memory)
+            planned = plan(
+                spec,
+                footprint,
+                kv=kv,
+                context=context,
+                slots=slots,
+                shared=True,
+                rows=backend.step_rows,
+                memory=free or memory,
+            )
         except OutOfMemoryError as error:
             full = error
             if free is None:
@@ -100,6 +109,7 @@ def plan_load(
             pages=planned.pages,
             k_chunk=compensation.by_type,
             select=select,
+            max_rows=backend.step_rows,
         )
         return LoadPlan(
             model=model,

@@ -222,7 +222,8 @@ class History:
             "JOIN messages ON messages.number = words.rowid JOIN chats ON chats.id = messages.chat "
             "WHERE words MATCH ? AND deleted IS NULL ORDER BY words.rowid DESC LIMIT ?"
         )
-        asked = " ".join('"' + word.replace('"', '""') + '"' for word in words) + "*"
+        asked = " ".join('"' + word.replace('"', '""') + '"' for word in words)
+        asked += "*" if len(words[-1]) > 1 else ""  # a letter begins half of all words
         return [_found(row) for row in self._read(query, (asked, limit))]
 
     def _containing(self, words: Sequence[str], limit: int) -> list[Found]:

@@ -98,7 +98,7 @@ class StoreLoader:
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
             problems=_lacking(engine.decoder),
-            caches=cache_facts(model.spec, plan.memory),
+            caches=cache_facts(model.spec, plan.memory, plan.options.max_rows),
         )
         try:
             if compensation.budget_percent is not None:

@@ -13,7 +13,7 @@ from models.store import StoredModel
 from runtime.backends import backend
 from runtime.compensation import Compensation
 from runtime.errors import BackendError, OutOfMemoryError, RequestError
-from runtime.kv.kinds import KINDS
+from runtime.kv.kinds import KINDS, cache_bytes
 from runtime.loading import LoadPlan, plan_load
 from tuner.detect import MemoryInfo
 
@@ -37,6 +37,16 @@ def test_the_options_are_what_was_asked_for() -> None:
     assert options.pages == plan.memory.pages == KINDS["int8"].max_pages(128)
     assert options.k_chunk == {**dict.fromkeys(KINDS_OF_LAYERS, 0), "o": 3}
     assert (plan.asked, plan.backend.name) == ("reference", "reference")
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_steps_have_the_rows_that_the_backend_takes(name: str) -> None:
+    plan = planned(asked=name, kv="int4", slots=2)
+    assert plan.options.max_rows == backend(name).step_rows
+    assert plan.memory.kv_bytes == cache_bytes(
+        KINDS["int4"], plan.model.spec, context=plan.memory.context, slots=plan.memory.slots,
+        max_rows=backend(name).step_rows, pages=plan.memory.pages,
+    )  # fmt: skip
 
 
 def test_before_a_budget_is_spent_nothing_is_compensated() -> None:

@@ -27,6 +27,7 @@ class CpuBackend:
     label = "the CPU backend"
     kinds = tuple(KINDS)
     untuned: Problem | None = None
+    step_rows = 256
     prompt_levels = (CHUNK,)  # fewer cost as much: weights are unpacked whole
 
     def probe(self) -> Presence:
