@@ -34,8 +34,26 @@ with Triton {triton}, whose own ptxas {ptxas} made the machine code ({blackwell}
   that take 128 each leaves room for three more beside it, one of 128 threads that take 255 each for only one more.
 - **shared**: bytes of shared memory of a program.
 - **spills**: bytes of a thread's registers that went to local memory. Zero everywhere, or the kernel is wrong.
+- **programs**: how many of them a multiprocessor of that device holds at the same time, by registers, shared memory
+  and warps.
 - **instructions**: machine instructions in the kernel's code, unrolled loops and the padding at the end included. How
   often each runs is not in that number: it tells when a kernel grew, not how fast it is.
+- **loop**: instructions of a round of the innermost loop that does most of the work, and tensor core instructions
+  among them.
+- **in flight**: read from the machine code (`runtime/backends/triton/sass.py`): for how many rounds of that loop a load
+  that streams through it is on its way, from its request to where the code waits for it. *async* are copies to shared
+  memory, *regs* the widest loads to registers. Near 0, nothing is on its way while the loop works, and only other
+  programs of the multiprocessor hide the wait; the number of loads is that of one round.
+"""
+PRODUCTS = """
+## Products with low-bit matrices, by weight
+
+Of one warp, in a round of the loop: machine instructions of its 32 lanes for each weight, and tensor core instructions
+for 16,384 weights, of which 64 are the product itself where a warp's tile has the columns of one (GEMV), and 512 for 64
+rows (GEMM).
+
+| specialization | target | instructions | tensor core instructions | loads in flight | programs |
+|---|---|--:|--:|--:|--:|
 """
 CHECKS = """
 ## Looking for races and bad addresses
@@ -69,18 +87,32 @@ def page(compiled: Sequence[Compiled], triton: str, ptxas: str, blackwell: str, 
         blackwell: Version of its ptxas for sm_100 and later.
         date: ISO date.
     """
-    parts = [INTRODUCTION.format(triton=triton, ptxas=ptxas, blackwell=blackwell, date=date)]
+    parts = [INTRODUCTION.format(triton=triton, ptxas=ptxas, blackwell=blackwell, date=date), PRODUCTS]
+    parts.extend(
+        f"| {row.name} | {row.target} | {32 * row.loop_instructions / row.weights:.2f} "
+        f"| {row.loop_tensor * 16384 / row.weights:.0f} | {row.in_flight:.2f} | {row.programs} |\n"
+        for row in compiled
+        if row.weights
+    )
     for operation in dict.fromkeys(row.operation for row in compiled):
         parts.append(f"\n## {operation}\n\n")
-        parts.append("| specialization | threads | target | registers | shared | spills | instructions |\n")
-        parts.append("|---|--:|---|--:|--:|--:|--:|\n")
+        parts.append("| specialization | threads | target | registers | shared | spills | instructions | programs |")
+        parts.append(" loop | tensor core | in flight |\n|---|--:|---|--:|--:|--:|--:|--:|--:|--:|---|\n")
         parts.extend(
             f"| {row.name} | {row.threads} | {row.target} | {row.registers} | {row.shared_bytes:,} | {row.spill_bytes} "
-            f"| {row.instructions:,} |\n"
+            f"| {row.instructions:,} | {row.programs} | {row.loop_instructions:,} | {row.loop_tensor} "
+            f"| {_in_flight(row)} |\n"
             for row in compiled
             if row.operation == operation
         )
     return "".join([*parts, CHECKS])
+
+
+def _in_flight(row: Compiled) -> str:
+    """What the page says of the loads in a kernel's loop."""
+    if not row.copies:
+        return "–"
+    return f"{row.in_flight:.2f} ({row.copies} {'async' if row.asynchronous else 'regs'})"
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from runtime.backends.triton.sass import disassemble, main_loop
 from runtime.errors import BackendError
 from runtime.parent import ParentWatch
 
@@ -29,6 +30,14 @@ TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 """Compute capabilities of the devices this program is for: A100, RTX 30, RTX 40, H100, RTX 50."""
 SHARED_LIMIT = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 99}
 """KiB of shared memory that a program may have at most."""
+MULTIPROCESSOR = {
+    "sm_80": (164, 64, 32),
+    "sm_86": (100, 48, 16),
+    "sm_89": (100, 48, 24),
+    "sm_90": (228, 64, 32),
+    "sm_120": (100, 48, 24),
+}
+"""KiB of shared memory of a multiprocessor, warps and programs that it holds; 65,536 registers everywhere."""
 INSTRUCTION_BYTES = 16
 WARPS = (1, 2, 4, 8, 16, 32)
 Types: TypeAlias = str | tuple[Any, ...]
@@ -52,8 +61,12 @@ class Ahead:
     """Warps of a program."""
     num_stages: int = 2
     """Stages of a software pipeline, where the kernel has a loop that can be one."""
+    weights: int = 0
+    """Weights that one warp multiplies in a round of the kernel's main loop, where it is a product with a matrix."""
     cooperative: bool = False
     """Whether all programs of a launch must be resident at the same time, as a barrier between them needs."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Other options of the compiler that the kernel is launched with."""
 
     def __post_init__(self) -> None:
         """Check what would otherwise surface as an obscure compiler error."""
@@ -87,6 +100,27 @@ class Compiled:
     """Machine instructions of 16 bytes, with the padding at the end."""
     threads: int
     """Threads of a program."""
+    loop_instructions: int = 0
+    """Machine instructions of a round of the main loop (`runtime.backends.triton.sass.Loop`); 0 where there is none."""
+    loop_tensor: int = 0
+    """Tensor core instructions among them."""
+    copies: int = 0
+    """Loads that stream through it."""
+    asynchronous: bool = False
+    """Whether they are copies to shared memory."""
+    in_flight: float = 0.0
+    """Rounds of the loop that such a load is on its way."""
+    weights: int = 0
+    """See `Ahead`."""
+
+    @property
+    def programs(self) -> int:
+        """Programs that a multiprocessor holds at the same time: what is left by registers, shared memory and warps."""
+        shared_kib, warps, most = MULTIPROCESSOR[self.target]
+        each = self.threads // 32
+        by_registers = 65536 // (-(-self.registers // 8) * 8 * self.threads)
+        by_shared = (shared_kib << 10) // (self.shared_bytes + 1024)
+        return min(by_registers, by_shared, warps // each, most)
 
 
 def kernels() -> tuple[Ahead, ...]:
@@ -134,6 +168,7 @@ def compile_ahead(ahead: Ahead, target: str) -> Compiled:
         "num_warps": ahead.num_warps,
         "num_stages": ahead.num_stages,
         "launch_cooperative_grid": ahead.cooperative,
+        **ahead.more,
     }
     try:
         built = build(
@@ -144,6 +179,7 @@ def compile_ahead(ahead: Ahead, target: str) -> Compiled:
     except (TritonError, RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise BackendError(f"{ahead.name} does not compile for {target}: {error}") from error
     usage = _resources(built.asm["cubin"])
+    loop = main_loop(disassemble(built.asm["cubin"]))
     return Compiled(
         operation=operation(ahead),
         name=ahead.name,
@@ -153,6 +189,12 @@ def compile_ahead(ahead: Ahead, target: str) -> Compiled:
         shared_bytes=built.metadata.shared,
         instructions=code_bytes(built.asm["cubin"]) // INSTRUCTION_BYTES,
         threads=32 * ahead.num_warps,
+        loop_instructions=loop.instructions if loop else 0,
+        loop_tensor=loop.tensor if loop else 0,
+        copies=loop.copies if loop else 0,
+        asynchronous=loop is not None and loop.asynchronous,
+        in_flight=round(loop.ahead, 2) if loop else 0.0,
+        weights=ahead.weights,
     )
 
 

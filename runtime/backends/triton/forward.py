@@ -25,13 +25,14 @@ from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, com
 from runtime.backends.triton.kernels.embed import embed
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
-from runtime.backends.triton.kernels.gemv import gemv
+from runtime.backends.triton.kernels.gemv import ROWS, few_rows
 from runtime.backends.triton.kernels.head import finish
 from runtime.backends.triton.kernels.norm import add_norm
 from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.backends.triton.kernels.together import multiply
 from runtime.backends.triton.model import GpuModel, Linear
-from runtime.backends.triton.sizes import buffer_sizes
+from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes
+from runtime.backends.triton.words import pieces
 from runtime.backends.triton.workspace import Workspace
 from runtime.decoder import Way
 
@@ -54,6 +55,7 @@ class Buffers:
         spec, device = model.spec, model.device
         sizes = buffer_sizes(spec, rows)
         self._inputs = torch.zeros(sizes.inputs, dtype=torch.float16, device=device)
+        self._sums = torch.zeros(sizes.sums, device=device)
         self._queries = torch.zeros(sizes.queries, dtype=torch.float16, device=device)
         self._stream = torch.zeros(sizes.stream, device=device)
         self._output = torch.zeros(sizes.output, device=device)
@@ -75,6 +77,11 @@ class Buffers:
     def input(self, M: int, K: int) -> torch.Tensor:
         """float16 [M, K], the input of a linear layer."""
         return self._inputs[: M * K].view(M, K)
+
+    def sums(self, M: int, K: int) -> torch.Tensor | None:
+        """float32 [M, ceil(K / 32)], the sums of the pieces of that input; None of more rows than need them."""
+        each = pieces(K)
+        return None if M > SUMMED_ROWS else self._sums[: M * each].view(M, each)
 
     def queries(self, M: int, width: int) -> torch.Tensor:
         """float16 [M, H * D]."""
@@ -106,6 +113,8 @@ class Value:
     """The compensation of an output, still to be added."""
     added: Value | None = None
     """An output that is still to be added to this residual stream."""
+    sums: torch.Tensor | None = None
+    """The sums of the pieces of an input, where the kernel that made it left them."""
     norm: str = ""
     """The norm of these heads, still to be applied."""
     gathered: bool = False
@@ -155,10 +164,11 @@ class Pass(Operations[Value]):
         h, C = x.tensor, self._spec.hidden_size
         y, dec = (None, None) if x.added is None else (x.added.tensor, x.added.dec)
         rows = self._buffers.logit_rows[: self._R] if x.gathered else None
-        out = self._buffers.input(self._R if x.gathered else self._M, C)
+        M = self._R if x.gathered else self._M
+        out, sums = self._buffers.input(M, C), self._buffers.sums(M, C)
         if out.numel():
-            add_norm(h, y, dec, self._model.norms[name], self._spec.norm_eps, out, rows)
-        return Value(out, gathered=x.gathered)
+            add_norm(h, y, dec, self._model.norms[name], self._spec.norm_eps, out, rows, sums)
+        return Value(out, sums=sums, gathered=x.gathered)
 
     def linear(self, x: Value, name: str) -> Value:
         """See `models.architecture.Operations`."""
@@ -168,18 +178,18 @@ class Pass(Operations[Value]):
         if not M:
             return Value(out)
         if self._way == "together" and linear.shared is not None:
-            product(linear, x.tensor, out, self._buffers)
+            product(linear, x, out, self._buffers)
             shared, staged = linear.shared, self._model.staging.take()
             multiply(x.tensor, shared.channels, staged, shared.residual.scales, shared.residual.bits, out)
             return Value(out)
         by_rows = self._way == "rows" or (self._way == "together" and linear.by_rows)
         if not by_rows or linear.selection is None:
-            product(linear, x.tensor, out, self._buffers)
+            product(linear, x, out, self._buffers)
             return Value(out)
         dec, positions = self._buffers.compensation(M, N), self._positions(x)
         if self._watch is not None:
             self._watch(linear, x.tensor, positions)
-        compensated_product(linear, x.tensor, positions, out, dec, self._buffers, self._side)
+        compensated_product(linear, x, positions, out, dec, self._buffers, self._side)
         return Value(out, dec)
 
     def split(self, x: Value, widths: tuple[int, ...]) -> tuple[Value, ...]:
@@ -205,15 +215,16 @@ class Pass(Operations[Value]):
         norms, rope = HeadNorms(q_norm, k_norm, spec.norm_eps), Rope(model.cos, model.sin)
         heads(v.tensor, v.dec, norms, rope, model.bases[layer], rows, pages, queries)
         context, draft = model.options.context, self._draft
-        attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft)
-        return Value(out)
+        sums = attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft)
+        return Value(out, sums=sums)
 
     def gate(self, gate_value: Value, up: Value) -> Value:
         """See `models.architecture.Operations`."""
         assert gate_value.tensor is up.tensor
-        out = self._buffers.input(self._M, self._spec.intermediate_size)
-        gate(up.tensor, up.dec, out)
-        return Value(out)
+        width = self._spec.intermediate_size
+        out, sums = self._buffers.input(self._M, width), self._buffers.sums(self._M, width)
+        gate(up.tensor, up.dec, out, sums)
+        return Value(out, sums=sums)
 
     def add(self, x: Value, y: Value) -> Value:
         """See `models.architecture.Operations`. Done by the norm that reads the sum."""
@@ -237,24 +248,24 @@ class Pass(Operations[Value]):
         return positions[self._buffers.logit_rows[: self._R].long()]
 
 
-def product(linear: Linear, x: torch.Tensor, out: torch.Tensor, buffers: Buffers) -> None:
+def product(linear: Linear, x: Value, out: torch.Tensor, buffers: Buffers) -> None:
     """The base product.
 
     Args:
         linear: The layer.
-        x: float16 [M, K].
+        x: float16 [M, K], and the sums of its pieces where they are known.
         out: float32 [M, N]; overwritten.
         buffers: For the workspace.
     """
-    if x.shape[0] == 1:
-        gemv(x[0], linear.weight, out[0], buffers.main)
+    if x.tensor.shape[0] <= ROWS:
+        few_rows(x.tensor, linear.weight, out, buffers.main, sums=x.sums)
     else:
-        gemm(x, linear.weight, out, buffers.main)
+        gemm(x.tensor, linear.weight, out, buffers.main)
 
 
 def compensated_product(
     linear: Linear,
-    x: torch.Tensor,
+    x: Value,
     positions: torch.Tensor,
     out: torch.Tensor,
     dec: torch.Tensor | None,
@@ -267,7 +278,7 @@ def compensated_product(
 
     Args:
         linear: The layer, with residual and selection.
-        x: float16 [M, K].
+        x: As in `product`.
         positions: int32 [M].
         out: float32 [M, N], takes the base product.
         dec: float32 [M, N], takes the compensation; None adds it to `out`, after the product.
@@ -280,17 +291,17 @@ def compensated_product(
     if dec is None:
         product(linear, x, out, buffers)
         config, output = LaunchConfig(n_tb=linear.n_tb, fused=False), Output(out, out)
-        compensate(x, selection, residual, output, config, buffers.main, flag=flag, positions=positions)
+        compensate(x.tensor, selection, residual, output, config, buffers.main, flag=flag, positions=positions)
         return
     if side is not None:
         side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # first, so that its blocks find room before the product fills the device
         compensate(
-            x,
+            x.tensor,
             selection,
             residual,
             Output(dec),
-            LaunchConfig(n_tb=linear.n_tb, fused=side is not None and x.shape[0] == 1),
+            LaunchConfig(n_tb=linear.n_tb, fused=side is not None and x.tensor.shape[0] == 1),
             buffers.side,
             flag=flag,
             positions=positions,

@@ -1,8 +1,8 @@
 """The GPU's weight layout: codes ordered so that what a thread loads is what its tensor core instruction takes.
 
-K is cut into blocks of 512 input channels, filled up with zeros. A block has 16 pieces of 32 channels, and a piece has
-16 lanes that hold two channels each, one in the low and one in the high half of a 32-bit word. Piece `i`, lane `l`,
-half `h` holds channel
+K is cut into pieces of 32 input channels, the last filled up with zeros, and 16 pieces are a block. A piece has 16
+lanes that hold two channels each, one in the low and one in the high half of a 32-bit word. Piece `i`, lane `l`, half
+`h` holds channel
 
     32 * i + 16 * (l // 2 % 2) + 4 * (l // 4) + 2 * (l % 2) + h
 
@@ -20,6 +20,11 @@ bits  words  where piece i lies, in both halves of a word alike
 
 For one block and one word, the [N, 16] lanes of all output channels are contiguous: 64 bytes an output channel, 512
 bytes a warp's load.
+
+Pieces behind the last whole block stand in as many words as they need, in the same way. Where only one or two are left
+for the last word, it is a short one, 16 bits a lane: the low byte is what would be in the low half, the high byte what
+would be in the high half. So 576 channels take 224 bytes at 3 bits and 288 at 4, as close to their codes alone, 216 and
+288, as whole lanes allow.
 """
 
 from __future__ import annotations
@@ -33,16 +38,9 @@ import torch
 
 from models.packed import PackedLinear
 from models.packing import packed_width, unpack
+from runtime.backends.triton.words import BLOCK, LANES, PIECE, WORDS, code_words, pieces, tail_words
 from runtime.errors import BackendError
 
-BLOCK = 512
-"""Input channels of a block."""
-PIECE = 32
-"""Input channels of a piece: two for each lane."""
-LANES = 16
-"""Words of an output channel, for one block and one word of it."""
-WORDS = {3: 3, 4: 4}
-"""Words of a block by bits."""
 SPARE_PIECE = 15
 """The piece of a block whose bits lie in the top bits of the three words, at 3 bits."""
 ROWS_AT_ONCE = 128
@@ -65,7 +63,8 @@ class GpuLinear:
     group_size: int
     """Input channels that share a scale, a multiple of 32; 0 with a codebook."""
     codes: torch.Tensor
-    """int32 [ceil(K / 512), bits, N, 16], see the module."""
+    """int32 [words]: [K // 512, bits, N, 16], and behind it what is left of K, [whole words, N, 16] and, 16 bits each,
+    [short word, N, 16]; see the module."""
     groups: torch.Tensor | None
     """int32 [G, N]: the scale, a half, in the low half of a word, and -(2^bits + zero), a half, in the high one. None
     with a codebook."""
@@ -188,28 +187,49 @@ def _to_device(array: npt.NDArray[Any], device: torch.device | str) -> torch.Ten
 
 
 def _repack_codes(name: str, shape: tuple[int, int], bits: int, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Canonical packing [N, ceil(K / 32) * bits] -> int32 [ceil(K / 512), bits, N, 16]."""
+    """Canonical packing [N, ceil(K / 32) * bits] -> int32 [words] as `GpuLinear.codes` says."""
     N, K = shape
     if bits not in WORDS:
         raise BackendError(f"{name} has {bits} bits; the GPU computes with 3 and 4")
     if min(N, K) < 1 or codes.shape != (N, packed_width(K, bits)):
         raise BackendError(f"{name}: codes of shape {codes.shape} don't belong to a matrix of {N} by {K}")
-    blocks = -(-K // BLOCK)
-    if blocks * WORDS[bits] * N * LANES >= 1 << 31:
+    if code_words(shape, bits) >= 1 << 31:
         raise BackendError(f"{name}: {N} by {K} is more than the kernels can address")
-    result = np.empty((blocks, WORDS[bits], N, LANES), dtype=np.uint32)
+    result = np.empty(code_words(shape, bits), dtype=np.uint32)
+    blocks, tail, short = _parts(result, shape, bits)
     for start in range(0, N, ROWS_AT_ONCE):
         rows = unpack(np.ascontiguousarray(codes[start : start + ROWS_AT_ONCE]), bits, K)
-        stop = start + rows.shape[0]
-        result[:, :, start:stop] = _interleave(rows, blocks, bits)
+        stop, inside = start + rows.shape[0], blocks.shape[0] * BLOCK
+        if inside:
+            blocks[:, :, start:stop] = _interleave(rows[:, :inside], bits)
+        if inside < K:
+            words = _interleave(rows[:, inside:], bits)[0]
+            tail[:, start:stop] = words[: tail.shape[0]]
+            for word in words[tail.shape[0] : tail.shape[0] + short.shape[0]]:
+                short[0, start:stop] = word & np.uint32(0xFF) | word >> np.uint32(8) & np.uint32(0xFF00)
     return result.view(np.int32)
 
 
-def _interleave(codes: npt.NDArray[np.uint8], blocks: int, bits: int) -> npt.NDArray[np.uint32]:
-    """Codes uint8 [R, K] -> words uint32 [blocks, words, R, 16]."""
+def _parts(
+    words: npt.NDArray[np.uint32], shape: tuple[int, int], bits: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
+    """Views of `GpuLinear.codes`: uint32 [blocks, words, N, 16], uint32 [words, N, 16] and uint16 [0 or 1, N, 16]."""
+    N, K = shape
+    blocks, left = divmod(pieces(K), BLOCK // PIECE)
+    whole, short = tail_words(bits, left)
+    first, second = blocks * WORDS[bits] * N * LANES, (blocks * WORDS[bits] + whole) * N * LANES
+    return (
+        words[:first].reshape(blocks, WORDS[bits], N, LANES),
+        words[first:second].reshape(whole, N, LANES),
+        words[second:].view(np.uint16).reshape(short, N, LANES),
+    )
+
+
+def _interleave(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint32]:
+    """Codes uint8 [R, K] -> words uint32 [blocks, words, R, 16], the last block filled up with zeros."""
     rows, K = codes.shape
-    if K % BLOCK:
-        codes = np.pad(codes, ((0, 0), (0, blocks * BLOCK - K)))
+    blocks = -(-K // BLOCK)
+    codes = np.ascontiguousarray(np.pad(codes, ((0, 0), (0, blocks * BLOCK - K))))
     bytes_of_pairs = codes.view("<u2").reshape(rows, blocks, BLOCK // PIECE, LANES).astype(np.uint32)
     pairs = bytes_of_pairs & np.uint32(0xFF) | bytes_of_pairs >> np.uint32(8) << np.uint32(16)
     words = np.zeros((rows, blocks, WORDS[bits], LANES), dtype=np.uint32)
@@ -226,15 +246,21 @@ def _interleave(codes: npt.NDArray[np.uint8], blocks: int, bits: int) -> npt.NDA
 
 def _read_codes(weight: GpuLinear) -> torch.Tensor:
     """Undo the order of codes. Returns uint8 [N, K]."""
-    words = np.ascontiguousarray(weight.codes.cpu().numpy()).view(np.uint32)
-    blocks, _, rows, _ = words.shape
+    (rows, K), bits = weight.shape, weight.bits
+    inside, tail, short = _parts(weight.codes.cpu().numpy().view(np.uint32), weight.shape, bits)
+    blocks = -(-K // BLOCK)
+    words = np.zeros((blocks, WORDS[bits], rows, LANES), dtype=np.uint32)
+    words[: inside.shape[0]] = inside
+    words[inside.shape[0] :, : tail.shape[0]] = tail
+    for word in short.astype(np.uint32):
+        words[-1, tail.shape[0]] = word & np.uint32(0xFF) | (word & np.uint32(0xFF00)) << np.uint32(8)
     halves = np.stack((words & np.uint32(0xFFFF), words >> np.uint32(16)), axis=-1).astype(np.uint16)
-    pieces = np.empty((blocks, BLOCK // PIECE, rows, LANES, 2), dtype=np.uint8)
-    bits, each = weight.bits, 16 // weight.bits
+    codes = np.empty((blocks, BLOCK // PIECE, rows, LANES, 2), dtype=np.uint8)
+    each = 16 // bits
     for piece in range(each * WORDS[bits]):
-        pieces[:, piece] = halves[:, piece // each] >> np.uint16(bits * (piece % each)) & np.uint16((1 << bits) - 1)
+        codes[:, piece] = halves[:, piece // each] >> np.uint16(bits * (piece % each)) & np.uint16((1 << bits) - 1)
     if bits == 3:
         top = halves >> np.uint16(15)
-        pieces[:, SPARE_PIECE] = top[:, 0] | top[:, 1] << np.uint16(1) | top[:, 2] << np.uint16(2)
-    natural = pieces.reshape(blocks, BLOCK // PIECE, rows, 4, 2, 2, 2).transpose(2, 0, 1, 4, 3, 5, 6)
-    return torch.from_numpy(natural.reshape(rows, blocks * BLOCK)[:, : weight.shape[1]].copy())
+        codes[:, SPARE_PIECE] = top[:, 0] | top[:, 1] << np.uint16(1) | top[:, 2] << np.uint16(2)
+    natural = codes.reshape(blocks, BLOCK // PIECE, rows, 4, 2, 2, 2).transpose(2, 0, 1, 4, 3, 5, 6)
+    return torch.from_numpy(natural.reshape(rows, blocks * BLOCK)[:, :K].copy())

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 from models.recipe import Recipe
 from models.spec import ModelSpec
+from runtime.backends.triton.words import code_words, pieces
 from runtime.memory import table_bytes
 from runtime.operations.channels import layer_kind
 
-BLOCK = 512
-"""Input channels to whose multiples a row of codes is filled up; see `runtime.backends.triton.layout`."""
 BESIDE_ROWS = 8
 """Rows of a step, a decoded token or a few drafted ones, whose compensation runs beside the product. Of more rows, it
 follows the product and is added in place, so that it takes no memory."""
 SPLIT_ROWS = 16384
 """Rows of attention's splits that are kept until they are merged, at most: query heads times rows times splits."""
+SUMMED_ROWS = 16
+"""Rows of a step whose inputs have the sums of their pieces beside them, for products of few rows."""
 _BLOCK_KINDS = ("qkv", "o", "gate_up", "down")
 
 
@@ -28,6 +29,8 @@ class BufferSizes:
 
     inputs: int
     """float16, the input of a linear layer."""
+    sums: int
+    """float32, sums of the pieces of such an input, of few rows."""
     queries: int
     """float16, rotated queries."""
     stream: int
@@ -42,7 +45,9 @@ class BufferSizes:
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
-        return 2 * (self.inputs + self.queries) + 4 * (self.stream + self.output + self.compensation + self.scratch)
+        return 2 * (self.inputs + self.queries) + 4 * (
+            self.sums + self.stream + self.output + self.compensation + self.scratch
+        )
 
 
 def buffer_sizes(spec: ModelSpec, rows: int) -> BufferSizes:
@@ -51,6 +56,7 @@ def buffer_sizes(spec: ModelSpec, rows: int) -> BufferSizes:
     widest = max(N for N, _ in shapes)
     return BufferSizes(
         inputs=rows * max(K for _, K in shapes),
+        sums=min(rows, SUMMED_ROWS) * pieces(max(K for _, K in shapes)),
         queries=rows * spec.q_width,
         stream=rows * spec.hidden_size,
         output=max(rows * widest, spec.vocab_size),
@@ -74,7 +80,7 @@ def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bo
         bias: Whether there is a bias.
     """
     N, K = shape
-    codes = -(-K // BLOCK) * BLOCK * bits * N // 8
+    codes = 4 * code_words(shape, bits)
     scales = 4 * N * -(-K // group_size) if group_size else 2 * N << bits
     return codes + scales + (4 * N if bias else 0)
 

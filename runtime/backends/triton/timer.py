@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from runtime.backends.triton.decoder import CAPTURE_MODE, TritonDecoder
-from runtime.backends.triton.forward import compensated_product, product
+from runtime.backends.triton.forward import Value, compensated_product, product
 from runtime.backends.triton.model import Linear
 from runtime.operations.channels import layer_kind
 from tuner.errors import TimerError
@@ -171,7 +171,7 @@ class CudaTimer:
             if flush:
                 self._flush.zero_()
             N, K = linear.packed.shape
-            x, out = buffers.input(1, K), buffers.output(1, N)
+            x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(1, N)
             if linear.selection is None:
                 product(linear, x, out, buffers)
             else:

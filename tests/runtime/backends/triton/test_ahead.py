@@ -93,8 +93,33 @@ def test_the_page_lists_every_kernel():
 
 
 def test_the_page_shows_no_spill():
-    spills = re.findall(r"\| (\d+) \| [\d,]+ \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    row = r"^\| [^|]+ \| \d+ \| sm_\d+ \| \d+ \| [\d,]+ \| (\d+) \|"
+    spills = re.findall(row, PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(spills) == {"0"}
+
+
+def test_weights_are_on_their_way_while_products_are_made(everything):
+    """Read from the machine code: a product with a matrix of one token asks for the next block long before it waits."""
+    products = [row for row in everything[0] if row.operation == "gemv" and "codebook" not in row.name]
+    late = [row for row in products if row.in_flight < (0.5 if "rows" not in row.name else 0.3)]
+    assert products
+    assert not late, late
+
+
+def test_a_product_takes_its_tensor_work_once(everything):
+    """64 tensor core instructions for 16,384 weights: none to take offsets off."""
+    work = {row.loop_tensor * 16384 // row.weights for row in everything[0] if row.operation == "gemv"}
+    assert work == {64}
+
+
+def test_decoded_tokens_have_blocks_of_the_cache_on_their_way(everything):
+    """Copies of a block are requested a whole block before the code waits for them."""
+    late = [
+        row
+        for row in everything[0]
+        if row.operation == "attention" and " decode " in row.name and "gear" not in row.name and row.in_flight < 0.9
+    ]
+    assert not late, late
 
 
 @triton.jit

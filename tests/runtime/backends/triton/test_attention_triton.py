@@ -14,15 +14,21 @@ import torch
 
 from runtime.backends.triton.kernels.attention import kernel as kernels
 from runtime.backends.triton.kernels.attention.configs import (
+    KEPT_ROWS,
+    LEAST_BLOCKS,
     MAX_SPLITS,
     SPLIT_ROWS,
+    Room,
     launch_config,
 )
 from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows, power_of_two
+from runtime.backends.triton.kernels.gemv import ROWS
 from runtime.backends.triton.workspace import Workspace
+from runtime.kv.kinds import KINDS, KVKind
 from runtime.operations import attention as reference
 from tests.close import assert_close
+from tests.runtime.backends.triton.pieces import SUMS, sums_of
 
 
 class _Case:
@@ -57,7 +63,11 @@ class _Case:
         x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=device)
         pages, T = half_pages(self.cache, device).pages, self.cache.shape[3]
         q, positions, slots = (one.to(device) for one in (self.q.view(M, H * D), self.positions, self.slots))
-        attend(q, pages, Rows(positions, slots), self.window, x, workspace or Workspace(device), context=T)
+        rows = Rows(positions, slots)
+        sums = attend(q, pages, rows, self.window, x, workspace or Workspace(device), context=T)
+        assert (sums is not None) == (M <= ROWS and D % 32 == 0)
+        if sums is not None and bool(x.isfinite().all()):
+            assert_close(sums, sums_of(x), SUMS)
         return x.cpu().float().view(M, H, D)
 
     def check(self, device: str, half_pages: Any) -> None:
@@ -169,21 +179,94 @@ def test_results_repeat_in_a_workspace_that_holds_anything(
     assert torch.equal(case.run(device, half_pages), first)
 
 
+def test_many_rows_are_launched_in_parts(device: str, half_pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The splits of all of them together would take more memory than is planned for."""
+    monkeypatch.setattr(kernels, "KEPT_ROWS", 4 * 5)
+    _Case(MIXED, 4, 2, 32, 150).check(device, half_pages)
+
+
+LAPTOP, LARGE = Room(multiprocessors=20, shared_kib=100), Room(multiprocessors=132, shared_kib=228)
+
+
+@pytest.mark.parametrize("room", [LAPTOP, LARGE], ids=["laptop", "large"])
 @pytest.mark.parametrize("seen", [1, 100, 8192, 131072])
-@pytest.mark.parametrize("M", [1, 8, 9, 128, 2048])
-@pytest.mark.parametrize(("group", "kv_heads", "dim"), [(1, 32, 96), (4, 8, 128), (7, 2, 64), (8, 1, 256), (71, 1, 64)])
+@pytest.mark.parametrize("M", [1, 2, 8, 9, 128, 512])
+@pytest.mark.parametrize(("group", "kv_heads", "dim"), [(1, 32, 96), (4, 8, 128), (7, 2, 64), (8, 1, 256), (24, 1, 64)])
 def test_launches_cover_every_row_and_keep_to_the_limits(
-    M: int, group: int, kv_heads: int, dim: int, seen: int
+    M: int, group: int, kv_heads: int, dim: int, seen: int, room: Room
 ) -> None:
-    config = launch_config(M, group, kv_heads, dim, seen)
+    config = launch_config(M, group, kv_heads, dim, seen, room=room)
     assert config.rows >= 1
     assert config.rows * group <= config.block_m
     assert config.block_m >= 16
     assert config.block_d >= dim
     assert config.num_stages >= 2
     assert 1 <= config.splits <= min(MAX_SPLITS, max(1, -(-seen // config.block_t)))
+    assert config.splits == 1 or config.splits * M * group * kv_heads <= KEPT_ROWS
     for block in (config.block_m, config.block_t, config.block_d):
         assert block == power_of_two(block)
+
+
+@pytest.mark.parametrize(("room", "programs"), [(LAPTOP, 20), (LARGE, 3 * 132)], ids=["laptop", "large"])
+@pytest.mark.parametrize(("group", "kv_heads"), [(4, 8), (1, 32), (7, 4)])
+def test_a_decoded_token_fills_the_device_and_no_more(group: int, kv_heads: int, room: Room, programs: int) -> None:
+    """At 8192 positions, in few whole waves of the programs that run at the same time; a laptop's are no 256."""
+    splits = launch_config(1, group, kv_heads, 128, 8192, room=room).splits
+    waves = -(-splits * kv_heads // programs)
+    assert waves <= 8
+    assert splits == 8192 // 64 // LEAST_BLOCKS or splits * kv_heads >= 0.75 * waves * programs
+
+
+def test_a_short_context_leaves_most_programs_nothing(device: str, half_pages: Any) -> None:
+    """As many splits are used as there are pairs of blocks; the others write nothing that the merge would read."""
+    case, workspace = _Case([(0, 149)], 2, 1, 64, 4096), Workspace(device)
+    splits = launch_config(1, 2, 1, 64, 4096).splits
+    assert splits == 4096 // 64 // LEAST_BLOCKS
+    workspace.scratch(splits * 2 * 66, torch.float32).fill_(torch.nan)
+    case.run(device, half_pages, workspace)
+    acc = workspace.scratch(splits * 2 * 66, torch.float32)[: 2 * splits * 64].view(2, splits, 64)
+    used = int(workspace.scratch(1, torch.int32))
+    assert used == 2
+    assert bool(acc[:, :used].isfinite().all())
+    assert bool(acc[:, used:].isnan().all())
+
+
+class _Recorded:
+    """Stands for a kernel and keeps what it would be compiled for."""
+
+    def __init__(self, name: str, variants: set[object]) -> None:
+        self._name, self._variants = name, variants
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            absent = tuple(place for place, one in enumerate(arguments) if one is None)
+            self._variants.add((self._name, absent, *sorted(constants.items(), key=str)))
+
+        return launch
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int8", "int4", "hierarchical", "gear4"])
+@pytest.mark.parametrize(("group", "kv_heads", "dim"), [(4, 8, 128), (1, 32, 96), (3, 3, 64), (7, 2, 64)])
+def test_what_a_load_compiles_of_attention(
+    group: int, kv_heads: int, dim: int, kv: KVKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of rows, contexts of any capacity, drafts, and layers with a window: at most a dozen kernels."""
+    variants: set[object] = set()
+    for name in ("_attend_kernel", "_merge_kernel"):
+        monkeypatch.setattr(kernels, name, _Recorded(name, variants))
+    H, kind = group * kv_heads, KINDS[kv]
+    layouts: Any = lambda draft: ("draft" if draft and kind.has_draft else "all",)  # noqa: E731
+    pages: Any = type("Pages", (), {})()
+    pages.head_dim, pages.kv_heads, pages.kind, pages.tensors = dim, kv_heads, kind, "tensors"
+    pages.stride, pages.per_slot, pages.layout = 1, 1, layouts
+    workspace = Workspace("cpu")
+    for M in (*range(1, 40), 64, 100, 128, 129, 200, 512):
+        q = torch.zeros(M, H * dim, dtype=torch.float16)
+        rows = Rows(*torch.zeros(2, M, dtype=torch.int32))
+        for context in (100, 2048, 131072):
+            for window, draft in ((None, False), (None, True), (64, False)):
+                attend(q, pages, rows, window, q, workspace, context=context, draft=draft and M == 1)
+    assert len(variants) <= 12, variants
 
 
 @pytest.mark.gpu

@@ -6,13 +6,16 @@ magnitude, as on the CPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
 from models.packed import PackedLinear
+from runtime.backends.triton.kernels import compensate as kernels
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.residual import GpuResidual, residual_to_device
@@ -289,3 +292,18 @@ def test_a_thousand_replays_of_a_graph(cuda: str, layer: Any, n_tb: int) -> None
     assert int(wrong) == 0
     assert int(flag) == 0
     assert one.workspace.counters(2).tolist() == [0, 0]
+
+
+def test_a_wait_for_a_program_that_never_comes_ends(layer: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters that were left wrong stop the launch with a message, where it would hang for ever."""
+    if device == "cuda":
+        pytest.skip("a stopped launch ends the process's use of the GPU")
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))  # it takes no options of launches
+    monkeypatch.setattr(kernels, "_LOOKS", tl.constexpr(3))
+    one = layer(70, 1024)
+    one.workspace.counters(2)[0] = -1
+    with pytest.raises(Exception, match="thread blocks that never came"):
+        one.run(activations(1, 1024), fused=True)

@@ -12,6 +12,7 @@ import torch
 from runtime.backends.triton.kernels.gate import BLOCK_I, gate
 from runtime.operations.gate import silu_gate
 from tests.close import assert_close
+from tests.runtime.backends.triton.pieces import SUMS, sums_of
 
 
 @pytest.mark.parametrize("with_dec", [False, True], ids=["plain", "dec"])
@@ -22,7 +23,9 @@ def test_gate_follows_the_reference(device: str, M: int, width: int, with_dec: b
     y = 3 * torch.randn(M, 2 * width, generator=generator)
     dec = torch.randn(M, 2 * width, generator=generator) if with_dec else None
     x = torch.full((M, width), torch.nan, dtype=torch.float16, device=device)
-    gate(y.to(device), None if dec is None else dec.to(device), x)
+    sums = torch.full((M, -(-width // 32)), torch.nan, device=device)
+    gate(y.to(device), None if dec is None else dec.to(device), x, sums)
+    assert_close(sums, sums_of(x), SUMS)
     total = y if dec is None else y + dec
     assert_close(x.cpu().float(), silu_gate(total[:, :width], total[:, width:]), "half")
 

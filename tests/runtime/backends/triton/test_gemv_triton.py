@@ -11,7 +11,8 @@ import torch
 from models.packed import PackedLinear
 from models.packing import pack
 from runtime.backends.triton.kernels.gemv import BUSY, LaunchConfig, configure, few_rows, gemv
-from runtime.backends.triton.layout import BLOCK, GpuLinear, dequantize, repack, repack_codebook
+from runtime.backends.triton.layout import GpuLinear, dequantize, repack, repack_codebook
+from runtime.backends.triton.words import BLOCK
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 from runtime.operations import linear as reference
@@ -233,7 +234,7 @@ def test_rows_of_results_must_be_those_of_activations():
     ("N", "K"), [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (64, 64)]
 )
 def test_the_cut_keeps_multiprocessors_busy(N, K, sm_count):
-    config = configure(N, K, 4, sm_count)
+    config = configure(N, K, sm_count)
     blocks = -(-K // BLOCK)
     programs = -(-N // config.block_n) * config.split
     assert 1 <= config.split <= blocks
@@ -241,10 +242,10 @@ def test_the_cut_keeps_multiprocessors_busy(N, K, sm_count):
 
 
 def test_large_matrices_are_not_split():
-    assert configure(128256, 4096, 4, 20).split == 1
+    assert configure(128256, 4096, 20).split == 1
 
 
-@pytest.mark.parametrize("wrong", [{"block_n": 48}, {"block_n": 16}, {"split": 0}, {"stages": 0}])
+@pytest.mark.parametrize("wrong", [{"block_n": 48}, {"block_n": 16}, {"split": 0}])
 def test_impossible_cuts_are_refused(wrong):
     with pytest.raises(ValueError, match="must be"):
         LaunchConfig(**{"split": 1, **wrong})

@@ -25,6 +25,7 @@ from runtime.backends.triton.forward import Pass
 from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import GpuResidual, LoadedResiduals, row_lines
 from runtime.backends.triton.sizes import linear_bytes
+from runtime.backends.triton.words import code_words
 from runtime.decoder import DecoderOptions
 from runtime.errors import OutOfMemoryError
 from runtime.memory import MemoryPlan, plan
@@ -89,7 +90,7 @@ class Shapes:
 def without_numbers(packed: PackedLinear, device: torch.device) -> GpuLinear:
     """As `repack`, of the bytes that `linear_bytes` counts; that those are the layout's own is tested below."""
     N, K = packed.shape
-    codes = torch.empty(-(-K // 512), packed.bits, N, 16, dtype=torch.int32, device=device)
+    codes = torch.empty(code_words(packed.shape, packed.bits), dtype=torch.int32, device=device)
     groups = torch.empty(-(-K // packed.group_size), N, dtype=torch.int32, device=device)
     return GpuLinear(
         name=packed.name, shape=packed.shape, bits=packed.bits, group_size=packed.group_size, codes=codes,

@@ -12,6 +12,7 @@ import torch
 from runtime.backends.triton.kernels.norm import add_norm
 from runtime.operations.norm import rms_norm
 from tests.close import assert_close
+from tests.runtime.backends.triton.pieces import SUMS, sums_of
 
 EPS = 1e-5
 
@@ -35,7 +36,9 @@ class _Case:
         count = h.shape[0] if rows is None else len(rows)
         x = torch.full((count, h.shape[1]), torch.nan, dtype=torch.float16, device=device)
         gathered = None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
-        add_norm(h, y, dec, self.weight.to(device), EPS, x, gathered)
+        sums = torch.full((count, -(-h.shape[1] // 32)), torch.nan, device=device)
+        add_norm(h, y, dec, self.weight.to(device), EPS, x, gathered, sums)
+        assert_close(sums, sums_of(x), SUMS)
         return h.cpu(), x.cpu().float()
 
 

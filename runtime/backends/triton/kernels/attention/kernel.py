@@ -2,9 +2,10 @@
 
 The query heads that read one key-value head, and neighbouring rows of a step, stand as rows of one matrix product, so
 every key is read once for all of them, in its packed form. The positions that they see are divided among many
-programs, which `_merge_kernel` puts together. How many programs there are depends on the cache's capacity, what each
-reads on positions and tables, which lie on the device: a captured launch replays at any length. The sums run in an
-order that depends on shapes and positions alone, so results repeat to the last bit.
+programs, which `_merge_kernel` puts together. How many programs are launched depends on the device and the cache's
+capacity; how many of them have something to do, and what each reads, on positions and tables, which lie on the device:
+a captured launch replays at any length, and at a short one most of its programs end at once. The sums run in an order
+that depends on shapes, positions and the device alone, so results repeat to the last bit.
 
 Blocks of tokens that all rows see whole are visited without a causal mask; what is behind them, the window of recent
 tokens where the kind has one, with it.
@@ -16,13 +17,21 @@ low-rank path as (qB)A^T).
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.kernels.attention.configs import LaunchConfig, launch_config
+from runtime.backends.triton.kernels.attention.configs import (
+    KEPT_ROWS,
+    LEAST_BLOCKS,
+    LaunchConfig,
+    Reading,
+    Room,
+    launch_config,
+)
 from runtime.backends.triton.kernels.attention.visit import Blocks, HeadCache, Queries, Softmax, visit_slot
 from runtime.backends.triton.kernels.cache.kernel import moved
 from runtime.backends.triton.kernels.cache.pages import (
@@ -31,13 +40,22 @@ from runtime.backends.triton.kernels.cache.pages import (
     LayerTensors,
     Rows,
     page_layout,
-    power_of_two,
 )
+from runtime.backends.triton.kernels.gemv import ROWS
+from runtime.backends.triton.kernels.sums import store_sums
+from runtime.backends.triton.words import PIECE
 from runtime.kv.kinds import KINDS, CacheKind, KVKind
 
 if TYPE_CHECKING:
     from runtime.backends.triton.ahead import Ahead
     from runtime.backends.triton.workspace import Workspace
+
+
+_LEAST_BLOCKS = tl.constexpr(LEAST_BLOCKS)
+_MERGED = 16
+"""Splits that a merge holds at a time."""
+_MERGE_WARPS = 4
+_LARGE = Room()
 
 
 class Tile(NamedTuple):
@@ -47,9 +65,8 @@ class Tile(NamedTuple):
     """Query heads."""
     GROUP: int
     """Query heads of a key-value head."""
-    SPLITS: int
-    """See `LaunchConfig`, as all that follow but the last."""
     ROWS: int
+    """See `LaunchConfig`, as all that follow but the last."""
     BLOCK_M: int
     BLOCK_T: int
     BLOCK_D: int
@@ -64,10 +81,19 @@ class Step(NamedTuple):
     """float16 [M, H, D]."""
     rows: Rows
     """Where its rows belong."""
-    x: Any
-    """float16 [M, H, D], the output."""
     partial: Any
-    """What splits leave for `_merge_kernel`, see `_leave`; None where there is one."""
+    """float32, what splits leave for `_merge_kernel`, see `_leave`."""
+    used: Any
+    """int32 [tiles], the splits of each tile of rows that have something to do."""
+
+
+class Share(NamedTuple):
+    """How the blocks that a tile of rows sees are divided."""
+
+    span: Any
+    """Blocks of a split."""
+    used: Any
+    """Splits that have any."""
 
 
 class Heads(NamedTuple):
@@ -100,128 +126,161 @@ def _segment(rows, row, slot_m, window, tile: tl.constexpr):
 
 
 @triton.jit
-def _leave(step, state, M, heads, tile: tl.constexpr, D: tl.constexpr):
-    """Store what a program found: the output where it saw everything, else its split for `_merge_kernel`.
+def _share(step, total, splits):
+    """How `total` blocks are divided among so many splits at most. Notes it down for the merge."""
+    span = tl.maximum(tl.cdiv(total, splits), _LEAST_BLOCKS)
+    used = tl.cdiv(total, span)
+    if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+        tl.store(step.used + tl.program_id(0), used)
+    return Share(span, used)
 
-    partial: acc [M, H, SPLITS, D], then peak and total [M, H, SPLITS] each; a split that saw nothing has peak -inf and
+
+@triton.jit
+def _heads(first_row, end_row, tile: tl.constexpr):
+    """The rows of a program's matrix products."""
+    offs_m = tl.arange(0, tile.BLOCK_M)
+    first = first_row.to(tl.int64) * tile.H + tl.program_id(1) * tile.GROUP
+    offset = offs_m // tile.GROUP * tile.H + offs_m % tile.GROUP
+    return Heads(first, offset, first_row + offs_m // tile.GROUP < end_row)
+
+
+@triton.jit
+def _leave(step, state, M, splits, heads, tile: tl.constexpr, D: tl.constexpr):
+    """Store what a program found for `_merge_kernel`.
+
+    partial: acc [M, H, splits, D], then peak and total [M, H, splits] each; a split that saw nothing has peak -inf and
     total 0, and leaves acc unwritten.
     """
     H: tl.constexpr = tile.H
-    SPLITS: tl.constexpr = tile.SPLITS
     offs_d = tl.arange(0, tile.BLOCK_D)
-    mask_d = offs_d < D
-    if SPLITS > 1:
-        first_split = heads.first * SPLITS + tl.program_id(2)
-        peak_ptr = step.partial + M.to(tl.int64) * (H * SPLITS * D) + first_split
-        total_ptr = peak_ptr + M.to(tl.int64) * (H * SPLITS)
-        tl.store(peak_ptr + heads.offset * SPLITS, state.peak, mask=heads.mask)
-        tl.store(total_ptr + heads.offset * SPLITS, state.total, mask=heads.mask)
-        offs = heads.offset[:, None] * (SPLITS * D) + offs_d[None, :]
-        seen_m = heads.mask & (state.total != 0)  # true for a NaN as well
-        tl.store(step.partial + first_split * D + offs, state.acc, mask=seen_m[:, None] & mask_d[None, :])
-    else:
-        x = state.acc / tl.where(heads.mask, state.total, 1.0)[:, None]
-        offs = heads.offset[:, None] * D + offs_d[None, :]
-        tl.store(step.x + heads.first * D + offs, x.to(tl.float16), mask=heads.mask[:, None] & mask_d[None, :])
+    first_split = heads.first * splits + tl.program_id(2)
+    peak_ptr = step.partial + M.to(tl.int64) * H * splits * D + first_split
+    total_ptr = peak_ptr + M.to(tl.int64) * H * splits
+    tl.store(peak_ptr + heads.offset * splits, state.peak, mask=heads.mask)
+    tl.store(total_ptr + heads.offset * splits, state.total, mask=heads.mask)
+    offs = heads.offset[:, None] * (splits * D) + offs_d[None, :]
+    seen_m = heads.mask & (state.total != 0)  # true for a NaN as well
+    tl.store(step.partial + first_split * D + offs, state.acc, mask=seen_m[:, None] & (offs_d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["M", "stride", "per_slot", "window"])
-def _attend_kernel(
-    step, layer, M, stride, per_slot, window, scale, tile: tl.constexpr, layout: tl.constexpr
-):  # fmt: skip
-    """Program (tile, h, s): ROWS rows of the step, the query heads of key-value head h, split s of what they see.
-
-    The rows of a tile may belong to several slots: the tile passes over the positions of one after another, and splits
-    divide the blocks of all of them. `step` as `Step` says, `layer` as `LayerPages` does; nine parameters, because
-    numbers that must not each make a kernel of their own can't be told so inside a tuple.
-    """
-    H: tl.constexpr = tile.H
-    GROUP: tl.constexpr = tile.GROUP
-    BLOCK_M: tl.constexpr = tile.BLOCK_M
-    BLOCK_D: tl.constexpr = tile.BLOCK_D
+@triton.jit
+def _begin(step, layer, heads, kv_head, tile: tl.constexpr, layout: tl.constexpr):
+    """The queries of a program, the sums of each, and its head's cache."""
     D: tl.constexpr = layout.k.D
-    kv_head = tl.program_id(1)
-    first_row = tl.program_id(0) * tile.ROWS
-    end_row = tl.minimum(first_row + tile.ROWS, M)
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    row_m = first_row + offs_m // GROUP
-    mask_m = row_m < end_row
-    heads = Heads(first_row.to(tl.int64) * H + kv_head * GROUP, offs_m // GROUP * H + offs_m % GROUP, mask_m)
+    offs_d = tl.arange(0, tile.BLOCK_D)
     offs_q = heads.offset[:, None] * D + offs_d[None, :]
-    q = tl.load(step.q + heads.first * D + offs_q, mask=mask_m[:, None] & (offs_d < D)[None, :], other=0.0)
-    q_sum = tl.sum(q.to(tl.float32), axis=1)
+    q = tl.load(step.q + heads.first * D + offs_q, mask=heads.mask[:, None] & (offs_d < D)[None, :], other=0.0)
     k = moved(layer.k, kv_head * layout.k.nbytes)
     v = moved(layer.v, kv_head * layout.v.nbytes)
     layer = LayerTensors(k, v, layer.k_window, layer.v_window, layer.tables, layer.paged)
-    cache = HeadCache(layer, kv_head, stride, per_slot)
-    state = Softmax(
+    return q, tl.sum(q.to(tl.float32), axis=1), layer
+
+
+@triton.jit
+def _nothing(tile: tl.constexpr):
+    """The running softmax of rows that have seen nothing."""
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_D: tl.constexpr = tile.BLOCK_D
+    return Softmax(
         tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
         tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
     )
+
+
+@triton.jit(do_not_specialize=["M", "splits", "stride", "per_slot", "window"])
+def _attend_kernel(
+    step, layer, M, splits, stride, per_slot, window, scale, tile: tl.constexpr, layout: tl.constexpr
+):  # fmt: skip
+    """Program (tile, h, s): ROWS rows of the step, the query heads of key-value head h, split s of what they see.
+
+    The rows of a tile may belong to several slots: the tile passes over the positions of one after another, and splits
+    divide the blocks of all of them. `step` as `Step` says, `layer` as `LayerPages` does; ten parameters, because
+    numbers that must not each make a kernel of their own can't be told so inside a tuple.
+    """
+    D: tl.constexpr = layout.k.D
+    kv_head = tl.program_id(1)
+    first_row = tl.program_id(0) * tile.ROWS
+    end_row = tl.minimum(first_row + tile.ROWS, M)
     if tile.ROWS == 1:
         slot = tl.load(step.rows.slots + first_row)
         position = tl.load(step.rows.positions + first_row)
         first_block, number = _blocks(position, position, window, tile.BLOCK_T)
-        span = tl.cdiv(number, tile.SPLITS)
-        begin = tl.program_id(2) * span
-        blocks = Blocks(first_block + begin, first_block + tl.minimum(begin + span, number), position)
-        queries = Queries(q, q_sum, tl.full([1], position, tl.int32), window, scale)
-        state = visit_slot(queries, state, cache, slot, position, blocks, tile, layout)
+        share = _share(step, number, splits)
+        if tl.program_id(2) < share.used:
+            q, q_sum, layer = _begin(step, layer, _heads(first_row, end_row, tile), kv_head, tile, layout)
+            cache = HeadCache(layer, kv_head, stride, per_slot)
+            begin = tl.program_id(2) * share.span
+            blocks = Blocks(first_block + begin, first_block + tl.minimum(begin + share.span, number), position)
+            queries = Queries(q, q_sum, tl.full([1], position, tl.int32), window, scale)
+            state = visit_slot(queries, _nothing(tile), cache, slot, position, blocks, tile, layout)
+            _leave(step, state, M, splits, _heads(first_row, end_row, tile), tile, D)
     else:
-        slot_m = tl.load(step.rows.slots + row_m, mask=mask_m, other=-1)
-        position_m = tl.load(step.rows.positions + row_m, mask=mask_m, other=-1)
-        begin = 0
-        end = 2147483647
-        if tile.SPLITS > 1:
-            total = 0
-            row = first_row
-            while row < end_row:
-                _, count, _, _, _, number = _segment(step.rows, row, slot_m, window, tile)
-                total += number
-                row += count
-            span = tl.cdiv(total, tile.SPLITS)
-            begin = tl.program_id(2) * span
-            end = begin + span
-        before = 0
+        row_m = first_row + tl.arange(0, tile.BLOCK_M) // tile.GROUP
+        slot_m = tl.load(step.rows.slots + row_m, mask=row_m < end_row, other=-1)
+        position_m = tl.load(step.rows.positions + row_m, mask=row_m < end_row, other=-1)
+        total = 0
         row = first_row
-        while (row < end_row) & (before < end):
-            slot, count, lowest, last, first_block, number = _segment(step.rows, row, slot_m, window, tile)
-            queries = Queries(q, q_sum, tl.where(slot_m == slot, position_m, -1), window, scale)
-            from_block = first_block + tl.maximum(begin - before, 0)
-            blocks = Blocks(from_block, first_block + tl.minimum(end - before, number), last)
-            state = visit_slot(queries, state, cache, slot, lowest, blocks, tile, layout)
-            before += number
+        while row < end_row:
+            _, count, _, _, _, number = _segment(step.rows, row, slot_m, window, tile)
+            total += number
             row += count
-    _leave(step, state, M, heads, tile, D)
+        share = _share(step, total, splits)
+        if tl.program_id(2) < share.used:
+            q, q_sum, layer = _begin(step, layer, _heads(first_row, end_row, tile), kv_head, tile, layout)
+            cache = HeadCache(layer, kv_head, stride, per_slot)
+            state = _nothing(tile)
+            begin = tl.program_id(2) * share.span
+            end = begin + share.span
+            before = 0
+            row = first_row
+            while (row < end_row) & (before < end):
+                slot, count, lowest, last, first_block, number = _segment(step.rows, row, slot_m, window, tile)
+                queries = Queries(q, q_sum, tl.where(slot_m == slot, position_m, -1), window, scale)
+                from_block = first_block + tl.maximum(begin - before, 0)
+                blocks = Blocks(from_block, first_block + tl.minimum(end - before, number), last)
+                state = visit_slot(queries, state, cache, slot, lowest, blocks, tile, layout)
+                before += number
+                row += count
+            _leave(step, state, M, splits, _heads(first_row, end_row, tile), tile, D)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "splits", "rows"])
 def _merge_kernel(
-    partial_ptr, x_ptr, M, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    partial_ptr, used_ptr, x_ptr, sums_ptr, M, splits, rows, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
-    """Program (m, h) merges the splits of query head h of row m; partial as `_leave` says, x [M, H, D]."""
+    """Program (m, h) merges the splits of query head h of row m, in a tile of so many rows; partial as `_leave` says.
+
+    x [M, H, D]; sums [M, H, D / 32], of the pieces of x, where D is a multiple.
+    """
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     head = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
-    offs_s = tl.arange(0, BLOCK_S)
     offs_d = tl.arange(0, BLOCK_D)
-    mask_s = offs_s < SPLITS
     mask_d = offs_d < D
-    peak_ptr = partial_ptr + M.to(tl.int64) * (H * SPLITS * D)
-    total_ptr = peak_ptr + M.to(tl.int64) * (H * SPLITS)
-    peak = tl.load(peak_ptr + head * SPLITS + offs_s, mask=mask_s, other=float("-inf"))
-    total = tl.load(total_ptr + head * SPLITS + offs_s, mask=mask_s, other=0.0)
-    seen = total != 0  # true for a NaN as well, which so reaches the output
-    acc = tl.load(
-        partial_ptr + (head * SPLITS + offs_s[:, None]) * D + offs_d[None, :],
-        mask=seen[:, None] & mask_d[None, :],
-        other=0.0,
-    )
-    top = tl.max(peak, axis=0)
-    weight = tl.where(seen, tl.exp2(peak - top), 0.0)
-    x = tl.sum(acc * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
-    tl.store(x_ptr + head * D + offs_d, x.to(tl.float16), mask=mask_d)
+    peak_ptr = partial_ptr + M.to(tl.int64) * H * splits * D + head * splits
+    total_ptr = peak_ptr + M.to(tl.int64) * H * splits
+    used = tl.load(used_ptr + tl.program_id(0) // rows)
+    top = float("-inf")
+    weights = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, used, BLOCK_S):
+        offs_s = start + tl.arange(0, BLOCK_S)
+        peak = tl.load(peak_ptr + offs_s, mask=offs_s < used, other=float("-inf"))
+        total = tl.load(total_ptr + offs_s, mask=offs_s < used, other=0.0)
+        seen = total != 0  # true for a NaN as well, which so reaches the output
+        at = partial_ptr + (head * splits + offs_s[:, None]) * D + offs_d[None, :]
+        part = tl.load(at, mask=seen[:, None] & mask_d[None, :], other=0.0)
+        highest = tl.maximum(top, tl.max(peak, axis=0))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        fade = tl.exp2(top - shift)
+        weight = tl.where(seen, tl.exp2(peak - shift), 0.0)
+        acc = acc * fade + tl.sum(part * weight[:, None], axis=0)
+        weights = weights * fade + tl.sum(total * weight, axis=0)
+        top = highest
+    x = tl.where(mask_d, acc / weights, 0.0).to(tl.float16)
+    tl.store(x_ptr + head * D + offs_d, x, mask=mask_d)
+    if sums_ptr is not None:
+        store_sums(sums_ptr + head * (D // 32), x, 0, D, BLOCK_D)
 
 
 def attend(
@@ -234,10 +293,11 @@ def attend(
     *,
     context: int,
     draft: bool = False,
-) -> None:
+) -> torch.Tensor | None:
     """softmax(q k^T / sqrt(D)) v over the cached positions p - window < t <= p of the slot of every row at position p.
 
-    Query head h reads key-value head h // (H / H_kv). Nothing but the shapes and the window decides what is launched.
+    Query head h reads key-value head h // (H / H_kv). Nothing but the shapes, the window and the device decides what
+    is launched.
 
     Args:
         q: float16 [M, H * D], rotated, not scaled.
@@ -249,28 +309,56 @@ def attend(
         context: Most tokens of a slot.
         draft: Whether to read the upper plane alone, where the kind has two.
 
+    Returns:
+        float32 [M, H * D / 32], the sums of the pieces of x (`runtime.backends.triton.kernels.sums`), in the workspace
+        until other sums are asked of it. None of more than `gemv.ROWS` rows, and where D is no multiple of 32.
+
     Source: the running softmax of Milakov and Gimelshein (2018), split over the keys as in Flash-Decoding (2023).
     """
     D, H_kv, kind = pages.head_dim, pages.kv_heads, pages.kind
     M, H = q.shape[0], q.shape[1] // D
     seen = context if window is None else min(window, context)
-    config = _config(kind, M, H, H_kv, D, seen, draft=draft)
-    splits = config.splits
-    partial = workspace.scratch(M * H * splits * (D + 2), torch.float32) if splits > 1 else None
-    _attend_kernel[(triton.cdiv(M, config.rows), H_kv, splits)](
-        Step(q, rows, x, partial), pages.tensors, M, pages.stride, pages.per_slot, seen, D**-0.5 * math.log2(math.e),
-        tile=_tile(H, H_kv, config, sliding=seen < context), layout=pages.layout(draft=draft),
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    if splits > 1:
-        _merge_kernel[(M, H)](partial, x, M, **_merge_sizes(H, D, config), num_warps=4)
+    sums = workspace.sums(M, H * D // PIECE) if M <= ROWS and D % PIECE == 0 else None
+    scale = D**-0.5 * math.log2(math.e)
+    together = max(1, KEPT_ROWS // H)  # more rows would leave more splits than there is memory for
+    for start in range(0, M, together):
+        some = min(together, M - start)
+        config = _config(kind, some, H, H_kv, D, seen, draft=draft, room=_room(q.device))
+        tiles, splits = triton.cdiv(some, config.rows), config.splits
+        partial = workspace.scratch(some * H * splits * (D + 2), torch.float32)
+        used = workspace.scratch(tiles, torch.int32)
+        of = Rows(*(one[start : start + some] for one in rows))
+        _attend_kernel[(tiles, H_kv, splits)](
+            Step(q[start:], of, partial, used), pages.tensors, some, splits, pages.stride, pages.per_slot, seen, scale,
+            tile=_tile(H, H_kv, config, sliding=seen < context), layout=pages.layout(draft=draft),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+        _merge_kernel[(some, H)](
+            partial, used, x[start:], None if sums is None else sums[start:], some, splits, config.rows,
+            **_merge_sizes(H, D), num_warps=_MERGE_WARPS,
+        )  # fmt: skip
+    return sums
 
 
-def _config(kind: CacheKind, M: int, H: int, H_kv: int, D: int, seen: int, *, draft: bool = False) -> LaunchConfig:
+@cache
+def _room(device: torch.device) -> Room:
+    """What the device has for programs to run in; that of a large one under the interpreter."""
+    if device.type != "cuda":
+        return Room()
+    properties = torch.cuda.get_device_properties(device)
+    return Room(
+        multiprocessors=properties.multi_processor_count,
+        shared_kib=properties.shared_memory_per_multiprocessor // 1024,
+    )
+
+
+def _config(
+    kind: CacheKind, M: int, H: int, H_kv: int, D: int, seen: int, *, draft: bool = False, room: Room = _LARGE
+) -> LaunchConfig:
     """How to launch attention over a kind of cache."""
     drafted = draft and kind.has_draft
     bits, planes = 4 if drafted else kind.keys.bits, 2 if kind.hierarchical and not drafted else 1
-    return launch_config(M, H // H_kv, H_kv, D, seen, bits=bits, planes=planes, corrected=kind.rank > 0)
+    return launch_config(M, H // H_kv, H_kv, D, seen, Reading(bits, planes, kind.rank > 0), room=room)
 
 
 def _tile(H: int, H_kv: int, config: LaunchConfig, *, sliding: bool) -> Tile:
@@ -278,7 +366,6 @@ def _tile(H: int, H_kv: int, config: LaunchConfig, *, sliding: bool) -> Tile:
     return Tile(
         H=H,
         GROUP=H // H_kv,
-        SPLITS=config.splits,
         ROWS=config.rows,
         BLOCK_M=config.block_m,
         BLOCK_T=config.block_t,
@@ -287,15 +374,9 @@ def _tile(H: int, H_kv: int, config: LaunchConfig, *, sliding: bool) -> Tile:
     )
 
 
-def _merge_sizes(H: int, D: int, config: LaunchConfig) -> dict[str, int]:
+def _merge_sizes(H: int, D: int) -> dict[str, int]:
     """Constants of `_merge_kernel`."""
-    return {
-        "H": H,
-        "D": D,
-        "SPLITS": config.splits,
-        "BLOCK_S": power_of_two(config.splits),
-        "BLOCK_D": config.block_d,
-    }
+    return {"H": H, "D": D, "BLOCK_S": _MERGED}
 
 
 def ahead() -> tuple[Ahead, ...]:
@@ -309,8 +390,8 @@ def ahead() -> tuple[Ahead, ...]:
         *(_ahead("verify", KINDS[name], M=5, **llama) for name in _VERIFIED),
         *(_ahead("prefill", KINDS[name], M=128, **llama) for name in _PREFILLED),
         _ahead("prefill", KINDS["fp16"], M=128, H=32, H_kv=8, D=64),
-        _ahead_merge(M=1, **llama),
-        _ahead_merge(M=1, **wide),
+        _ahead_merge(**llama),
+        _ahead_merge(**wide),
     )
 
 
@@ -326,14 +407,13 @@ def _ahead(
     from runtime.backends.triton.ahead import Ahead
 
     config = _config(kind, M, H, H_kv, D, context, draft=draft)
-    partial = "*fp32" if config.splits > 1 else "constexpr"
     return Ahead(
         name=f"attend {kind.name} {use} H{H}/{H_kv} D{D}",
         kernel=_attend_kernel,
         signature={
-            "step": Step("*fp16", Rows("*i32", "*i32"), "*fp16", partial),
+            "step": Step("*fp16", Rows("*i32", "*i32"), "*fp32", "*i32"),
             "layer": LAYER_TYPES,
-            **dict.fromkeys(("M", "stride", "per_slot", "window"), "i32"),
+            **dict.fromkeys(("M", "splits", "stride", "per_slot", "window"), "i32"),
             "scale": "fp32",
             **dict.fromkeys(("tile", "layout"), "constexpr"),
         },
@@ -346,14 +426,21 @@ def _ahead(
     )
 
 
-def _ahead_merge(*, M: int, H: int, H_kv: int, D: int, seen: int = 8192) -> Ahead:
+def _ahead_merge(*, H: int, H_kv: int, D: int) -> Ahead:
     """One specialization of the merge."""
     from runtime.backends.triton.ahead import Ahead
 
-    sizes = _merge_sizes(H, D, launch_config(M, H // H_kv, H_kv, D, seen))
+    sizes = _merge_sizes(H, D)
     return Ahead(
         name=f"attend merge H{H}/{H_kv} D{D}",
         kernel=_merge_kernel,
-        signature={"partial_ptr": "*fp32", "x_ptr": "*fp16", "M": "i32", **dict.fromkeys(sizes, "constexpr")},
+        signature={
+            **dict.fromkeys(("partial_ptr", "sums_ptr"), "*fp32"),
+            "used_ptr": "*i32",
+            "x_ptr": "*fp16",
+            **dict.fromkeys(("M", "splits", "rows"), "i32"),
+            **dict.fromkeys(sizes, "constexpr"),
+        },
         constants=sizes,
+        num_warps=_MERGE_WARPS,
     )
