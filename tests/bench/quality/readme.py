@@ -96,9 +96,8 @@ def _sentences(view: View, case: Case) -> Iterator[str]:
     if budgets:
         yield f"What a slowdown budget buys on the processor of the measurement: {', '.join(budgets)}."
     stored = view.stored.get((case.name, DEFAULT_METHOD, 3, case.group_size, 4))
-    if stored is not None and stored["gpu_buffers"] > 1.1 * stored["gpu_bytes"]:
-        yield (
-            "MB count what has to lie on the device. The GPU's layout fills rows up to multiples of 512 channels: "
-            f"there this model's 3 bits take {stored['gpu_buffers'] / 1e6:.1f} MB. Residuals take "
-            f"{stored['residual_bytes'] / 1e6:.1f} MB of main memory."
-        )
+    if stored is not None:
+        wider = stored["gpu_buffers"] > 1.1 * stored["gpu_bytes"]
+        there = f" In the GPU's layout this model's 3 bits take {stored['gpu_buffers'] / 1e6:.1f} MB." if wider else ""
+        held = f"Residuals take {stored['residual_bytes'] / 1e6:.1f} MB of main memory"
+        yield f"MB count what has to lie on the device.{there} {held}."

@@ -25,7 +25,7 @@ Bytes of all weights that stay on the device: codes, scales and zero-points or c
 head, the norms, and the residuals' scales. The embedding table is read a row at a time from main memory, here as in
 llama.cpp, and counts on neither side; where it is tied to the head, the head counts. Residuals lie in main memory and
 take "residuals" more of it. "CPU" and "GPU" are sums over real buffers of the linear layers in the layouts of the two
-backends: the GPU's fills rows up to multiples of 512 channels, which costs models of other widths dearly."""
+backends: the GPU's fills rows up to multiples of 32 channels."""
     if not view.peers:
         return f"{lead}\n\nllama.cpp was not measured: no interpreter with llama-cpp-python and gguf (`--peer-python`)."
     versions = sorted({entry["version"] for entry in view.peers.values()})
