@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,7 +15,7 @@ from app.cli.errors import CliError
 from app.cli.output import Output
 
 if TYPE_CHECKING:
-    from app.history.store import Chat, History
+    from app.history.store import History
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -36,11 +36,13 @@ def chats(ctx: typer.Context, as_json: options.Json = False) -> None:
 @app.command("list")
 def list_chats(as_json: options.Json = False) -> None:
     """List all chats: pinned ones first, then the newest first."""
+    from app.history.exchange import about
+
     output = Output(as_json=as_json)
     with _history() as history:
         found = history.chats() if history else []
     if as_json:
-        output.result({"chats": [_entry(chat) for chat in found]})
+        output.result({"chats": [about(chat) for chat in found]})
         return
     rows = [("ID", "LAST", "MODEL", "TITLE")]
     rows += [
@@ -56,11 +58,13 @@ def search(
     as_json: options.Json = False,
 ) -> None:
     """Find messages that hold all words of TEXT, the last one perhaps begun; the newest first."""
+    from app.history.exchange import about
+
     output = Output(as_json=as_json)
     with _history() as history:
         found = history.search(text) if history else []
     if as_json:
-        entries = [{**_entry(one.chat), "message": one.message, "snippet": one.snippet} for one in found]
+        entries = [{**about(one.chat), "message": one.message, "snippet": one.snippet} for one in found]
         output.result({"found": entries})
         return
     output.table([("ID", "TITLE", "FOUND"), *((one.chat.id[:SHORT], one.chat.title, one.snippet) for one in found)])
@@ -126,17 +130,6 @@ def import_chats(
         return
     skipped = f"; {len(brought) - len(new)} were there already or empty" if len(new) < len(brought) else ""
     output.note(f"{len(new)} {'chat is' if len(new) == 1 else 'chats are'} brought in{skipped}")
-
-
-def _entry(chat: Chat) -> dict[str, Any]:
-    return {
-        "id": chat.id,
-        "title": chat.title,
-        "model": chat.model,
-        "pinned": chat.pinned,
-        "created": chat.created.isoformat(),
-        "updated": chat.updated.isoformat(),
-    }
 
 
 @contextmanager

@@ -59,8 +59,8 @@ def to_markdown(chat: Chat, messages: Sequence[Message]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
-    """All of a chat as a JSON object."""
+def about(chat: Chat) -> dict[str, Any]:
+    """A chat without its messages as a JSON object."""
     return {
         "id": chat.id,
         "title": chat.title,
@@ -68,6 +68,13 @@ def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
         "pinned": chat.pinned,
         "created": chat.created.isoformat(),
         "updated": chat.updated.isoformat(),
+    }
+
+
+def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
+    """All of a chat as a JSON object."""
+    return {
+        **about(chat),
         "head": chat.head,
         "messages": [
             {
