@@ -44,6 +44,9 @@ class CountingEngine:
         )
         yield Piece(text="", finish_reason="cancelled", usage=usage)
 
+    def speculate(self, gamma: Any) -> None:
+        assert gamma is None
+
     def close(self) -> None:
         sys.stderr.write("engine closed\n")
 

@@ -35,7 +35,7 @@ class _FullLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight.float(), None if bias is None else bias.float()
 
-    def __call__(self, x: torch.Tensor, _positions: torch.Tensor, *, way: Way) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, _positions: torch.Tensor, *, way: Way, draft: bool = False) -> torch.Tensor:
         return functional.linear(x, self._weight, self._bias)
 
 

@@ -77,7 +77,8 @@ class Attention:
         options = DecoderOptions(
             kv=kind, context=sizes.get("context", 1024), slots=sizes.get("slots", 2), max_rows=sizes.get("max_rows", 16)
         )
-        spec: Any = type("Spec", (), {"num_layers": self.layers, "num_kv_heads": self.kv_heads, "head_dim": self.dim})()
+        facts = {"num_layers": self.layers, "num_kv_heads": self.kv_heads, "head_dim": self.dim}
+        spec: Any = type("Spec", (), {**facts, "windows": (self.window,) * self.layers})()
         self.cpu = CpuCache(spec, options, 2)
         self.reference = ReferenceCache(
             KINDS[kind], spec, context=options.context, slots=options.slots, max_rows=options.max_rows
