@@ -140,7 +140,7 @@ class Sampler:
         Args:
             logits: float32 [V], finite; left as they are.
         """
-        token = self.pick(self.distribution(logits))
+        token = int(self._penalized(logits).argmax()) if self.greedy else self.pick(self.distribution(logits))
         self.note(token)
         return token
 
@@ -151,13 +151,17 @@ class Sampler:
             logits: float32 [V], finite; left as they are.
             since: Tokens that stand before it and are not noted: a draft's.
         """
-        options = self._options
-        if options.repetition_penalty != 1 and (self._seen or since):
-            seen = np.fromiter({**self._seen, **dict.fromkeys(since)}, np.int64)
-            logits = _penalize(logits, seen, options.repetition_penalty)
+        logits = self._penalized(logits, since)
         if self.greedy:
             return Distribution(np.array([logits.argmax()], np.int64), np.ones(1))
-        return Distribution(*filtered(logits, options))
+        return Distribution(*filtered(logits, self._options))
+
+    def _penalized(self, logits: Float32Array, since: Sequence[int] = ()) -> Float32Array:
+        """Logits [V] with those of seen tokens made smaller, where that is asked for."""
+        penalty = self._options.repetition_penalty
+        if penalty == 1 or not (self._seen or since):
+            return logits
+        return _penalize(logits, np.fromiter({**self._seen, **dict.fromkeys(since)}, np.int64), penalty)
 
     def pick(self, distribution: Distribution) -> int:
         """A token drawn from a distribution."""

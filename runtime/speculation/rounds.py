@@ -81,6 +81,8 @@ class Rounds:
     def _length(self, remaining: int) -> int:
         """Tokens that the next round drafts: no more than are wanted, and than are verified as if one by one."""
         gamma, slot = self._gamma.next(), self._place.slot
+        if not gamma:
+            return 0
         decoder, conversations = self._place.decoder, self._place.conversations
         conversations.cut(slot, len(conversations.tokens(slot)))
         alike = gamma + 1 if decoder.cache is None else decoder.cache.rows_alike(slot)
@@ -88,6 +90,8 @@ class Rounds:
 
     def _round(self, token: int, gamma: int) -> list[tuple[int, Float32Array]]:
         """One round after a token, which is in the cache afterwards. Returns the tokens that it gives."""
+        if not gamma:
+            return [self._plain(token)]
         held = self._place.conversations.tokens(self._place.slot)
         start = len(held)
         self._place.conversations.make_room(self._place.slot, start + gamma + 1)
@@ -102,6 +106,18 @@ class Rounds:
         for each in tokens:
             self._sampler.note(each)
         return list(zip(tokens, logits, strict=False))
+
+    def _plain(self, token: int) -> tuple[int, Float32Array]:
+        """A round without a draft. Where nobody asked for speculation all are such, so it does no more than it must."""
+        held = self._place.conversations.tokens(self._place.slot)
+        start = len(held)
+        self._place.conversations.make_room(self._place.slot, start + 1)
+        began = time.perf_counter()
+        logits = self._forward([token], start, flush=True)[0]
+        self._gamma.note(0, 0, time.perf_counter() - began)
+        self.counts.add(0, 0)
+        held.append(token)
+        return self._sampler.draw(logits), logits
 
     def _draft(self, token: int, start: int, gamma: int) -> Proposal:
         """Up to gamma tokens after one at position `start`."""
