@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from app.cli import options
 from app.cli.interrupt import Interrupt
 from app.cli.output import Output
 from app.cli.services import Services, prepare_folders
@@ -89,7 +90,7 @@ def _settings(choices: LoadChoices) -> Settings:
     """The settings, with what was asked for in their place."""
     from app.settings import load
 
-    speculate = None if choices.speculate is None else "on" if choices.speculate else "off"
+    speculate = options.speculate_setting(choices.speculate)
     return load({"kv": choices.kv, "backend": choices.backend, "speculate": speculate, "gamma": choices.gamma})
 
 

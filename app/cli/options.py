@@ -38,6 +38,11 @@ def compensation(budget: float | None, k_chunk: int | None = None) -> Compensati
         raise typer.BadParameter(str(error), param_hint="--budget") from error
 
 
+def speculate_setting(speculate: bool | None) -> str | None:
+    """The option `Speculation` as the setting `speculate` has it; None leaves it as it is set."""
+    return None if speculate is None else "on" if speculate else "off"
+
+
 def check_speculation(speculate: bool | None, gamma: int | None, kv: KVKind | None = None) -> None:
     """Check the options `Speculation`, `Gamma` and `KVOption` against each other.
 

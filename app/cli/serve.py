@@ -55,8 +55,7 @@ def serve(
     from runtime.server import serve as server
     from runtime.wire.requests import LoadRequest
 
-    speculate = None if speculation is None else "on" if speculation else "off"
-    settings = load({"model": model, "speculate": speculate, "gamma": gamma})
+    settings = load({"model": model, "speculate": options.speculate_setting(speculation), "gamma": gamma})
     compensation = of_settings(settings.k_chunk, settings.budget, asked, prompt_budget=settings.prompt_budget)
     if prompt_budget is not None:
         compensation = replace(compensation, prompt_budget_percent=prompt_budget)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from app.conversation import Message, Role, State
+from app.conversation import Conversation, Message, Role, State
 from app.errors import HistoryError
 from app.history.store import Chat, History, statistics_json, statistics_of, title_of
 
@@ -50,8 +50,9 @@ def to_markdown(chat: Chat, messages: Sequence[Message]) -> str:
         chat: The chat.
         messages: Its messages of all branches.
     """
-    parts = [f"# {chat.title}"]
-    for message in path(messages, chat.head):
+    conversation, parts = Conversation(), [f"# {chat.title}"]
+    conversation.restore(chat.id, messages, chat.head)
+    for message in conversation.path():
         who = "You" if message.role == "user" else (message.model or "Assistant")
         ended = {"stopped": "\n\n*stopped*", "failed": f"\n\n*failed: {message.error}*"}.get(message.state, "")
         mark = f"<!-- {FORMAT}: {message.role} {message.created.isoformat()} -->"
@@ -96,16 +97,6 @@ def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
 def document(chats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A file of chats, each from `to_json`."""
     return {"format": FORMAT, "version": VERSION, "chats": list(chats)}
-
-
-def path(messages: Sequence[Message], head: str | None) -> list[Message]:
-    """The messages from the first one to the head."""
-    by_id = {message.id: message for message in messages}
-    found: list[Message] = []
-    while head is not None and (message := by_id.pop(head, None)) is not None:
-        found.append(message)
-        head = message.parent
-    return found[::-1]
 
 
 def bring(history: History, chat: Brought) -> str | None:

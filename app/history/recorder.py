@@ -36,11 +36,13 @@ class Recorder:
         with self._changed:
             if self._closed:
                 return
+            idle = not self._waiting  # else the thread knows, and need not wake for every word
             self._waiting[chat, message.id] = (head, message)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="history", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
+            if idle:
+                self._changed.notify_all()
 
     def flush(self) -> None:
         """Wait until all that was recorded is written, or can't be."""

@@ -185,9 +185,8 @@ class History:
         Raises:
             HistoryError: there is none, or several.
         """
-        begins = name.replace("%", "").replace("_", "")
-        query = f"SELECT {_COLUMNS} FROM chats WHERE deleted IS NULL AND id LIKE ? || '%' LIMIT 2"  # noqa: S608
-        rows = self._read(query, (begins,)) if begins and begins == name else []
+        query = f"SELECT {_COLUMNS} FROM chats WHERE deleted IS NULL AND lower(substr(id, 1, ?)) = lower(?) LIMIT 2"  # noqa: S608
+        rows = self._read(query, (len(name), name)) if name else []
         if len(rows) != 1:
             many = f"several chats begin with {name}; write more of it" if rows else f"there is no chat {name}"
             raise HistoryError(f"{many}: `lowbit-chat chats` lists them")

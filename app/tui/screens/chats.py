@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical
 from textual.events import Key
-from textual.screen import ModalScreen, Screen
-from textual.widgets import Button, DataTable, Footer, Input, Static
+from textual.screen import Screen
+from textual.widgets import DataTable, Footer, Input, Static
 
 from app.errors import HistoryError
 from app.tui.messages import ChatAsked
 from app.tui.printable import printable
+from app.tui.screens.dialogs import TitleDialog
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
 
@@ -203,44 +203,6 @@ class ChatsScreen(Screen[None]):
             if told:
                 self.notify(told, markup=False)
         self.refill()
-
-
-class TitleDialog(ModalScreen[str | None]):
-    """Asks for a chat's title."""
-
-    AUTO_FOCUS = "Input"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "cancel", id="dialog.cancel")]
-
-    def __init__(self, title: str) -> None:
-        super().__init__()
-        self._before = title
-
-    def compose(self) -> ComposeResult:
-        """A line to write in, and buttons."""
-        with Vertical(classes="dialog"):
-            yield Static("Title of the chat")
-            yield Input(self._before, compact=True)
-            with Horizontal(classes="dialog-buttons"):
-                yield Button("Rename", id="yes", variant="primary", compact=True)
-                yield Button("Cancel", id="no", compact=True)
-
-    @on(Input.Submitted)
-    def submit(self) -> None:
-        """Take the title, if there is one."""
-        title = self.query_one(Input).value
-        self.dismiss(title if title.strip() else None)
-
-    @on(Button.Pressed)
-    def decide(self, event: Button.Pressed) -> None:
-        """Rename or give up, by the button."""
-        if event.button.id == "yes":
-            self.submit()
-        else:
-            self.dismiss(None)
-
-    def action_cancel(self) -> None:
-        """Give up."""
-        self.dismiss(None)
 
 
 def when(moment: datetime, now: datetime | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -19,6 +20,7 @@ from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
 from runtime.wire.requests import QuantizeRequest
 
 V = TypeVar("V")
+C = TypeVar("C")
 
 BITS = {4.0: "nearly as good as the original", 3.5: "half of the blocks at 3", 3.0: "smallest, a worse start"}
 """Bits of a weight to choose from, and a few words on each."""
@@ -109,11 +111,54 @@ class ConfirmDialog(ModalScreen[bool]):
         self.dismiss(answer)
 
 
-class QuantizeDialog(ModalScreen[QuantizeRequest | None]):
-    """Asks which checkpoint to quantize, to how many bits, by which method, and whether keys are evened out."""
+class FormDialog(ModalScreen[V | None]):
+    """Something to fill in, with a button `yes` that takes it and another that gives up, as Escape does."""
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "cancel", id="dialog.cancel")]
+
+    @abstractmethod
+    def submit(self) -> None:
+        """End with what was filled in, if it is acceptable."""
+
+    @on(Button.Pressed)
+    def decide(self, event: Button.Pressed) -> None:
+        """Take it or give up, by the button."""
+        if event.button.id == "yes":
+            self.submit()
+        else:
+            self.dismiss(None)
+
+    def action_cancel(self) -> None:
+        """Give up."""
+        self.dismiss(None)
+
+
+class TitleDialog(FormDialog[str]):
+    """Asks for a chat's title."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self._before = title
+
+    def compose(self) -> ComposeResult:
+        """A line to write in, and buttons."""
+        with Vertical(classes="dialog"):
+            yield Static("Title of the chat")
+            yield Input(self._before, compact=True)
+            with Horizontal(classes="dialog-buttons"):
+                yield Button("Rename", id="yes", variant="primary", compact=True)
+                yield Button("Cancel", id="no", compact=True)
+
+    @on(Input.Submitted)
+    def submit(self) -> None:
+        """Take the title, if there is one."""
+        title = self.query_one(Input).value
+        self.dismiss(title if title.strip() else None)
+
+
+class QuantizeDialog(FormDialog[QuantizeRequest]):
+    """Asks which checkpoint to quantize, to how many bits, by which method, and whether keys are evened out."""
 
     def compose(self) -> ComposeResult:
         """Checkpoint, bits, method, evened keys, buttons."""
@@ -149,18 +194,6 @@ class QuantizeDialog(ModalScreen[QuantizeRequest | None]):
         smooth = self.query_one(Checkbox).value
         self.dismiss(QuantizeRequest(source=source, bits=bits, method=method, smooth_attention=smooth))
 
-    @on(Button.Pressed)
-    def decide(self, event: Button.Pressed) -> None:
-        """Begin or give up, by the button."""
-        if event.button.id == "yes":
-            self.submit()
-        else:
-            self.dismiss(None)
-
-    def action_cancel(self) -> None:
-        """Give up."""
-        self.dismiss(None)
-
-    def _chosen(self, radios: str, values: Sequence[V]) -> V:
+    def _chosen(self, radios: str, values: Sequence[C]) -> C:
         """The value of the button that is pressed; one always is."""
         return values[max(0, self.query_one(radios, RadioSet).pressed_index)]
