@@ -28,7 +28,7 @@ from runtime.errors import BackendError, Cancelled, ContextOverflowError, Reques
 from runtime.generation import FinishReason, Piece, Run
 from runtime.kv.conversations import Conversations
 from runtime.kv.saved_folder import SavedCaches
-from runtime.sampling import Alternative, Sampler, SamplingOptions, TokenLogprob, log_probabilities
+from runtime.sampling import Alternative, Drawn, Sampler, SamplingOptions, TokenLogprob, log_probabilities
 from runtime.speculation.gamma import Costs, FixedGamma, Gamma, gamma_of
 from runtime.speculation.rounds import Place, Rounds
 from runtime.stopping import StopMatcher
@@ -285,10 +285,14 @@ class Engine:
         if self._closed or cancelled():
             raise Cancelled("the generation was asked to stop")
 
-    def _logprob(self, logits: Float32Array, token: int, count: int | None) -> TokenLogprob | None:
+    def _logprob(self, own: Float32Array | Drawn, token: int, count: int | None) -> TokenLogprob | None:
         """The log-probability of a drawn token and of `count` alternatives, where asked for."""
         if count is None:
             return None
-        value, ranked = log_probabilities(logits, token, count)
+        if isinstance(own, Drawn):
+            assert own.logprob is not None
+            value, ranked = own.logprob, own.ranked
+        else:
+            value, ranked = log_probabilities(own, token, count)
         top = tuple(Alternative(token=i, text=self.tokenizer.piece(i), logprob=p) for i, p in ranked)
         return TokenLogprob(token=token, text=self.tokenizer.piece(token), logprob=value, top=top)

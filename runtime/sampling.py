@@ -71,6 +71,11 @@ class SamplingOptions:
         if len(self.stop) > MAX_STOPS or not all(self.stop):
             raise RequestError(f"stop must hold at most {MAX_STOPS} texts, none of them empty")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
@@ -96,6 +101,30 @@ class TokenLogprob:
     """As in `Alternative`."""
     top: tuple[Alternative, ...] = ()
     """The most likely tokens, most likely first; as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """What a backend needs to draw a token where its logits are; see `runtime.decoder.DrawsTokens`."""
+
+    options: SamplingOptions
+    """Temperature, filters, penalty, and how many log-probabilities are wanted."""
+    uniform: float
+    """The number in [0, 1) that decides, of the answer's own stream; of no meaning where the draw is greedy."""
+    seen: Int64Array
+    """[n] tokens that the repetition penalty applies to, each once; empty where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token drawn where its logits are, which stay there."""
+
+    token: int
+    """Token id."""
+    logprob: float | None = None
+    """Its log-probability, as `log_probabilities` gives it; None unless asked for."""
+    ranked: Sequence[tuple[int, float]] = ()
+    """(token, log-probability) of the most likely, most likely first, as many as were asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +161,7 @@ class Sampler:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
-        return self._options.temperature < GREEDY_BELOW or self._options.top_k == 1
+        return self._options.greedy
 
     def draw(self, logits: Float32Array) -> int:
         """The next token, which counts as seen from now on.
@@ -143,6 +172,14 @@ class Sampler:
         token = int(self._penalized(logits).argmax()) if self.greedy else self.pick(self.distribution(logits))
         self.note(token)
         return token
+
+    def order(self) -> Draw:
+        """The next draw, for whoever holds the logits; it takes the stream's next number where `draw` would.
+
+        The token that comes back has to be noted.
+        """
+        seen = np.fromiter(self._seen, np.int64, len(self._seen))
+        return Draw(self._options, 0.0 if self.greedy else self.uniform(), seen)
 
     def distribution(self, logits: Float32Array, since: Sequence[int] = ()) -> Distribution:
         """What the next token is drawn from.
