@@ -1,7 +1,7 @@
 """Constrained answers: only tokens that a grammar lets follow are drawn, so the whole answer fits a JSON schema, say.
 
 llguidance does the work: it keeps a parser beside the answer and says before each token which of the vocabulary may
-come. Where the grammar is complete that includes the end of the sequence, and where nothing else may come it is only that.
+come. Where the grammar is complete that includes the end of the sequence; where nothing else may come it is that alone.
 """
 
 from __future__ import annotations
