@@ -18,11 +18,12 @@ from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 Float32Array = npt.NDArray[np.float32]
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of any JSON object."""
-JSON_OPTIONS: Mapping[str, Any] = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,12}"}
+WHITE_SPACE = r"[ \n]{0,12}"
 """White space between JSON's tokens: as models like to write it, and never without end."""
 
 
