@@ -43,9 +43,8 @@ class Grammar:
         """
         from llguidance import LLMatcher
 
-        return cls(LLMatcher.grammar_from_json_schema(dict(schema), overrides=dict(JSON_OPTIONS))).checked(
-            "JSON schema"
-        )
+        options: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
+        return cls(LLMatcher.grammar_from_json_schema(dict(schema), overrides=options)).checked("JSON schema")
 
     @classmethod
     def of_lark(cls, text: str) -> Grammar:
