@@ -29,7 +29,7 @@ from runtime.errors import BackendError, Cancelled, ContextOverflowError, Reques
 from runtime.generation import FinishReason, Piece, Run
 from runtime.kv.conversations import Conversations
 from runtime.kv.saved_folder import SavedCaches
-from runtime.sampling import Alternative, Sampler, SamplingOptions, TokenLogprob, log_probabilities
+from runtime.sampling import Sampler, SamplingOptions, token_logprob
 from runtime.speculation.gamma import Costs, FixedGamma, Gamma, gamma_of
 from runtime.speculation.rounds import Place, Rounds
 from runtime.stopping import StopMatcher
@@ -235,7 +235,9 @@ class Engine:
                     break
                 given = stops.add(text.add(token))
                 given, blank = (given.lstrip(), blank and not given.strip()) if blank else (given, False)
-                yield Piece(text=given, token=token, logprob=self._logprob(own, token, options.logprobs))
+                yield Piece(
+                    text=given, token=token, logprob=token_logprob(own, token, options.logprobs, self.tokenizer.piece)
+                )
                 if stops.stopped:
                     finish = "stop"
                     break
@@ -296,11 +298,3 @@ class Engine:
         """Raise Cancelled where the caller or `close` asks for the end."""
         if self._closed or cancelled():
             raise Cancelled("the generation was asked to stop")
-
-    def _logprob(self, logits: Float32Array, token: int, count: int | None) -> TokenLogprob | None:
-        """The log-probability of a drawn token and of `count` alternatives, where asked for."""
-        if count is None:
-            return None
-        value, ranked = log_probabilities(logits, token, count)
-        top = tuple(Alternative(token=i, text=self.tokenizer.piece(i), logprob=p) for i, p in ranked)
-        return TokenLogprob(token=token, text=self.tokenizer.piece(token), logprob=value, top=top)

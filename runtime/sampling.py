@@ -6,7 +6,7 @@ Order, as in transformers: repetition penalty, temperature, top-k, top-p, min-p.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -260,3 +260,21 @@ def log_probabilities(logits: Float32Array, token: int, count: int) -> tuple[flo
     best = np.argpartition(logits, logits.size - count)[logits.size - count :] if count else np.empty(0, np.int64)
     ranked = sorted(((int(i), float(logits[i]) - normalizer) for i in best), key=lambda pair: (-pair[1], pair[0]))
     return float(logits[token]) - normalizer, ranked
+
+
+def token_logprob(
+    logits: Float32Array, token: int, count: int | None, piece: Callable[[int], str]
+) -> TokenLogprob | None:
+    """The log-probability of a drawn token and of `count` alternatives, where that is asked for.
+
+    Args:
+        logits: float32 [V].
+        token: The token drawn.
+        count: As `SamplingOptions.logprobs`.
+        piece: A token as text.
+    """
+    if count is None:
+        return None
+    value, ranked = log_probabilities(logits, token, count)
+    top = tuple(Alternative(token=i, text=piece(i), logprob=p) for i, p in ranked)
+    return TokenLogprob(token=token, text=piece(token), logprob=value, top=top)
