@@ -250,10 +250,7 @@ class Engine:
         yield run.last(finish, rest.lstrip() if blank else rest)
 
     def _rounds(self, run: Run, cancelled: Callable[[], bool]) -> Rounds:
-        """What decodes after the prompt.
-
-        Draws of a given seed must not hang on the clock: gamma stays as it was. What a grammar decides is not drafted.
-        """
+        """What decodes: no drafts under a grammar; draws of a given seed must not hang on the clock as gamma does."""
         sampler, gamma = Sampler(run.options, run.prompt, run.constraint), self._gamma or FixedGamma(0)
         if sampler.constrained:
             gamma = FixedGamma(0)
