@@ -219,7 +219,8 @@ class Decoder(Protocol):
 class DrawsTokens(Protocol):
     """What a decoder may do beside: draw tokens where the logits are, so that a few numbers leave the device.
 
-    A backend whose logits lie in the host's memory has no use for it; whoever asks looks with `isinstance`.
+    A backend whose logits lie in the host's memory has no use for it; whoever asks looks with `isinstance`. Where a
+    grammar decides what may come (`Sampler.constrained`), logits have to come to the host.
     """
 
     def draw(self, step: Step, draws: Sequence[Draw]) -> list[Drawn]:

@@ -6,12 +6,13 @@ Order, as in transformers: repetition penalty, temperature, top-k, top-p, min-p.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from runtime.constraint import Constraint, Grammar
 from runtime.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -54,6 +55,8 @@ class SamplingOptions:
     """Texts that end the answer and are left out of it."""
     logprobs: int | None = None
     """How many alternatives to report with each token's log-probability; None = no log-probabilities."""
+    grammar: Grammar | None = None
+    """What the answer must look like; None = anything."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -147,16 +150,24 @@ class Distribution:
 class Sampler:
     """Draws the tokens of one answer."""
 
-    def __init__(self, options: SamplingOptions, seen: Sequence[int] = ()) -> None:
+    def __init__(
+        self, options: SamplingOptions, seen: Sequence[int] = (), constraint: Constraint | None = None
+    ) -> None:
         """Start an answer.
 
         Args:
             options: How to draw.
             seen: Tokens of the prompt, for the repetition penalty.
+            constraint: What may be drawn; nothing can be drafted then. None: any token.
         """
-        self._options = options
+        self._options, self._constraint = options, constraint
         self._random = np.random.Generator(np.random.PCG64(None if options.seed is None else options.seed % 2**64))
         self._seen: dict[int, None] = dict.fromkeys(seen) if options.repetition_penalty != 1 else {}
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar decides what may be drawn: token by token, on the host."""
+        return self._constraint is not None
 
     @property
     def greedy(self) -> bool:
@@ -194,7 +205,9 @@ class Sampler:
         return Distribution(*filtered(logits, self._options))
 
     def _penalized(self, logits: Float32Array, since: Sequence[int] = ()) -> Float32Array:
-        """Logits [V] with those of seen tokens made smaller, where that is asked for."""
+        """Logits [V] with those of seen tokens made smaller, and without what may not come, where that is asked for."""
+        if self._constraint is not None:
+            logits = self._constraint.masked(logits)
         penalty = self._options.repetition_penalty
         if penalty == 1 or not (self._seen or since):
             return logits
@@ -212,6 +225,8 @@ class Sampler:
 
     def note(self, token: int) -> None:
         """Count a token as seen."""
+        if self._constraint is not None:
+            self._constraint.take(token)
         if self._options.repetition_penalty != 1:
             self._seen[token] = None
 
@@ -282,3 +297,25 @@ def log_probabilities(logits: Float32Array, token: int, count: int) -> tuple[flo
     best = np.argpartition(logits, logits.size - count)[logits.size - count :] if count else np.empty(0, np.int64)
     ranked = sorted(((int(i), float(logits[i]) - normalizer) for i in best), key=lambda pair: (-pair[1], pair[0]))
     return float(logits[token]) - normalizer, ranked
+
+
+def token_logprob(
+    own: Float32Array | Drawn, token: int, count: int | None, piece: Callable[[int], str]
+) -> TokenLogprob | None:
+    """The log-probability of a drawn token and of `count` alternatives, where that is asked for.
+
+    Args:
+        own: The logits float32 [V] that it was drawn from; or what was drawn from them elsewhere.
+        token: The token drawn.
+        count: As `SamplingOptions.logprobs`.
+        piece: A token as text.
+    """
+    if count is None:
+        return None
+    if isinstance(own, Drawn):
+        assert own.logprob is not None
+        value, ranked = own.logprob, own.ranked
+    else:
+        value, ranked = log_probabilities(own, token, count)
+    top = tuple(Alternative(token=i, text=piece(i), logprob=p) for i, p in ranked)
+    return TokenLogprob(token=token, text=piece(token), logprob=value, top=top)

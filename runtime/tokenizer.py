@@ -58,6 +58,10 @@ class Tokenizer:
             return None
         return "this model has no chat template: turns are written as plain 'User:' and 'Assistant:' lines"
 
+    def to_json(self) -> str:
+        """The tokenizer as the `tokenizers` package writes it, without chat template and names of special tokens."""
+        return str(self._fast.to_str())
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Tokens of a text.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -54,7 +55,9 @@ class Rounds:
     ) -> None:
         self._place, self._sampler, self._gamma = place, sampler, gamma
         self._ends, self._check = ends, check
-        self._device = place.decoder if isinstance(place.decoder, DrawsTokens) else None
+        # A grammar decides on the host.
+        draws = isinstance(place.decoder, DrawsTokens) and not sampler.constrained
+        self._device = cast("DrawsTokens", place.decoder) if draws else None
         self.counts = Counts()
         """What was done so far."""
 

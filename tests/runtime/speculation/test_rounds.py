@@ -210,6 +210,15 @@ class OnDevice:
         return [Drawn(token, *log_probabilities(kept, token, 2))]
 
 
+class Odd:
+    """A constraint to odd tokens."""
+
+    def masked(self, logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.where(np.arange(V) % 2 == 1, logits, -np.inf)
+
+    def take(self, token: int) -> None: ...
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_decoder_that_draws_is_asked_for_tokens_alone(model: Any, temperature: float) -> None:
     """The same tokens from the same stream, penalties included; logits stay where they are."""
@@ -227,3 +236,16 @@ def test_a_decoder_that_draws_is_asked_for_tokens_alone(model: Any, temperature:
     assert place[0] == place[1]
     assert bench.decoder.drawn == 59
     assert all(isinstance(own, Drawn) and own.token == token for token, own in given[1:])
+
+
+def test_a_grammar_decides_on_the_host(model: Any) -> None:
+    bench = Bench(CpuDecoder, model, GREEDY, 30)
+    decoder = OnDevice(bench.decoder)
+    sampler = Sampler(GREEDY, (), Odd())
+    rounds = Rounds(
+        Place(decoder=decoder, conversations=bench.conversations, slot=0),
+        sampler, FixedGamma(0), ends=(), check=lambda: None,
+    )  # fmt: skip
+    tokens = [token for token, _ in itertools.islice(rounds.tokens(bench.logits(), lambda: 10), 10)]
+    assert decoder.drawn == 0
+    assert all(token % 2 for token in tokens)
