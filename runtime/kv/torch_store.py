@@ -8,7 +8,8 @@ import torch
 
 from models.spec import ModelSpec
 from runtime.kv.kinds import PARTS, CacheKind, Part, page_fields
-from runtime.kv.oracle.page import Stored, dequantize, quantize
+from runtime.kv.oracle import correction
+from runtime.kv.oracle.page import LowRank, Stored, dequantize, quantize
 from runtime.kv.transfer import Arrays, layout_name
 
 
@@ -26,6 +27,7 @@ class TorchStore:
         device: Where the buffers lie.
     """
 
+    _low_rank: LowRank = staticmethod(correction.low_rank)
     backend = "torch"
     """What a saved layout's name begins with."""
 
@@ -119,5 +121,5 @@ class TorchStore:
             sinks = self._kind.sinks
             tokens = self.windows[part][slot, :, :, sinks : sinks + self._kind.page].float()
             stored = self.fields(part, self.pools[part][page])
-            for name, array in quantize(self._kind, part, tokens).items():
+            for name, array in quantize(self._kind, part, tokens, low_rank=self._low_rank).items():
                 stored[name].copy_(array)

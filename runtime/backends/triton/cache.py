@@ -8,6 +8,7 @@ import torch
 from models.spec import ModelSpec
 from runtime.backends.triton.kernels.cache.kernel import flush
 from runtime.backends.triton.kernels.cache.pages import LayerPages
+from runtime.backends.triton.kernels.low_rank import low_rank
 from runtime.kv.control import Int32Array, PagedCache
 from runtime.kv.kinds import CacheKind
 from runtime.kv.torch_store import TorchStore
@@ -16,6 +17,7 @@ from runtime.kv.torch_store import TorchStore
 class GpuStore(TorchStore):
     """The numbers of all pages and windows on the device, the same bytes as the reference cache's; see `TorchStore`."""
 
+    _low_rank = staticmethod(low_rank)
     backend = "triton-3"
 
     def layer(self, layer: int, tables: torch.Tensor, paged: torch.Tensor) -> LayerPages:
@@ -34,7 +36,7 @@ class GpuStore(TorchStore):
         )
 
     def _quantize(self, slot: int, page: int) -> None:
-        """Quantize the page of tokens behind the sinks of a window; low-rank corrections are found by torch."""
+        """Quantize the page of tokens behind the sinks of a window; GEAR's by torch, but for the factors."""
         if self._kind.rank:
             super()._quantize(slot, page)
             return

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from runtime.backends.triton.layout import GpuLinear
-from runtime.backends.triton.words import BLOCK, PIECE, pieces
+from runtime.backends.triton.words import PIECE
 
 EXPONENT = {3: 0x48004800, 4: 0x4C004C00}
 """Both halves' exponent bits of 2^bits, so that the top bits of the mantissa count ones."""
@@ -49,12 +49,11 @@ class Form(NamedTuple):
     """Whether codes are looked up."""
     SPAN: int
     """The part of a group that makes one product."""
-    HAS_BIAS: bool
-    """Whether there is a bias."""
     EVEN_K: bool
     """Whether the last piece is whole."""
     TAIL: int
-    """Pieces behind the last whole block, from 0 to 15."""
+    """Pieces behind the last whole block, from 0 to 15, of matrices whose width is no multiple of it: the same kernel
+    serves those of the model whose width is one."""
 
 
 class Tile(NamedTuple):
@@ -84,9 +83,8 @@ def weight_form(weight: GpuLinear) -> Form:
         BITS=weight.bits,
         CODEBOOK=weight.codebook is not None,
         SPAN=min(128, group_size & -group_size),
-        HAS_BIAS=weight.bias is not None,
         EVEN_K=weight.shape[1] % PIECE == 0,
-        TAIL=pieces(weight.shape[1]) % (BLOCK // PIECE),
+        TAIL=weight.tail,
     )
 
 
@@ -95,13 +93,12 @@ MATRIX_TYPES = Matrix("*i32", "*i32", "*fp16", "*fp32", "i32", "i32", "i32")
 
 
 def common_form(bits: int, *, codebook: bool = False, group_size: int = 128, tail: int = 0) -> Form:
-    """The form of models' matrices: whole pieces, no bias; by default groups of 128 and whole blocks."""
+    """The form of models' matrices: whole pieces; by default groups of 128 and whole blocks."""
     return Form(
         GROUP_SIZE=group_size,
         BITS=bits,
         CODEBOOK=codebook,
         SPAN=group_size,
-        HAS_BIAS=False,
         EVEN_K=True,
         TAIL=tail,
     )

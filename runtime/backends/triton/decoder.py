@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -106,7 +107,7 @@ class TritonDecoder:
         pinned = self._on_gpu
         self._inputs = torch.zeros((3, 1), dtype=torch.int32, pin_memory=pinned)
         self._logits = torch.zeros((1, self.spec.vocab_size), pin_memory=pinned)
-        self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self._status = torch.zeros(2, dtype=torch.int32, pin_memory=pinned)
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, torch.Tensor, list[Selection | None]]] = {}
         self._recall_sum, self._selections, self._closed = 0.0, 0, False
         self.cache = self._model.cache
@@ -167,8 +168,9 @@ class TritonDecoder:
         """Wait for the step, and raise where it met a number that is not finite."""
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()
-        if int(self._flag[0]):
-            self._buffers.flag.zero_()
+        flag, total = int(self._status[0]), float(self._status[1:].view(torch.float32)[0])
+        if flag or not math.isfinite(total):
+            self._buffers.status.zero_()
             raise InvalidActivationError(
                 "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its "
                 "activations leave the range of half precision; run `lowbit-chat show NAME --verify`, or use the CPU "
@@ -201,7 +203,7 @@ class TritonDecoder:
         self._closed = True
         self._graphs.clear()
         self._model.close()
-        del self._buffers, self._inputs, self._logits, self._flag
+        del self._buffers, self._inputs, self._logits, self._status
         with suppress(RuntimeError):  # a card that stopped working gives nothing back
             return_cached()
 
@@ -233,7 +235,7 @@ class TritonDecoder:
                 values[:1].copy_(self._inputs[i], non_blocking=True)
             run = Pass(self._model, buffers, M=1, R=1, way=way, draft=draft, side=self._side)
             logits = run.finish(forward(run, self.spec))
-            self._flag.copy_(buffers.flag, non_blocking=True)
+            self._status.copy_(buffers.status, non_blocking=True)
         return graph, logits
 
     def _launch(self, step: Step) -> torch.Tensor:
@@ -255,7 +257,7 @@ class TritonDecoder:
             watch=watch,
         )
         logits = run.finish(forward(run, self.spec))
-        self._flag.copy_(buffers.flag, non_blocking=True)
+        self._status.copy_(buffers.status, non_blocking=True)
         return logits
 
     def _measure(self, linear: Linear, x: torch.Tensor, positions: torch.Tensor) -> None:

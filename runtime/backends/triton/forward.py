@@ -22,12 +22,10 @@ from models.architecture import Operations
 from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
-from runtime.backends.triton.kernels.embed import embed
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.gemv import ROWS, few_rows
-from runtime.backends.triton.kernels.head import finish
-from runtime.backends.triton.kernels.norm import add_norm
+from runtime.backends.triton.kernels.norm import add_norm, embed_norm
 from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.backends.triton.kernels.together import multiply
 from runtime.backends.triton.model import GpuModel, Linear
@@ -65,8 +63,12 @@ class Buffers:
         self.slots: torch.Tensor = inputs[1]
         self.positions: torch.Tensor = inputs[2]
         self.logit_rows: torch.Tensor = inputs[3]
-        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
-        """int32 [1], 1 once a NaN or infinity was met."""
+        self.status = torch.zeros(2, dtype=torch.int32, device=device)
+        """int32 [2], the next two."""
+        self.flag = self.status[:1]
+        """int32 [1], 1 once compensation met a NaN or infinity."""
+        self.total = self.status[1:].view(torch.float32)
+        """float32 [1], the sum of a step's logits: a NaN or infinity where one of them is."""
         self.main, self.side = Workspace(device, sizes.scratch), Workspace(device)
         """Workspaces of the two streams."""
 
@@ -117,6 +119,8 @@ class Value:
     """The sums of the pieces of an input, where the kernel that made it left them."""
     norm: str = ""
     """The norm of these heads, still to be applied."""
+    tokens: torch.Tensor | None = None
+    """The tokens int32 [M] whose embeddings are to become this residual stream."""
     gathered: bool = False
     """Whether these are the rows whose logits are asked for, or only those are wanted."""
 
@@ -154,10 +158,8 @@ class Pass(Operations[Value]):
             model.staging.begin()
 
     def embed(self) -> Value:
-        """See `models.architecture.Operations`."""
-        h = self._buffers.stream(self._M, self._spec.hidden_size)
-        embed(self._buffers.tokens[: self._M], self._model.table, h)
-        return Value(h)
+        """See `models.architecture.Operations`. Done by the first norm."""
+        return Value(self._buffers.stream(self._M, self._spec.hidden_size), tokens=self._buffers.tokens[: self._M])
 
     def norm(self, x: Value, name: str) -> Value:
         """See `models.architecture.Operations`. Adds what is still to be added to the residual stream first."""
@@ -166,8 +168,11 @@ class Pass(Operations[Value]):
         rows = self._buffers.logit_rows[: self._R] if x.gathered else None
         M = self._R if x.gathered else self._M
         out, sums = self._buffers.input(M, C), self._buffers.sums(M, C)
-        if out.numel():
-            add_norm(h, y, dec, self._model.norms[name], self._spec.norm_eps, out, rows, sums)
+        weight, eps = self._model.norms[name], self._spec.norm_eps
+        if x.tokens is not None:
+            embed_norm(x.tokens, self._model.table, h, weight, eps, out, sums)
+        elif out.numel():
+            add_norm(h, y, dec, weight, eps, out, rows, sums)
         return Value(out, sums=sums, gathered=x.gathered)
 
     def linear(self, x: Value, name: str) -> Value:
@@ -235,9 +240,11 @@ class Pass(Operations[Value]):
         return replace(x, gathered=True)
 
     def finish(self, logits: Value) -> torch.Tensor:
-        """Logits float32 [R, V], compensation added; raises the flag where one is not finite."""
+        """Logits float32 [R, V], compensation added. Their sum shows whether one of them is not finite."""
         if logits.tensor.numel():
-            finish(logits.tensor, logits.dec, self._buffers.flag)
+            if logits.dec is not None:
+                logits.tensor.add_(logits.dec)
+            torch.sum(logits.tensor.view(-1), 0, keepdim=True, out=self._buffers.total)
         return logits.tensor
 
     def _positions(self, x: Value) -> torch.Tensor:

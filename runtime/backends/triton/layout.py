@@ -72,6 +72,13 @@ class GpuLinear:
     """float16 [N, 2^bits], the values that codes stand for; None with uniform groups."""
     bias: torch.Tensor | None
     """float32 [N] or None."""
+    other_tail: int = 0
+    """The `tail` of other matrices of the model, where this one has none: they share their kernels."""
+
+    @property
+    def tail(self) -> int:
+        """Pieces of 32 input channels behind the last whole block, or else other matrices'."""
+        return pieces(self.shape[1]) % (BLOCK // PIECE) or self.other_tail
 
     @property
     def nbytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -70,10 +70,12 @@ class GpuModel:
         self._refused: set[str] = set()
         self.problems: tuple[Problem, ...] = ()
         """What could not be page-locked, and what to do about it."""
+        packed = [weights.linear(name) for name in spec.linear_names()]
+        placed = [repack(each, device) for each in packed]
+        tail = max(each.tail for each in placed)
         self.linears = {
-            name: Linear(packed, index, repack(packed, device))
-            for index, name in enumerate(spec.linear_names())
-            for packed in (weights.linear(name),)
+            stored.name: Linear(stored, index, replace(weight, other_tail=tail))
+            for index, (stored, weight) in enumerate(zip(packed, placed, strict=True))
         }
         self.staging = Staging([], device, None)
         """Brings residuals of a prompt's layers to the device."""

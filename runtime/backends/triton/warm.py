@@ -33,7 +33,7 @@ def warm(decoder: TritonDecoder, progress: ProgressCallback) -> None:
         BackendError: a kernel cannot be compiled or launched here.
         OutOfMemoryError: the device's memory does not suffice.
     """
-    steps = list(_steps(decoder))
+    steps = list(steps_of(decoder))
     for done, step in enumerate(steps):
         message = "compiling the GPU's kernels; the first time this takes about a minute"
         progress(Progress(phase="compile", done=done, total=len(steps), unit="steps", message=message))
@@ -46,7 +46,7 @@ def warm(decoder: TritonDecoder, progress: ProgressCallback) -> None:
     decoder.cache.clear(0)
 
 
-def _steps(decoder: TritonDecoder) -> Iterator[Step]:
+def steps_of(decoder: TritonDecoder) -> Iterator[Step]:
     """Prompts of 1, 2, 4, ... rows and of most rows, as far as a page is cut off, then decoded tokens."""
     options, kind = decoder.options, decoder.cache.kind
     rows, context = options.max_rows, options.context

@@ -6,6 +6,7 @@ Source: QServe §4.3, QuantSpec §4.2, GEAR §3.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -15,10 +16,21 @@ from runtime.kv.oracle import correction, uniform
 Stored = Mapping[str, torch.Tensor]
 """A page's arrays by the names of `runtime.kv.kinds.page_fields`, with leading dimensions."""
 
+
+class LowRank(Protocol):
+    """As `correction.low_rank`."""
+
+    def __call__(self, residual: torch.Tensor, rank: int, *, alike: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the factors."""
+        ...
+
+
 _LARGEST = torch.finfo(torch.float16).max
 
 
-def quantize(kind: CacheKind, part: Part, x: torch.Tensor) -> dict[str, torch.Tensor]:
+def quantize(
+    kind: CacheKind, part: Part, x: torch.Tensor, *, low_rank: LowRank = correction.low_rank
+) -> dict[str, torch.Tensor]:
     """Quantize the keys or values of one head, or of many at once.
 
     Kinds without a window take any number of tokens, each on its own.
@@ -27,6 +39,7 @@ def quantize(kind: CacheKind, part: Part, x: torch.Tensor) -> dict[str, torch.Te
         kind: The kind of cache.
         part: Keys or values.
         x: float32 [..., T, D], T = a page where the kind has a window.
+        low_rank: Finds GEAR's factors; a backend may have a faster way to the same product.
 
     Returns:
         The fields of `runtime.kv.kinds.page_fields` with the leading dimensions of x.
@@ -44,7 +57,7 @@ def quantize(kind: CacheKind, part: Part, x: torch.Tensor) -> dict[str, torch.Te
         residual = _turned(code, vectors - _read_uniform(kind, code, stored, x.shape[-1]))
         residual = residual.masked_fill(_turned(code, kept), 0)
         alike = kind.alike(part)
-        stored["a"], stored["b"] = correction.low_rank(residual, min(kind.rank, x.shape[-1]), alike=alike)
+        stored["a"], stored["b"] = low_rank(residual, min(kind.rank, x.shape[-1]), alike=alike)
     if count:
         missing = vectors - _turned(code, dequantize(kind, part, stored, x.shape[-1]))
         stored["indices"] = places.to(torch.int16)

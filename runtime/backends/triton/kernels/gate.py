@@ -17,8 +17,12 @@ BLOCK_I = 512
 """Channels of one program: 4 for each of its 128 threads, so that one row already fills many multiprocessors."""
 
 
-@triton.jit
-def _gate_kernel(y_ptr, dec_ptr, x_ptr, sums_ptr, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr):
+_COMPENSATED, _SUMMED = tl.constexpr(1), tl.constexpr(2)
+"""What `given` says: whether dec is added, and whether sums are asked for. See `_add_norm_kernel`."""
+
+
+@triton.jit(do_not_specialize=["given"])
+def _gate_kernel(y_ptr, dec_ptr, x_ptr, sums_ptr, given, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr):
     """Program (m, block) handles channels [block * BLOCK_I, ...) of row m. y, dec [M, 2 WIDTH], x [M, WIDTH].
 
     sums [M, ceil(WIDTH / 32)].
@@ -29,14 +33,14 @@ def _gate_kernel(y_ptr, dec_ptr, x_ptr, sums_ptr, WIDTH: tl.constexpr, BLOCK_I: 
     offs_gate = row * 2 * WIDTH + offs_i
     gate = tl.load(y_ptr + offs_gate, mask=mask_i, other=0.0)
     up = tl.load(y_ptr + offs_gate + WIDTH, mask=mask_i, other=0.0)
-    if dec_ptr is not None:
-        gate += tl.load(dec_ptr + offs_gate, mask=mask_i, other=0.0)
-        up += tl.load(dec_ptr + offs_gate + WIDTH, mask=mask_i, other=0.0)
+    compensated = mask_i & ((given & _COMPENSATED) != 0)
+    gate += tl.load(dec_ptr + offs_gate, mask=compensated, other=0.0)
+    up += tl.load(dec_ptr + offs_gate + WIDTH, mask=compensated, other=0.0)
     falling = tl.exp(-tl.abs(gate))  # never overflows
     sigmoid = tl.where(gate >= 0, 1.0, falling) / (1.0 + falling)
     x = (gate * sigmoid * up).to(tl.float16)
     tl.store(x_ptr + row * WIDTH + offs_i, x, mask=mask_i)
-    if sums_ptr is not None:
+    if (given & _SUMMED) != 0:
         first = tl.program_id(1) * (BLOCK_I // 32)
         store_sums(sums_ptr + row * ((WIDTH + 31) // 32), x, first, WIDTH, BLOCK_I)
 
@@ -54,7 +58,9 @@ def gate(y: torch.Tensor, dec: torch.Tensor | None, x: torch.Tensor, sums: torch
     M, width = x.shape
     assert y.shape == (M, 2 * width)
     grid = (M, triton.cdiv(width, BLOCK_I))
-    _gate_kernel[grid](y, dec, x, sums, WIDTH=width, BLOCK_I=BLOCK_I, num_warps=4)
+    given = (dec is not None) | (sums is not None) << 1
+    dec, sums = y if dec is None else dec, y if sums is None else sums
+    _gate_kernel[grid](y, dec, x, sums, given, WIDTH=width, BLOCK_I=BLOCK_I, num_warps=4)
 
 
 def ahead() -> tuple[Ahead, ...]:
@@ -70,6 +76,7 @@ def ahead() -> tuple[Ahead, ...]:
                 "dec_ptr": "*fp32",
                 "x_ptr": "*fp16",
                 "sums_ptr": "*fp32",
+                "given": "i32",
                 "WIDTH": "constexpr",
                 "BLOCK_I": "constexpr",
             },

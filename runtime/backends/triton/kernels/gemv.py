@@ -64,7 +64,10 @@ if TYPE_CHECKING:
     from runtime.backends.triton.ahead import Ahead
 
 ROWS = SUMMED_ROWS
-"""Tokens that the kernel takes at once."""
+"""Tokens that the kernel serves, `TILE_ROWS` of them in a launch."""
+TILE_ROWS = 8
+"""Tokens of a launch: the columns of a tensor core's tile. With 16, registers spilled on sm_120, and a weight took 3.45
+instructions instead of 2.83."""
 WARPS = 2
 """Warps of a program. With four, the compiler may choose Hopper's warp-group products, whose operands lie elsewhere."""
 DOT_ROWS = 64
@@ -239,9 +242,9 @@ def _add_block(acc, words, ops, block, following, PIECES: tl.constexpr, form: tl
     return acc, (w0, w1, w2, w3)
 
 
-@triton.jit(do_not_specialize=["M", "split"])
+@triton.jit(do_not_specialize=["biased", "M", "split"])
 def _gemv_kernel(
-    x_ptr, sums_ptr, matrix, out_ptr, parts_ptr, counters_ptr, M, split, form: tl.constexpr, tile: tl.constexpr
+    x_ptr, sums_ptr, matrix, biased, out_ptr, parts_ptr, counters_ptr, M, split, form: tl.constexpr, tile: tl.constexpr
 ):
     """Program (i, j): output channels of block i, part j of the input channels, up to BLOCK_M tokens."""
     N = matrix.N
@@ -259,7 +262,8 @@ def _gemv_kernel(
     codes = matrix.codes + load_n[:, None] * 16 + tl.arange(0, 16)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     blocks = tl.cdiv(matrix.K, 32) // 16
-    each = tl.cdiv(blocks + (form.TAIL > 0), split)
+    rest = (tl.cdiv(matrix.K, 32) % 16 > 0).to(tl.int32)
+    each = tl.cdiv(blocks + rest, split)
     begin, behind = part * each, (part + 1) * each
     end = tl.minimum(blocks, behind)
     if begin < end:
@@ -271,13 +275,13 @@ def _gemv_kernel(
             acc, words = _add_block(acc, (w0, w1, w2, w3), ops, block, following, 16, form, tile)
             w0, w1, w2, w3 = words
     if form.TAIL > 0:  # noqa: SIM102 - a constant and a number of the device
-        if (begin <= blocks) & (blocks < behind):
+        if (rest > 0) & (begin <= blocks) & (blocks < behind):
             words = tail_words(matrix.codes, load_n, N, blocks, form)
             acc, words = _add_block(acc, words, ops, blocks, None, form.TAIL, form, tail_tile(form, tile))
     offs_m = tl.arange(0, BLOCK_M)
     at_out = offs_m[None, :] * N + offs_n[:, None]
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
-    bias = tl.load(matrix.bias + tl.minimum(offs_n, N - 1))[:, None] if form.HAS_BIAS else 0.0
+    bias = tl.load(matrix.bias + offs_n, mask=(offs_n < N) & (biased != 0), other=0.0)[:, None]
     if split == 1:
         tl.store(out_ptr + at_out, acc + bias, mask)
     else:
@@ -346,18 +350,33 @@ def few_rows(
         raise BackendError(f"{weight.name}: {M} rows at once; this kernel takes {ROWS}, use gemm")
     if config is None:
         config = configure(N, K, sm_count(x.device))
-    across = -(-N // config.block_n)
-    parts, counters = out, out
-    if config.split > 1:
-        parts, counters = workspace.scratch(config.split * M * N), workspace.counters(across)
     form = weight_form(weight)
     if form.CODEBOOK:
         sums = None
     elif sums is None:
         sums = workspace.sums(M, pieces(K))
         piece_sums(x, sums)
+    for start in range(0, M, TILE_ROWS):
+        some = slice(start, min(M, start + TILE_ROWS))
+        _launch(x[some], weight, out[some], workspace, config, None if sums is None else sums[some])
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: GpuLinear,
+    out: torch.Tensor,
+    workspace: Workspace,
+    config: LaunchConfig,
+    sums: torch.Tensor | None,
+) -> None:
+    """The product of up to `TILE_ROWS` tokens, as `few_rows` describes it."""
+    (M, N), form = out.shape, weight_form(weight)
+    across = -(-N // config.block_n)
+    parts, counters = out, weight.codes  # of the types that a split product has: it shares its kernel
+    if config.split > 1:
+        parts, counters = workspace.scratch(config.split * M * N), workspace.counters(across)
     launched = _gemv_kernel[across, config.split](
-        x, sums, matrix_of(weight, out), out, parts, counters, M, config.split,
+        x, sums, matrix_of(weight, out), int(weight.bias is not None), out, parts, counters, M, config.split,
         form=form, tile=_tile(M, form, config.block_n), num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     leave_room(launched, x.device)
@@ -365,7 +384,7 @@ def few_rows(
 
 def _tile(M: int, form: Form, block_n: int = 64) -> Tile:
     """What a program handles of so many tokens."""
-    block_m = 1 if M == 1 else 8 if M <= 8 else ROWS
+    block_m = 1 if M == 1 else TILE_ROWS
     return Tile(DOT=32 if M == 1 else min(form.SPAN, DOT_ROWS), BLOCK_M=block_m, BLOCK_N=block_n, WARPS=WARPS)
 
 
@@ -407,7 +426,7 @@ def ahead() -> tuple[Ahead, ...]:
                 "out_ptr": "*fp32",
                 "parts_ptr": "*fp32",
                 "counters_ptr": "*i32",
-                **dict.fromkeys(("M", "split"), "i32"),
+                **dict.fromkeys(("biased", "M", "split"), "i32"),
                 **dict.fromkeys(("form", "tile"), "constexpr"),
             },
             constants={"form": form, "tile": _tile(M, form)} | ({"sums_ptr": None} if form.CODEBOOK else {}),

@@ -1,4 +1,7 @@
-"""The residual sum and the root-mean-square normalization after it, in one pass over the row, on the GPU."""
+"""The residual sum and the root-mean-square normalization after it, in one pass over the row, on the GPU.
+
+The first norm of a step begins the residual stream itself, with the embeddings of the step's tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,33 +22,39 @@ MAX_WARPS = 32
 """Warps that a block of threads can have."""
 
 
-@triton.jit
-def _add_norm_kernel(
-    h_ptr, y_ptr, dec_ptr, rows_ptr, weight_ptr, x_ptr, sums_ptr, eps, C: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """Program r handles row r, or row rows[r]. h, y, dec [M, C], weight [C], x [M, C] or [R, C]; rows [R].
+_ADDED, _COMPENSATED, _GATHERED, _EMBEDDED, _SUMMED = (tl.constexpr(1 << place) for place in range(5))
+"""What `given` says: whether y, and dec, are added; whether `index` holds rows, or tokens of the table; whether sums
+are asked for. A number of a launch and no constant, so that a model has one kernel: what is not given is not read."""
 
-    sums [M or R, ceil(C / 32)].
+
+@triton.jit(do_not_specialize=["given"])
+def _add_norm_kernel(
+    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr, x_ptr, sums_ptr, eps, given,
+    C: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Program r handles row r, or row index[r]. h, y, dec [M, C], weight [C], x [M, C] or [R, C]; index [M or R].
+
+    table [V, C], of which row index[r] begins the residual stream; sums [M or R, ceil(C / 32)].
     """
     out_row = tl.program_id(0).to(tl.int64)
-    row = out_row
-    if rows_ptr is not None:
-        row = tl.load(rows_ptr + out_row).to(tl.int64)
+    gathered = (given & _GATHERED) != 0
+    embedded = (given & _EMBEDDED) != 0
+    index = tl.load(index_ptr + out_row, mask=gathered | embedded, other=0).to(tl.int64)
+    row = tl.where(gathered, index, out_row)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
-    h = tl.load(h_ptr + row * C + offs_c, mask=mask_c, other=0.0)
-    if y_ptr is not None:
-        y = tl.load(y_ptr + row * C + offs_c, mask=mask_c, other=0.0)
-        if dec_ptr is not None:
-            y += tl.load(dec_ptr + row * C + offs_c, mask=mask_c, other=0.0)
-        h += y
-        if rows_ptr is None:
-            tl.store(h_ptr + row * C + offs_c, h, mask=mask_c)
+    offs = row * C + offs_c
+    h = tl.load(h_ptr + offs, mask=mask_c & ((given & _EMBEDDED) == 0), other=0.0)
+    h += tl.load(table_ptr + index * C + offs_c, mask=mask_c & embedded, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + offs, mask=mask_c & ((given & _ADDED) != 0), other=0.0)
+    y += tl.load(dec_ptr + offs, mask=mask_c & ((given & _COMPENSATED) != 0), other=0.0)
+    h += y
+    tl.store(h_ptr + offs, h, mask=mask_c & ((given & _GATHERED) == 0))
     weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0)
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / C + eps)
     x = (h * scale * weight).to(tl.float16)
     tl.store(x_ptr + out_row * C + offs_c, x, mask=mask_c)
-    if sums_ptr is not None:
+    if (given & _SUMMED) != 0:
         store_sums(sums_ptr + out_row * ((C + 31) // 32), x, 0, C, BLOCK_C)
 
 
@@ -63,7 +72,7 @@ def add_norm(
 
     Args:
         h: float32 [M, C], the residual stream; updated in place; with `rows` it is left as it is.
-        y: float32 [M, C], output of the linear layer that ended the sublayer; None before the first block.
+        y: float32 [M, C], output of the linear layer that ended the sublayer; None: nothing is added.
         dec: float32 [M, C], its compensation; None where it has none, and where y is None.
         weight: float32 [C].
         eps: `ModelSpec.norm_eps`.
@@ -73,9 +82,56 @@ def add_norm(
             (`runtime.backends.triton.kernels.sums`). None: nobody asks.
     """
     assert y is not None or dec is None, "a compensation belongs to the output of a linear layer"
+    given = (y is not None) | (dec is not None) << 1 | (rows is not None) << 2
+    _launch(h, y, dec, rows, x, weight, x, sums, eps, given)
+
+
+def embed_norm(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    x: torch.Tensor,
+    sums: torch.Tensor | None = None,
+) -> None:
+    """Begin the residual stream with the table's rows of the tokens, and normalize them as `add_norm` does.
+
+    The table may stay in page-locked memory of the CPU: a row is read once for each token, a few kilobytes over PCIe,
+    16 bytes a thread, so that a warp asks for 512 consecutive bytes at a time.
+
+    Args:
+        tokens: int32 [M], token ids in [0, V): the kernel does not check them, so the caller does.
+        table: float16 [V, C], on the device or in page-locked memory of the CPU (`Tensor.is_pinned`).
+        h: float32 [M, C], contiguous; overwritten.
+        weight: As in `add_norm`.
+        eps: As in `add_norm`.
+        x: As in `add_norm`.
+        sums: As in `add_norm`.
+    """
+    _launch(h, None, None, tokens, table, weight, x, sums, eps, _EMBEDDED.value)
+
+
+def _launch(
+    h: torch.Tensor,
+    y: torch.Tensor | None,
+    dec: torch.Tensor | None,
+    index: torch.Tensor | None,
+    table: torch.Tensor,
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    sums: torch.Tensor | None,
+    eps: float,
+    given: int,
+) -> None:
+    """Launch over the rows of x; another tensor of the same type stands for each that is not given."""
     R, C = x.shape
     block, warps = _shape(C)
-    _add_norm_kernel[(R,)](h, y, dec, rows, weight, x, sums, eps, C=C, BLOCK_C=block, num_warps=warps)
+    y, dec, index = h if y is None else y, h if dec is None else dec, h.view(torch.int32) if index is None else index
+    given |= 0 if sums is None else _SUMMED.value
+    _add_norm_kernel[(R,)](
+        h, y, dec, index, table, weight, x, h if sums is None else sums, eps, given, C=C, BLOCK_C=block, num_warps=warps
+    )  # fmt: skip
 
 
 def _shape(channels: int) -> tuple[int, int]:
@@ -85,32 +141,30 @@ def _shape(channels: int) -> tuple[int, int]:
 
 
 def ahead() -> tuple[Ahead, ...]:
-    """A block's norm with compensation for 4096 channels and for 5120, padded to 8192, and the last norm with rows."""
-    return (_ahead(4096, rows=False), _ahead(5120, rows=False), _ahead(4096, rows=True))
+    """Norms of 4096 channels, and of 5120, padded to 8192."""
+    return (_ahead(4096), _ahead(5120))
 
 
-def _ahead(channels: int, *, rows: bool) -> Ahead:
+def _ahead(channels: int) -> Ahead:
     """One specialization."""
     from runtime.backends.triton.ahead import Ahead
 
     block, warps = _shape(channels)
-    pointers = dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr"), "*fp32")
-    constants: dict[str, int | None] = {"C": channels, "BLOCK_C": block}
-    if not rows:
-        constants["rows_ptr"] = None
     return Ahead(
-        name=f"add_norm C{channels}{' rows' if rows else ''}",
+        name=f"add_norm C{channels}",
         kernel=_add_norm_kernel,
         signature={
-            **pointers,
-            "rows_ptr": "*i32" if rows else "constexpr",
+            **dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr"), "*fp32"),
+            "index_ptr": "*i32",
+            "table_ptr": "*fp16",
             "weight_ptr": "*fp32",
             "x_ptr": "*fp16",
             "sums_ptr": "*fp32",
             "eps": "fp32",
+            "given": "i32",
             "C": "constexpr",
             "BLOCK_C": "constexpr",
         },
-        constants=constants,
+        constants={"C": channels, "BLOCK_C": block},
         num_warps=warps,
     )

@@ -17,13 +17,20 @@ if TYPE_CHECKING:
     from runtime.backends.triton.ahead import Ahead
 
 
+class Projected(NamedTuple):
+    """What the fused projection gave."""
+
+    y: Any
+    """float32 [M, (H + 2 H_kv) * D], its output: queries, keys, values."""
+    dec: Any
+    """float32, shaped like y, its compensation; where it has none, any tensor of that type."""
+
+
 @triton.jit
-def _sum(y_ptr, dec_ptr, offsets, mask):
-    """Output of the projection and its compensation at the offsets. float32."""
-    y = tl.load(y_ptr + offsets, mask=mask, other=0.0)
-    if dec_ptr is not None:
-        y += tl.load(dec_ptr + offsets, mask=mask, other=0.0)
-    return y
+def _sum(projected, offsets, mask, compensated):
+    """Output of the projection and its compensation, where it is compensated, at the offsets. float32."""
+    y = tl.load(projected.y + offsets, mask=mask, other=0.0)
+    return y + tl.load(projected.dec + offsets, mask=mask & (compensated != 0), other=0.0)
 
 
 class Shape(NamedTuple):
@@ -89,10 +96,11 @@ def _hadamard(x, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["stride", "per_slot"])
+@triton.jit(do_not_specialize=["compensated", "stride", "per_slot"])
 def _heads_kernel(
-    y_ptr, dec_ptr, norms, rope, basis, rows, layer, q_ptr, stride, per_slot, shape: tl.constexpr, layout: tl.constexpr
-):
+    projected, compensated, norms, rope, basis, rows, layer, q_ptr, stride, per_slot,
+    shape: tl.constexpr, layout: tl.constexpr,
+):  # fmt: skip
     """Program (m, head) handles one of the H + 2 H_kv heads of row m.
 
     The channels [0, HALF) rotate with the channels [HALF, 2 HALF), which every channel reads a second time; the rest
@@ -116,9 +124,9 @@ def _heads_kernel(
     position = tl.load(rows.positions + row).to(tl.int64)
     slot = tl.load(rows.slots + row).to(tl.int64)
     start = (row * (H + 2 * H_KV) + head) * D
-    x = _sum(y_ptr, dec_ptr, start + offs_d, mask_d)
+    x = _sum(projected, start + offs_d, mask_d, compensated)
     turns = head < H + H_KV  # queries and keys; values pass through
-    other = _sum(y_ptr, dec_ptr, start + partner, pairs & turns)
+    other = _sum(projected, start + partner, pairs & turns, compensated)
     if norms.q is not None:
         scale = tl.rsqrt(tl.sum(x * x, axis=0) / D + norms.eps)
         norm_ptr = norms.q
@@ -182,8 +190,9 @@ def heads(
     assert (norms.q is None) == (norms.k is None), "queries and keys are normalized together or not at all"
     D, H_kv = pages.head_dim, pages.kv_heads
     M, H = q.shape[0], q.shape[1] // D
+    projected, compensated = Projected(y, y if dec is None else dec), int(dec is not None)
     _heads_kernel[(M, H + 2 * H_kv)](
-        y, dec, norms, rope, basis, rows, pages.tensors, q, pages.stride, pages.per_slot,
+        projected, compensated, norms, rope, basis, rows, pages.tensors, q, pages.stride, pages.per_slot,
         shape=_shape(H, H_kv, D, rope.cos.shape[1]), layout=pages.layout(), num_warps=1,
     )  # fmt: skip
 
@@ -217,7 +226,8 @@ def _ahead(kv: KVKind, *, H: int, H_kv: int, D: int, half: int, norm: bool) -> A
         name=f"heads {kv} H{H}/{H_kv} D{D} r{2 * half}{' norm' if norm else ''}",
         kernel=_heads_kernel,
         signature={
-            **dict.fromkeys(("y_ptr", "dec_ptr"), "*fp32"),
+            "projected": Projected("*fp32", "*fp32"),
+            "compensated": "i32",
             "norms": HeadNorms(weight, weight, "fp32"),
             "rope": Rope("*fp32", "*fp32"),
             "basis": Basis(turned, turned),

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from assets import demo_path
 from models.architecture import forward
-from models.packed import PackedLinear, PackedResidual
-from models.recipe import Recipe
-from models.spec import ModelSpec, RopeSpec
-from models.store import StoredModel
 from runtime.backend import ModelSizes
 from runtime.backends import backend
 from runtime.backends.triton import model as placing
 from runtime.backends.triton import reclaim
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.forward import Pass
-from runtime.backends.triton.layout import GpuLinear, repack
-from runtime.backends.triton.residual import GpuResidual, LoadedResiduals, row_lines
+from runtime.backends.triton.layout import repack
 from runtime.backends.triton.sampling import DeviceDraw
 from runtime.backends.triton.sizes import linear_bytes
-from runtime.backends.triton.words import code_words
 from runtime.decoder import DecoderOptions
 from runtime.errors import OutOfMemoryError
 from runtime.memory import MemoryPlan, plan
-from runtime.operations.channels import layer_kind
 from runtime.sampling import Sampler, SamplingOptions
 from tests.runtime.backends.triton.counting import META, Card, counted
+from tests.runtime.backends.triton.shapes import MODELS, Shapes, residuals, without_numbers
 from tuner.detect import MemoryInfo
 
 GROWTH = 1 << 20
@@ -46,75 +37,6 @@ DRAWS = (
     SamplingOptions(temperature=0, repetition_penalty=1.1, logprobs=20),
     SamplingOptions(top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=20),
 )
-
-
-def spec_of(**sizes: Any) -> ModelSpec:
-    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-    fixed = {"family": "llama", "max_context": 8192, "norm_eps": 1e-5}
-    rope = RopeSpec(rotary_dim=sizes["head_dim"])
-    return ModelSpec(**fixed, **{name: sizes[name] for name in names}, rope=rope, windows=(None,) * sizes["num_layers"])
-
-
-LLAMA = spec_of(
-    hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
-    vocab_size=128256,
-)  # fmt: skip
-PHI = spec_of(
-    hidden_size=3072, intermediate_size=8192, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=96,
-    vocab_size=32064,
-)  # fmt: skip
-DEMO = StoredModel.open_folder(demo_path(), "demo")
-CASES: dict[str, tuple[ModelSpec, Recipe]] = {
-    "demo": (DEMO.spec, DEMO.recipe),
-    "llama-3-8b-3bit": (LLAMA, Recipe(bits=3)),
-    "phi-3-4bit": (PHI, Recipe(bits=4)),
-}
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """`Weights` without numbers."""
-
-    spec: ModelSpec
-    recipe: Recipe
-
-    def linear(self, name: str) -> PackedLinear:
-        N, K = self.spec.linear_shape(layer_kind(name))
-        nothing = np.zeros(0, np.int32)
-        residual = PackedResidual(bits=self.recipe.residual_bits, codes=nothing, scales=None)
-        return PackedLinear(
-            name=name, shape=(N, K), bits=self.recipe.layer_bits(name), group_size=self.recipe.group_size,
-            codes=nothing, scales=nothing, zeros=nothing, bias=None, residual=residual,
-            rank_maximum=np.ones(K, np.float32), mean_square=np.ones(K, np.float32),
-        )  # fmt: skip
-
-    def vector(self, name: str) -> Any:
-        return np.ones(self.spec.hidden_size, np.float32)
-
-    def key_statistics(self, _layer: int) -> None:
-        return None
-
-
-def without_numbers(packed: PackedLinear, device: torch.device) -> GpuLinear:
-    """As `repack`, of the bytes that `linear_bytes` counts; that those are the layout's own is tested below."""
-    N, K = packed.shape
-    codes = torch.empty(code_words(packed.shape, packed.bits), dtype=torch.int32, device=device)
-    groups = torch.empty(-(-K // packed.group_size), N, dtype=torch.int32, device=device)
-    return GpuLinear(
-        name=packed.name, shape=packed.shape, bits=packed.bits, group_size=packed.group_size, codes=codes,
-        groups=groups, codebook=None, bias=None,
-    )  # fmt: skip
-
-
-def residuals(linears: Any, device: Any) -> LoadedResiduals:
-    """As `load_residuals`; the codes are in main memory, so only scales count."""
-    layers = {}
-    for packed in linears:
-        N, K = packed.shape
-        codes = SimpleNamespace(shape=(K, row_lines(N, 4) * 32), nbytes=0)
-        scales = torch.empty(N, dtype=torch.float16, device=device)
-        layers[packed.name] = GpuResidual(bits=4, shape=packed.shape, codes=codes, scales=scales)
-    return LoadedResiduals(layers=layers, warning=None)
 
 
 @pytest.fixture
@@ -153,16 +75,16 @@ def within(planned: int, taken: int, percent: float = 5.0) -> None:
 
 def planned_for(case: str, options: DecoderOptions, free: int) -> MemoryPlan:
     """What a load of these options is planned to take, where so much is free."""
-    spec, recipe = CASES[case]
+    spec, recipe = MODELS[case]
     footprint = backend("triton").footprint(spec, ModelSizes(weight_bytes=0, recipe=recipe), compensated=True)
     memory = MemoryInfo(total_bytes=free, available_bytes=free, limit_bytes=None)
     return plan(spec, footprint, kv=options.kv, context=options.context, memory=memory)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MODELS)
 def test_the_plan_is_what_is_allocated(card: Card, case: str) -> None:
     """Weights, cache and buffers each within 5 % of what was asked for, and all of it with the peak."""
-    spec, recipe = CASES[case]
+    spec, recipe = MODELS[case]
     options = DecoderOptions(context=min(8192, spec.max_context), k_chunk=16, kv="int8")
     planned = planned_for(case, options, 64 << 30)
     decoder = TritonDecoder(Shapes(spec, recipe), options, META)
@@ -193,7 +115,7 @@ def test_unloading_returns_everything_and_the_next_load_is_planned_with_it(
     for case in ("llama-3-8b-3bit", "phi-3-4bit", "llama-3-8b-3bit"):
         planned = planned_for(case, options, total - card.reserved)
         assert planned.needed_bytes > total // 2
-        decoder = TritonDecoder(Shapes(*CASES[case]), options, META)
+        decoder = TritonDecoder(Shapes(*MODELS[case]), options, META)
         steps(decoder)
         assert card.reserved > 2 << 30
         if len(held) == 1:

@@ -245,13 +245,14 @@ def _attend_kernel(
             _leave(step, state, M, splits, _heads(first_row, end_row, tile), tile, D)
 
 
-@triton.jit(do_not_specialize=["M", "splits", "rows"])
+@triton.jit(do_not_specialize=["summed", "M", "splits", "rows"])
 def _merge_kernel(
-    partial_ptr, used_ptr, x_ptr, sums_ptr, M, splits, rows, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr
+    partial_ptr, used_ptr, x_ptr, sums_ptr, summed, M, splits, rows,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Program (m, h) merges the splits of query head h of row m, in a tile of so many rows; partial as `_leave` says.
 
-    x [M, H, D]; sums [M, H, D / 32], of the pieces of x, where D is a multiple.
+    x [M, H, D]; sums [M, H, D / 32], of the pieces of x, where they are asked for, and D is a multiple.
     """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     head = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
@@ -279,7 +280,7 @@ def _merge_kernel(
         top = highest
     x = tl.where(mask_d, acc / weights, 0.0).to(tl.float16)
     tl.store(x_ptr + head * D + offs_d, x, mask=mask_d)
-    if sums_ptr is not None:
+    if summed != 0:
         store_sums(sums_ptr + head * (D // 32), x, 0, D, BLOCK_D)
 
 
@@ -334,7 +335,8 @@ def attend(
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         _merge_kernel[(some, H)](
-            partial, used, x[start:], None if sums is None else sums[start:], some, splits, config.rows,
+            partial, used, x[start:], partial if sums is None else sums[start:], int(sums is not None), some, splits,
+            config.rows,
             **_merge_sizes(H, D), num_warps=_MERGE_WARPS,
         )  # fmt: skip
     return sums
@@ -438,7 +440,7 @@ def _ahead_merge(*, H: int, H_kv: int, D: int) -> Ahead:
             **dict.fromkeys(("partial_ptr", "sums_ptr"), "*fp32"),
             "used_ptr": "*i32",
             "x_ptr": "*fp16",
-            **dict.fromkeys(("M", "splits", "rows"), "i32"),
+            **dict.fromkeys(("summed", "M", "splits", "rows"), "i32"),
             **dict.fromkeys(sizes, "constexpr"),
         },
         constants=sizes,

@@ -7,7 +7,7 @@ division and ties to even.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -99,25 +99,33 @@ def _packed(codes, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexp
     return codes.to(tl.uint8)
 
 
+class Cut(NamedTuple):
+    """How a record of keys, or of values, is cut into the tiles of programs, as a constant."""
+
+    BLOCK_T: int
+    """Tokens of a tile."""
+    BLOCK_D: int
+    """Channels of a tile, padded to a power of two."""
+    ACROSS: int
+    """Tiles that the tokens of a page are cut into."""
+    ALONG: int
+    """Tiles that the channels are cut into."""
+    layout: Any
+    """The record's `RecordLayout`."""
+
+
 @triton.jit
-def _flush_kernel(
-    window_ptr,
-    records,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    layout: tl.constexpr,
-):
-    """Program (i, j, h) quantizes a tile of record h, of all layers' heads: one group of each of its vectors.
+def _quantize_tile(window_ptr, records, record, WINDOW: tl.constexpr, SINKS: tl.constexpr, cut: tl.constexpr):
+    """Quantize tile (i, j) of a record: one group of each of its vectors.
 
     Where a vector is a channel, the tile is group i of the tokens, piece j of the channels; else, piece i of the
-    tokens, group j of the channels. window [records, WINDOW, D] of one slot, whose first SINKS tokens stay; records of
-    one page.
+    tokens, group j of the channels.
     """
+    layout: tl.constexpr = cut.layout
+    BLOCK_T: tl.constexpr = cut.BLOCK_T
+    BLOCK_D: tl.constexpr = cut.BLOCK_D
     D: tl.constexpr = layout.D
     BITS: tl.constexpr = layout.bits
-    record = tl.program_id(2).to(tl.int64)
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = (offs_d < D)[None, :]
@@ -154,6 +162,23 @@ def _flush_kernel(
         tl.store(at + layout.at.lower, packed, mask=offs_j < ROW)
 
 
+@triton.jit(do_not_specialize=["number"])
+def _flush_kernel(
+    k_window, v_window, k_records, v_records, number,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, keys: tl.constexpr, values: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j, h) quantizes a tile of record h, of all layers' heads; behind those of keys come those of values.
+
+    windows [number, WINDOW, D] of one slot, whose first SINKS tokens stay; records of one page.
+    """
+    i, j, record = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if record < number:
+        if (i < keys.ACROSS) & (j < keys.ALONG):
+            _quantize_tile(k_window, k_records, record, WINDOW, SINKS, keys)
+    elif (i < values.ACROSS) & (j < values.ALONG):
+        _quantize_tile(v_window, v_records, record - number, WINDOW, SINKS, values)
+
+
 def flush(kind: CacheKind, windows: Mapping[Part, torch.Tensor], records: Mapping[Part, torch.Tensor]) -> None:
     """Quantize the page of tokens behind a window's sinks, for a kind with a window and without GEAR's corrections.
 
@@ -162,40 +187,42 @@ def flush(kind: CacheKind, windows: Mapping[Part, torch.Tensor], records: Mappin
         windows: float16 [layers, H_kv, tokens, D], one slot's.
         records: uint8 [layers, H_kv, record bytes], one page's; overwritten.
     """
-    for part in PARTS:
-        window, record = windows[part], records[part]
-        L, H_kv, tokens, D = window.shape
-        sizes = _sizes(kind, record_layout(kind, part, D), tokens)
-        pieces = (kind.page // sizes["BLOCK_T"], -(-D // sizes["BLOCK_D"]), L * H_kv)
-        _flush_kernel[pieces](window, record_views(record), **sizes, num_warps=_WARPS, enable_fp_fusion=False)
+    L, H_kv, tokens, D = windows["keys"].shape
+    keys, values = (_cut(kind, record_layout(kind, part, D)) for part in PARTS)
+    grid = (max(keys.ACROSS, values.ACROSS), max(keys.ALONG, values.ALONG), 2 * L * H_kv)
+    _flush_kernel[grid](
+        *(windows[part] for part in PARTS), *(record_views(records[part]) for part in PARTS), L * H_kv,
+        WINDOW=tokens, SINKS=kind.sinks, keys=keys, values=values, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
-def _sizes(kind: CacheKind, layout: RecordLayout, window: int) -> dict[str, Any]:
-    """Constants of `_flush_kernel`."""
-    piece = min(_PIECE, layout.D) if layout.channel else layout.group
-    return {
-        "WINDOW": window,
-        "SINKS": kind.sinks,
-        "BLOCK_T": layout.group if layout.channel else _PIECE,
-        "BLOCK_D": max(4, power_of_two(piece)),
-        "layout": layout,
-    }
+def _cut(kind: CacheKind, layout: RecordLayout) -> Cut:
+    """How records are cut."""
+    BLOCK_T = layout.group if layout.channel else _PIECE
+    BLOCK_D = max(4, power_of_two(min(_PIECE, layout.D) if layout.channel else layout.group))
+    return Cut(BLOCK_T, BLOCK_D, kind.page // BLOCK_T, -(-layout.D // BLOCK_D), layout)
 
 
 def ahead() -> tuple[Ahead, ...]:
-    """Keys and values of the kinds with a window, with heads of 128 channels."""
-    return tuple(_ahead(KINDS[name], part) for name in ("int4", "hierarchical", "kivi2") for part in PARTS)
+    """The kinds with a window, with heads of 128 channels."""
+    return tuple(_ahead(KINDS[name]) for name in ("int4", "hierarchical", "kivi2"))
 
 
-def _ahead(kind: CacheKind, part: Part) -> Ahead:
+def _ahead(kind: CacheKind) -> Ahead:
     """One specialization."""
     from runtime.backends.triton.ahead import Ahead
 
-    sizes = _sizes(kind, record_layout(kind, part, 128), kind.window_capacity(128))
+    keys, values = (_cut(kind, record_layout(kind, part, 128)) for part in PARTS)
+    constants = {"WINDOW": kind.window_capacity(128), "SINKS": kind.sinks, "keys": keys, "values": values}
     return Ahead(
-        name=f"flush {kind.name} {part} D128",
+        name=f"flush {kind.name} D128",
         kernel=_flush_kernel,
-        signature={"window_ptr": "*fp16", "records": RECORD_TYPES, **dict.fromkeys(sizes, "constexpr")},
-        constants=sizes,
+        signature={
+            **dict.fromkeys(("k_window", "v_window"), "*fp16"),
+            **dict.fromkeys(("k_records", "v_records"), RECORD_TYPES),
+            "number": "i32",
+            **dict.fromkeys(constants, "constexpr"),
+        },
+        constants=constants,
         num_warps=_WARPS,
     )

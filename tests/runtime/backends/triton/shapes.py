@@ -1,0 +1,92 @@
+"""Models without numbers: shapes of real ones, for counting what they take and compile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from assets import demo_path
+from models.packed import PackedLinear, PackedResidual
+from models.recipe import Recipe
+from models.spec import ModelSpec, RopeSpec
+from models.store import StoredModel
+from runtime.backends.triton.layout import GpuLinear
+from runtime.backends.triton.residual import GpuResidual, LoadedResiduals, row_lines
+from runtime.backends.triton.words import code_words
+from runtime.operations.channels import layer_kind
+
+
+def spec_of(**sizes: Any) -> ModelSpec:
+    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+    fixed = {"family": "llama", "max_context": 8192, "norm_eps": 1e-5}
+    rope = RopeSpec(rotary_dim=sizes["head_dim"])
+    return ModelSpec(**fixed, **{name: sizes[name] for name in names}, rope=rope, windows=(None,) * sizes["num_layers"])
+
+
+LLAMA = spec_of(
+    hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+    vocab_size=128256,
+)  # fmt: skip
+PHI = spec_of(
+    hidden_size=3072, intermediate_size=8192, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=96,
+    vocab_size=32064,
+)  # fmt: skip
+SMOL = spec_of(
+    hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=49152,
+)  # fmt: skip
+DEMO = StoredModel.open_folder(demo_path(), "demo")
+MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
+    "demo": (DEMO.spec, DEMO.recipe),
+    "smollm2-3bit": (SMOL, Recipe(bits=3, group_size=64)),
+    "llama-3-8b-3bit": (LLAMA, Recipe(bits=3)),
+    "phi-3-4bit": (PHI, Recipe(bits=4)),
+}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """`Weights` without numbers."""
+
+    spec: ModelSpec
+    recipe: Recipe
+
+    def linear(self, name: str) -> PackedLinear:
+        N, K = self.spec.linear_shape(layer_kind(name))
+        nothing = np.zeros(0, np.int32)
+        residual = PackedResidual(bits=self.recipe.residual_bits, codes=nothing, scales=None)
+        return PackedLinear(
+            name=name, shape=(N, K), bits=self.recipe.layer_bits(name), group_size=self.recipe.group_size,
+            codes=nothing, scales=nothing, zeros=nothing, bias=None, residual=residual,
+            rank_maximum=np.ones(K, np.float32), mean_square=np.ones(K, np.float32),
+        )  # fmt: skip
+
+    def vector(self, name: str) -> Any:
+        return np.ones(self.spec.hidden_size, np.float32)
+
+    def key_statistics(self, _layer: int) -> None:
+        return None
+
+
+def without_numbers(packed: PackedLinear, device: torch.device) -> GpuLinear:
+    """As `repack`, of the bytes that `linear_bytes` counts; that those are the layout's own is tested below."""
+    N, K = packed.shape
+    codes = torch.empty(code_words(packed.shape, packed.bits), dtype=torch.int32, device=device)
+    groups = torch.empty(-(-K // packed.group_size), N, dtype=torch.int32, device=device)
+    return GpuLinear(
+        name=packed.name, shape=packed.shape, bits=packed.bits, group_size=packed.group_size, codes=codes,
+        groups=groups, codebook=None, bias=None,
+    )  # fmt: skip
+
+
+def residuals(linears: Any, device: Any) -> LoadedResiduals:
+    """As `load_residuals`; the codes are in main memory, so only scales count."""
+    layers = {}
+    for packed in linears:
+        N, K = packed.shape
+        codes = torch.empty(1, dtype=torch.int32).expand(K, row_lines(N, 4) * 32)
+        scales = torch.empty(N, dtype=torch.float16, device=device)
+        layers[packed.name] = GpuResidual(bits=4, shape=packed.shape, codes=codes, scales=scales)
+    return LoadedResiduals(layers=layers, warning=None)

@@ -1,0 +1,104 @@
+"""What a load compiles, counted without a card: the specializations that Triton looks up in a model's first steps.
+
+Run in a process of its own, `python -m tests.runtime.backends.triton.variants MODEL...`, because kernels that were
+decorated for the interpreter have no specializations.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from models.architecture import forward
+from models.recipe import Recipe
+from models.spec import ModelSpec
+from runtime.backends.triton import model as placing
+from runtime.backends.triton.decoder import TritonDecoder
+from runtime.backends.triton.forward import Pass
+from runtime.backends.triton.kernels import gemv
+from runtime.backends.triton.warm import steps_of
+from runtime.decoder import DecoderOptions, compensation_of
+from runtime.kv.kinds import KVKind
+from tests.runtime.backends.triton.counting import META
+from tests.runtime.backends.triton.shapes import MODELS, Shapes, residuals, without_numbers
+
+SIDE = SimpleNamespace(wait_stream=lambda _: None)
+"""The stream of compensation."""
+
+
+@dataclass
+class Variants:
+    """Specializations by kernel: the key of each, as Triton's own cache has it."""
+
+    found: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {kernel: len(keys) for kernel, keys in sorted(self.found.items())}
+
+    def note(self, kernel: JITFunction[Any], *arguments: Any, **options: Any) -> None:
+        backend = make_backend(GPUTarget("cuda", 89, 32))
+        options.pop("grid", None)
+        bound = create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, rest = bound(*arguments, **options)
+        self.found.setdefault(kernel.fn.__name__, set()).add(f"{specialization} {sorted(rest.items())}")
+
+
+@contextmanager
+def counted() -> Iterator[Variants]:
+    """Launches are noted down and do nothing; models are placed without numbers."""
+    variants = Variants()
+
+    def launcher(kernel: JITFunction[Any], _grid: Any) -> Any:
+        return lambda *arguments, **options: variants.note(kernel, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "__getitem__", launcher)
+        patch.setattr(placing, "repack", without_numbers)
+        patch.setattr(placing, "load_residuals", residuals)
+        patch.setattr(placing.GpuModel, "_table", lambda self, _: torch.empty(0, dtype=torch.float16))
+        patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        patch.setattr(torch.cuda, "current_stream", lambda: SIDE)
+        patch.setattr(gemv, "sm_count", lambda _: 128)
+        yield variants
+
+
+def of_a_load(spec: ModelSpec, recipe: Recipe, kv: KVKind, *, prompt: int = 0) -> dict[str, int]:
+    """Variants of each kernel that a load with compensation compiles."""
+    with counted() as variants:
+        options = DecoderOptions(context=min(8192, spec.max_context), k_chunk=16, kv=kv, prompt_k_chunk=prompt)
+        decoder = TritonDecoder(Shapes(spec, recipe), options, META)
+        for step in steps_of(decoder):
+            if int(step.positions[0]) == 0:
+                decoder.cache.clear(0)
+            decoder.cache.begin(step.slots, step.positions, flush=step.flush)
+            run = Pass(
+                decoder.model, decoder.buffers, M=step.tokens.size, R=step.logit_rows.size,
+                way=compensation_of(step, options), draft=step.draft, side=SIDE,
+            )  # fmt: skip
+            run.finish(forward(run, spec))
+        return variants.counts
+
+
+def main(cases: list[str]) -> None:
+    """Print variants by case, `MODEL:KIND` each."""
+    answer = {}
+    for case in cases:
+        name, kv, prompt = case.split(":")
+        answer[case] = of_a_load(*MODELS[name], kv, prompt=int(prompt))
+    sys.stdout.write(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
