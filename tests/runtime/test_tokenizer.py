@@ -18,8 +18,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from models.plain_tokenizer import plain_tokenizer
 from runtime.chat_template import render
 from runtime.errors import BackendError, RequestError
-from runtime.tool_calls import Tool
 from runtime.tokenizer import Detokenizer, Tokenizer, plain_chat
+from runtime.tool_calls import Tool
 
 CORPUS = [
     "the sea and the captain said to the sea: I am the sea",
@@ -27,7 +27,8 @@ CORPUS = [
     "once upon a time",
 ]
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics here') }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'critic' %}"
+    "{{ raise_exception('no critics here') }}{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -188,9 +189,7 @@ def test_bad_messages_are_refused(
         bytes_tokenizer.chat(messages, continue_final=continue_final)
 
 
-def test_tools_reach_the_model_with_or_without_a_template_for_them(
-    bytes_tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_tools_reach_the_model_with_or_without_a_template_for_them(bytes_tokenizer: Tokenizer, tmp_path: Path) -> None:
     tools = [Tool(name="add", description="adds numbers")]
     messages = [
         {"role": "user", "content": "1 + 2?"},
@@ -228,8 +227,7 @@ def test_a_broken_or_missing_tokenizer_is_one_clear_error(tmp_path: Path) -> Non
 def test_opening_a_tokenizer_leaves_torch_and_transformers_alone(tmp_path: Path) -> None:
     save(byte_level(), tmp_path, chat_template=TEMPLATE)
     code = (
-        "import sys; from pathlib import Path; from runtime.tool_calls import Tool
-from runtime.tokenizer import Tokenizer; "
+        "import sys; from pathlib import Path; from runtime.tokenizer import Tokenizer; "
         f"t = Tokenizer(Path({str(tmp_path)!r})); t.chat([{{'role': 'user', 'content': 'x'}}]); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
