@@ -86,9 +86,9 @@ class Engine:
         """Stop strings that chat answers need beside the caller's own (see `Tokenizer.chat_stops`)."""
         return self.tokenizer.chat_stops
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Tokens of a conversation; see `Tokenizer.chat`."""
-        return self.tokenizer.chat(messages, continue_final=continue_final)
+        return self.tokenizer.chat(messages, **options)
 
     def text_prompt(self, text: str) -> list[int]:
         """Tokens of a text to be continued. An empty text gives the beginning-of-sequence token, where there is one."""

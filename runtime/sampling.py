@@ -74,6 +74,11 @@ class SamplingOptions:
         if len(self.stop) > MAX_STOPS or not all(self.stop):
             raise RequestError(f"stop must hold at most {MAX_STOPS} texts, none of them empty")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
@@ -99,6 +104,30 @@ class TokenLogprob:
     """As in `Alternative`."""
     top: tuple[Alternative, ...] = ()
     """The most likely tokens, most likely first; as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """What a backend needs to draw a token where its logits are; see `runtime.decoder.DrawsTokens`."""
+
+    options: SamplingOptions
+    """Temperature, filters, penalty, and how many log-probabilities are wanted."""
+    uniform: float
+    """The number in [0, 1) that decides, of the answer's own stream; of no meaning where the draw is greedy."""
+    seen: Int64Array
+    """[n] tokens that the repetition penalty applies to, each once; empty where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token drawn where its logits are, which stay there."""
+
+    token: int
+    """Token id."""
+    logprob: float | None = None
+    """Its log-probability, as `log_probabilities` gives it; None unless asked for."""
+    ranked: Sequence[tuple[int, float]] = ()
+    """(token, log-probability) of the most likely, most likely first, as many as were asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +172,7 @@ class Sampler:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
-        return self._options.temperature < GREEDY_BELOW or self._options.top_k == 1
+        return self._options.greedy
 
     def draw(self, logits: Float32Array) -> int:
         """The next token, which counts as seen from now on.
@@ -154,6 +183,14 @@ class Sampler:
         token = int(self._penalized(logits).argmax()) if self.greedy else self.pick(self.distribution(logits))
         self.note(token)
         return token
+
+    def order(self) -> Draw:
+        """The next draw, for whoever holds the logits; it takes the stream's next number where `draw` would.
+
+        The token that comes back has to be noted.
+        """
+        seen = np.fromiter(self._seen, np.int64, len(self._seen))
+        return Draw(self._options, 0.0 if self.greedy else self.uniform(), seen)
 
     def distribution(self, logits: Float32Array, since: Sequence[int] = ()) -> Distribution:
         """What the next token is drawn from.
@@ -263,18 +300,22 @@ def log_probabilities(logits: Float32Array, token: int, count: int) -> tuple[flo
 
 
 def token_logprob(
-    logits: Float32Array, token: int, count: int | None, piece: Callable[[int], str]
+    own: Float32Array | Drawn, token: int, count: int | None, piece: Callable[[int], str]
 ) -> TokenLogprob | None:
     """The log-probability of a drawn token and of `count` alternatives, where that is asked for.
 
     Args:
-        logits: float32 [V].
+        own: The logits float32 [V] that it was drawn from; or what was drawn from them elsewhere.
         token: The token drawn.
         count: As `SamplingOptions.logprobs`.
         piece: A token as text.
     """
     if count is None:
         return None
-    value, ranked = log_probabilities(logits, token, count)
+    if isinstance(own, Drawn):
+        assert own.logprob is not None
+        value, ranked = own.logprob, own.ranked
+    else:
+        value, ranked = log_probabilities(own, token, count)
     top = tuple(Alternative(token=i, text=piece(i), logprob=p) for i, p in ranked)
     return TokenLogprob(token=token, text=piece(token), logprob=value, top=top)

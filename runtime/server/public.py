@@ -20,6 +20,7 @@ from runtime.server.requests import ChatRequest, CompletionRequest, parse
 from runtime.server.responses import Body, ChatWriter, CompletionWriter, Writer
 from runtime.server.service import Accepted, GenerationRequest, Service
 from runtime.server.streaming import Events, sse, unless_disconnected
+from runtime.tool_calls import CallReader
 from runtime.wire.answers import ModelEntry
 
 
@@ -56,16 +57,17 @@ class PublicInterface:
         """POST /v1/chat/completions."""
         asked = parse(await request.body(), ChatRequest)
         asked.check()
-        messages = asked.conversation
+        messages, tools = asked.conversation, asked.usable_tools
+        options = await asyncio.to_thread(asked.sampling)
         resume = bool(asked.continue_final_message)
 
         def prompt(engine: EngineLike) -> Sequence[int]:
-            return engine.chat_prompt(messages, continue_final=resume)
+            return engine.chat_prompt(messages, continue_final=resume, tools=tools)
 
         wanted = GenerationRequest(
             model=asked.model,
             prompt=prompt,
-            options=asked.sampling(),
+            options=options,
             chat=True,
             name=asked.prompt_cache_key,
             trim=not resume,
@@ -73,8 +75,13 @@ class PublicInterface:
         )
 
         def begin(accepted: Accepted) -> Writer:
+            most = 1 if asked.parallel_tool_calls is False else None
             return ChatWriter(
-                accepted, version=program_version(), with_usage=asked.wants_usage, logprobs=bool(asked.logprobs)
+                accepted,
+                version=program_version(),
+                with_usage=asked.wants_usage,
+                logprobs=bool(asked.logprobs),
+                calls=CallReader([tool.name for tool in tools], most=most) if tools else None,
             )
 
         return await self._answer(request, wanted, begin, stream=bool(asked.stream), with_usage=asked.wants_usage)
@@ -83,12 +90,12 @@ class PublicInterface:
         """POST /v1/completions."""
         asked = parse(await request.body(), CompletionRequest)
         asked.check()
-        text = asked.single_prompt
+        text, options = asked.single_prompt, await asyncio.to_thread(asked.sampling)
 
         def prompt(engine: EngineLike) -> Sequence[int]:
             return engine.text_prompt(text) if isinstance(text, str) else text
 
-        wanted = GenerationRequest(model=asked.model, prompt=prompt, options=asked.sampling(), field="prompt")
+        wanted = GenerationRequest(model=asked.model, prompt=prompt, options=options, field="prompt")
 
         def begin(accepted: Accepted) -> Writer:
             return CompletionWriter(
@@ -124,8 +131,8 @@ class PublicInterface:
                 yield chunk
             async for piece in items:
                 assert isinstance(piece, Piece)
-                if (written := writer.chunk(piece)) is not None:
-                    yield written
+                for chunk in writer.chunks(piece):
+                    yield chunk
                 if piece.usage is not None and with_usage:
                     yield writer.usage_chunk(piece.usage)
 
