@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 
 from models.progress import never_cancelled
+from runtime.constraint import Constraints
 from runtime.decoder import Decoder, Float32Array, Step
 from runtime.errors import BackendError, Cancelled, ContextOverflowError, RequestError
 from runtime.generation import FinishReason, Piece, Run
 from runtime.kv.conversations import Conversations
 from runtime.kv.saved_folder import SavedCaches
-from runtime.sampling import Alternative, Sampler, SamplingOptions, TokenLogprob, log_probabilities
+from runtime.sampling import Sampler, SamplingOptions, token_logprob
 from runtime.speculation.gamma import Costs, FixedGamma, Gamma, gamma_of
 from runtime.speculation.rounds import Place, Rounds
 from runtime.stopping import StopMatcher
@@ -65,6 +66,9 @@ class Engine:
         self.name = name
         self.reason = reason
         self._eos = frozenset(eos_token_ids)
+        self._constraints = Constraints(
+            lambda: self.tokenizer.to_json(), vocab_size=decoder.spec.vocab_size, eos=self._eos
+        )
         self._turn = threading.Lock()
         self._closed = False
         self._gamma: Gamma | None = None
@@ -82,9 +86,9 @@ class Engine:
         """Stop strings that chat answers need beside the caller's own (see `Tokenizer.chat_stops`)."""
         return self.tokenizer.chat_stops
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Tokens of a conversation; see `Tokenizer.chat`."""
-        return self.tokenizer.chat(messages, continue_final=continue_final)
+        return self.tokenizer.chat(messages, **options)
 
     def text_prompt(self, text: str) -> list[int]:
         """Tokens of a text to be continued. An empty text gives the beginning-of-sequence token, where there is one."""
@@ -115,7 +119,8 @@ class Engine:
             Pieces as they come; the last has `finish_reason` and `usage`. Closing the iterator ends the work.
 
         Raises:
-            RequestError: the prompt is empty or holds a token that the model does not have.
+            RequestError: the prompt is empty or holds a token that the model does not have, or the answer cannot be
+                constrained as asked.
             ContextOverflowError: the prompt leaves no room for one more token.
             BackendError: the engine has been closed.
             InvalidActivationError: while iterating: the model's numbers broke down.
@@ -134,6 +139,8 @@ class Engine:
         if self._closed:
             raise BackendError("the model has been unloaded: load it again")
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
+        if options.grammar is not None:
+            run.constraint = self._constraints.begin(options.grammar)
         return self._generate(run, cancelled)
 
     def keep_in(self, saved: SavedCaches) -> None:
@@ -228,7 +235,9 @@ class Engine:
                     break
                 given = stops.add(text.add(token))
                 given, blank = (given.lstrip(), blank and not given.strip()) if blank else (given, False)
-                yield Piece(text=given, token=token, logprob=self._logprob(own, token, options.logprobs))
+                yield Piece(
+                    text=given, token=token, logprob=token_logprob(own, token, options.logprobs, self.tokenizer.piece)
+                )
                 if stops.stopped:
                     finish = "stop"
                     break
@@ -241,9 +250,11 @@ class Engine:
         yield run.last(finish, rest.lstrip() if blank else rest)
 
     def _rounds(self, run: Run, cancelled: Callable[[], bool]) -> Rounds:
-        """What decodes after the prompt. Draws of a given seed must not hang on the clock: gamma stays as it was."""
-        sampler, gamma = Sampler(run.options, run.prompt), self._gamma or FixedGamma(0)
-        if run.options.seed is not None and not sampler.greedy:
+        """What decodes: no drafts under a grammar; draws of a given seed must not hang on the clock as gamma does."""
+        sampler, gamma = Sampler(run.options, run.prompt, run.constraint), self._gamma or FixedGamma(0)
+        if sampler.constrained:
+            gamma = FixedGamma(0)
+        elif run.options.seed is not None and not sampler.greedy:
             gamma = FixedGamma(self._first_gamma)
         place = Place(decoder=self.decoder, conversations=self._conversations, slot=run.slot)
         rounds = Rounds(place, sampler, gamma, ends=self._eos, check=lambda: self._check(cancelled))
@@ -284,11 +295,3 @@ class Engine:
         """Raise Cancelled where the caller or `close` asks for the end."""
         if self._closed or cancelled():
             raise Cancelled("the generation was asked to stop")
-
-    def _logprob(self, logits: Float32Array, token: int, count: int | None) -> TokenLogprob | None:
-        """The log-probability of a drawn token and of `count` alternatives, where asked for."""
-        if count is None:
-            return None
-        value, ranked = log_probabilities(logits, token, count)
-        top = tuple(Alternative(token=i, text=self.tokenizer.piece(i), logprob=p) for i, p in ranked)
-        return TokenLogprob(token=token, text=self.tokenizer.piece(token), logprob=value, top=top)

@@ -13,14 +13,15 @@ Source: QuantSpec §4.1 and 4.3, Algorithm 1.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from runtime.decoder import Decoder, Float32Array, Step
+from runtime.decoder import Decoder, DrawsTokens, Float32Array, Step
 from runtime.kv.conversations import Conversations
-from runtime.sampling import Sampler
+from runtime.sampling import Drawn, Sampler
 from runtime.speculation.acceptance import Proposal, accept
 from runtime.speculation.counts import Counts
 from runtime.speculation.gamma import Gamma
@@ -54,11 +55,14 @@ class Rounds:
     ) -> None:
         self._place, self._sampler, self._gamma = place, sampler, gamma
         self._ends, self._check = ends, check
+        # A grammar decides on the host.
+        draws = isinstance(place.decoder, DrawsTokens) and not sampler.constrained
+        self._device = cast("DrawsTokens", place.decoder) if draws else None
         self.counts = Counts()
         """What was done so far."""
 
-    def tokens(self, logits: Float32Array, remaining: Callable[[], int]) -> Iterator[tuple[int, Float32Array]]:
-        """Tokens without end, each with the target's logits [V] that it was drawn from.
+    def tokens(self, logits: Float32Array, remaining: Callable[[], int]) -> Iterator[tuple[int, Float32Array | Drawn]]:
+        """Tokens without end, each with the target's logits [V] that it was drawn from, or what is known of them.
 
         The slot's tokens always are those before the one that was given last, however many were verified. Logits are
         overwritten when the next token is asked for.
@@ -88,7 +92,7 @@ class Rounds:
         alike = gamma + 1 if decoder.cache is None else decoder.cache.rows_alike(slot)
         return max(0, min(gamma, remaining - 1, alike - 1, decoder.options.max_rows - 1))
 
-    def _round(self, token: int, gamma: int) -> list[tuple[int, Float32Array]]:
+    def _round(self, token: int, gamma: int) -> Sequence[tuple[int, Float32Array | Drawn]]:
         """One round after a token, which is in the cache afterwards. Returns the tokens that it gives."""
         if not gamma:
             return [self._plain(token)]
@@ -107,17 +111,23 @@ class Rounds:
             self._sampler.note(each)
         return list(zip(tokens, logits, strict=False))
 
-    def _plain(self, token: int) -> tuple[int, Float32Array]:
+    def _plain(self, token: int) -> tuple[int, Float32Array | Drawn]:
         """A round without a draft. Where nobody asked for speculation all are such, so it does no more than it must."""
         held = self._place.conversations.tokens(self._place.slot)
         start = len(held)
         self._place.conversations.make_room(self._place.slot, start + 1)
         began = time.perf_counter()
-        logits = self._forward([token], start, flush=True)[0]
+        if self._device is None:
+            logits = self._forward([token], start, flush=True)[0]
+        else:
+            (drawn,) = self._device.draw(self._step([token], start, flush=True), [self._sampler.order()])
         self._gamma.note(0, 0, time.perf_counter() - began)
         self.counts.add(0, 0)
         held.append(token)
-        return self._sampler.draw(logits), logits
+        if self._device is None:
+            return self._sampler.draw(logits), logits
+        self._sampler.note(drawn.token)
+        return drawn.token, drawn
 
     def _draft(self, token: int, start: int, gamma: int) -> Proposal:
         """Up to gamma tokens after one at position `start`."""
@@ -133,15 +143,17 @@ class Rounds:
         return Proposal(tokens=tokens, drawn_from=drawn_from)
 
     def _forward(self, tokens: list[int], start: int, *, draft: bool = False, flush: bool) -> Float32Array:
-        """A step of the slot from a position on. Returns all rows' logits [M, V]."""
+        """Run a step of the slot from a position on. Returns all rows' logits [M, V]."""
+        return self._place.decoder.forward(self._step(tokens, start, draft=draft, flush=flush))
+
+    def _step(self, tokens: list[int], start: int, *, draft: bool = False, flush: bool) -> Step:
+        """A step of the slot from a position on, with all rows' logits."""
         M = len(tokens)
-        return self._place.decoder.forward(
-            Step(
-                tokens=np.array(tokens, np.int32),
-                slots=np.full(M, self._place.slot, np.int32),
-                positions=np.arange(start, start + M, dtype=np.int32),
-                logit_rows=np.arange(M, dtype=np.int32),
-                draft=draft,
-                flush=flush,
-            )
+        return Step(
+            tokens=np.array(tokens, np.int32),
+            slots=np.full(M, self._place.slot, np.int32),
+            positions=np.arange(start, start + M, dtype=np.int32),
+            logit_rows=np.arange(M, dtype=np.int32),
+            draft=draft,
+            flush=flush,
         )
