@@ -211,8 +211,7 @@ def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, 
     linear = linear_at(i)
     rows = rows_of(control, linear.wanted)
     first, last = _tiles(linear, rows, part, parts)
-    compensate = parameters_at(control).compensate != 0
-    choice = MADE_BEFORE
+    compensate, choice = parameters_at(control).compensate != 0, MADE_BEFORE
     if rows == 1:
         compensated = compensate and linear.total > 0
         if compensated:
@@ -259,10 +258,9 @@ def multiply_codebook_4(i: int, control: int, part: int, parts: int, scratch: in
 def add_whole(i: int, rows: int, first: int, last: int, scratch: int) -> None:
     """Add the products of tiles first .. last - 1 of all residuals of the LINEAR instruction at address i."""
     of = linear_at(i)
-    own, whole = of.weights, of.whole
-    sizes = (own.tiles, own.blocks, own.groups, own.group_blocks)
-    weights = Weights(whole.codes, whole.scales, whole.zeros, 0, WHOLE_BITS, *sizes)
-    linear = Linear(weights, of.x, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, whole)
+    own, (codes, scales, zeros) = of.weights, of.whole
+    weights = Weights(codes, scales, zeros, 0, WHOLE_BITS, own.tiles, own.blocks, own.groups, own.group_blocks)
+    linear = Linear(weights, of.x, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, of.whole)
     if rows == 1:
         _one_4(linear, first, last, False, MADE_BEFORE)
     else:
