@@ -16,6 +16,7 @@ from runtime.lock import program_version
 from runtime.server.answer import json_answer
 from runtime.server.errors import unknown_model
 from runtime.server.interfaces import EngineLike
+from runtime.server.openapi import document
 from runtime.server.requests import ChatRequest, CompletionRequest, parse
 from runtime.server.response_requests import ResponsesRequest
 from runtime.server.response_writer import ResponseWriter
@@ -42,6 +43,7 @@ class PublicInterface:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
             Route(HEALTH_PATH, self.health, methods=["GET"]),
         ]
 
@@ -135,6 +137,10 @@ class PublicInterface:
             return ResponseWriter(asked, accepted, _reader(tools, asked.parallel_tool_calls))
 
         return await self._answer(request, wanted, begin, stream=bool(asked.stream), named=True)
+
+    async def openapi(self, _request: Request) -> Response:
+        """GET /openapi.json: this interface, described for programs."""
+        return json_answer(document())
 
     async def health(self, _request: Request) -> Response:
         """GET /health: that the server answers; needs no token and tells nothing else."""
