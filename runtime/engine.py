@@ -14,14 +14,14 @@ replies to the same requests in the same order with the same seeds, where it fin
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from models.progress import never_cancelled
+from runtime.constraint import Constraints
 from runtime.decoder import Decoder
 from runtime.errors import BackendError, ContextOverflowError, RequestError
 from runtime.generation import Piece, Run
@@ -31,12 +31,11 @@ from runtime.sampling import Sampler, SamplingOptions
 from runtime.scheduling.answer import Answer, Language, Receive
 from runtime.scheduling.request import Request
 from runtime.scheduling.scheduler import Scheduler
+from runtime.scheduling.turns import Turns
 from runtime.speculation.gamma import Costs, FixedGamma, Gamma, gamma_of
 from runtime.speculation.rounds import Place, Rounds
 from runtime.tokenizer import Tokenizer
 
-TURN_POLL_S = 0.05
-"""How often a generation looks what came of it while another thread runs the steps."""
 LENT_TOKENS = 128
 """Tokens that whoever measures the decoder may put into slot 0, unless more are asked for."""
 
@@ -64,16 +63,15 @@ class Engine:
         self.name = name
         self.reason = reason
         self._eos = frozenset(eos_token_ids)
-        self._turn = threading.Condition()  # held by whoever runs a step; notified when all requests have ended
-        self._stepping = False
-        self._session = ExitStack()  # of the decoder, while there are requests
-        self._in_session = False
-        self._closed = False
+        self._constraints = Constraints(
+            lambda: self.tokenizer.to_json(), vocab_size=decoder.spec.vocab_size, eos=self._eos
+        )
         self._gamma: Gamma | None = None
         self._first_gamma = 0
         options = decoder.options
         self._conversations = Conversations(decoder.cache, slots=options.slots, context=options.context)
         self._scheduler = Scheduler(decoder, self._conversations)
+        self._turns = Turns(self._scheduler, decoder.session)
 
     @property
     def running(self) -> int:
@@ -95,9 +93,9 @@ class Engine:
         """Stop strings that chat answers need beside the caller's own (see `Tokenizer.chat_stops`)."""
         return self.tokenizer.chat_stops
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Tokens of a conversation; see `Tokenizer.chat`."""
-        return self.tokenizer.chat(messages, continue_final=continue_final)
+        return self.tokenizer.chat(messages, **options)
 
     def text_prompt(self, text: str) -> list[int]:
         """Tokens of a text to be continued. An empty text gives the beginning-of-sequence token, where there is one."""
@@ -132,7 +130,7 @@ class Engine:
         """
         items: deque[Piece | Exception] = deque()
         request = self._request(prompt, options, items.append, cancelled, trim=trim, chat=chat)
-        return self._pieces(request, items)
+        return self._turns.pieces(request, items)
 
     def submit(
         self,
@@ -157,18 +155,16 @@ class Engine:
             chat: The conversation.
 
         Raises:
-            RequestError: the prompt is empty or holds a token that the model does not have.
+            RequestError: the prompt is empty or holds a token that the model does not have, or the answer cannot be
+                constrained as asked.
             ContextOverflowError: the prompt leaves no room for one more token.
             BackendError: the engine has been closed.
         """
-        request = self._request(prompt, options, receive, cancelled, trim=trim, chat=chat)
-        with self._turn:
-            self._add(request)
+        self._turns.submit(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
 
     def step(self) -> bool:
         """Do one step of all requests. Returns whether there is more to do."""
-        with self._turn:
-            return self._step()
+        return self._turns.step()
 
     def keep_in(self, saved: SavedCaches) -> None:
         """Write long conversations to disk when the engine is closed, and let prompts go on from what is there.
@@ -176,7 +172,7 @@ class Engine:
         Args:
             saved: The saved caches of this very model and kind of cache; of no use where the cache has no `layout`.
         """
-        with self._turn:
+        with self._turns.taken():
             self._conversations.saved = saved
 
     def speculate(self, gamma: int | Costs | None) -> None:
@@ -192,7 +188,7 @@ class Engine:
             RequestError: gamma is out of range.
         """
         chosen = None if gamma is None else gamma_of(gamma)
-        with self._turn:
+        with self._turns.taken():
             self._gamma = chosen
             self._first_gamma = self._gamma.current if self._gamma else 0
 
@@ -207,7 +203,7 @@ class Engine:
         Args:
             chat: The name under which `generate` was given its prompts; None: everything is dropped.
         """
-        with self._turn:
+        with self._turns.taken():
             self._scheduler.forget(chat)
 
     @contextmanager
@@ -217,8 +213,7 @@ class Engine:
         Begins when all requests have ended. Conversations stay: what was in slot 0 moves to another one. Where all are
         in use, the one unused for longest gives way, and is written to disk first if it is worth a file.
         """
-        with self._turn:
-            self._turn.wait_for(lambda: not self._scheduler.busy)
+        with self._turns.alone():
             self._conversations.vacate(0, min(self.context, tokens))
             try:
                 yield self.decoder
@@ -227,16 +222,13 @@ class Engine:
 
     def abandon(self, error: Exception) -> None:
         """End all requests with an error."""
-        with self._turn:
-            self._scheduler.end_all(error)
-            self._rest()
+        self._turns.end(error)
 
     def close(self) -> None:
         """End all requests, after the step that runs, and release the decoder. Safe to call twice."""
-        self._closed = True
-        with self._turn:
-            self._scheduler.end_all()
-            self._rest()
+        self._turns.closed = True
+        self._turns.end()
+        with self._turns.taken():
             self._conversations.save()
             self._conversations.forget()
             self.decoder.close()
@@ -263,18 +255,25 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens and the context holds {self.context}, the answer included: "
                 "shorten the conversation, or load the model with a longer context"
             )
-        if self._closed:
+        if self._turns.closed:
             raise BackendError("the model has been unloaded: load it again")
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
+        if options.grammar is not None:
+            run.constraint = self._constraints.begin(options.grammar)
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
         answer = Answer(run, Language(tokenizer=self.tokenizer, ends=self._eos), limit, receive)
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))
 
     def _rounds(self, run: Run, slot: int) -> Rounds:
-        """What decodes after the prompt. Draws of a given seed must hang neither on the clock nor on other requests."""
-        sampler, gamma = Sampler(run.options, run.prompt), self._gamma or FixedGamma(0)
+        """What decodes after the prompt: no drafts under a grammar.
+
+        Draws of a given seed must hang neither on the clock, as gamma does, nor on other requests.
+        """
+        sampler, gamma = Sampler(run.options, run.prompt, run.constraint), self._gamma or FixedGamma(0)
         seeded = run.options.seed is not None and not sampler.greedy
-        if seeded:
+        if sampler.constrained:
+            gamma = FixedGamma(0)
+        elif seeded:
             gamma = FixedGamma(self._first_gamma)
         place = Place(
             decoder=self.decoder,
@@ -287,67 +286,3 @@ class Engine:
         if self._gamma is not None:
             run.speculation = lambda: rounds.counts.result(gamma.current)
         return rounds
-
-    def _pieces(self, request: Request, items: deque[Piece | Exception]) -> Iterator[Piece]:
-        """What `generate` returns. While another thread runs the steps, what came of them is looked at now and then."""
-        begun = False
-        try:
-            while items or not request.answer.ended:
-                if not items:
-                    if self._turn.acquire(timeout=TURN_POLL_S):
-                        try:
-                            if not begun:
-                                begun = True
-                                self._add(request)
-                            if not items:
-                                self._step()
-                        finally:
-                            self._turn.release()
-                    elif not begun and request.cancelled():
-                        request.answer.end("cancelled")
-                while items:
-                    item = items.popleft()
-                    if isinstance(item, Exception):
-                        raise item
-                    yield item
-        finally:
-            if not request.answer.ended:  # nobody wants the rest
-                request.cancelled = _always
-                with self._turn:
-                    self._rest()
-
-    def _add(self, request: Request) -> None:
-        """Hand a request to the scheduler, unless the engine was closed in between."""
-        self._scheduler.add(request)
-        if self._closed:
-            self._scheduler.end_all()
-
-    def _step(self) -> bool:
-        """One step, in a session of the decoder that lasts while there are requests. Whether there is more to do."""
-        if self._scheduler.busy:
-            if not self._in_session:
-                self._session.enter_context(self.decoder.session())
-                self._in_session = True
-            self._stepping = True
-            try:
-                self._scheduler.step()
-            finally:
-                self._stepping = False
-        return self._rest()
-
-    def _rest(self) -> bool:
-        """End what was cancelled, and the session where nobody is left. Returns whether somebody is."""
-        if self._stepping:  # a generator that nobody holds any longer was found in the middle of a step
-            return True
-        self._scheduler.end_cancelled()
-        if self._scheduler.busy:
-            return True
-        self._in_session = False
-        self._session.close()
-        self._turn.notify_all()
-        return False
-
-
-def _always() -> bool:
-    """Cancelled."""
-    return True

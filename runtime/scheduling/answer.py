@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from runtime.decoder import Float32Array
 from runtime.generation import FinishReason, Piece, Run
-from runtime.sampling import Alternative, TokenLogprob, log_probabilities
+from runtime.sampling import Drawn, token_logprob
 from runtime.stopping import StopMatcher
 from runtime.tokenizer import Detokenizer, Tokenizer
 
@@ -50,12 +50,12 @@ class Answer:
         """Tokens that may come still."""
         return self.limit - self.run.completion
 
-    def take(self, token: int, logits: Float32Array) -> bool:
+    def take(self, token: int, own: Float32Array | Drawn) -> bool:
         """Take the next token.
 
         Args:
             token: The token.
-            logits: float32 [V] that it was drawn from.
+            own: The logits float32 [V] that it was drawn from; or what was drawn from them elsewhere.
 
         Returns:
             Whether another one is wanted; the answer has ended otherwise.
@@ -67,7 +67,8 @@ class Answer:
         given = self._stops.add(self._text.add(token))
         if self._blank:
             given, self._blank = given.lstrip(), not given.strip()
-        self._receive(Piece(text=given, token=token, logprob=self._logprob(logits, token, self.run.options.logprobs)))
+        logprob = token_logprob(own, token, self.run.options.logprobs, self._language.tokenizer.piece)
+        self._receive(Piece(text=given, token=token, logprob=logprob))
         if not self._stops.stopped and self.remaining:
             return True
         self.end("stop" if self._stops.stopped else "length")
@@ -89,12 +90,3 @@ class Answer:
     def _last(self, item: Piece | Exception) -> None:
         self.ended = True
         self._receive(item)
-
-    def _logprob(self, logits: Float32Array, token: int, count: int | None) -> TokenLogprob | None:
-        """The log-probability of a drawn token and of `count` alternatives, where asked for."""
-        if count is None:
-            return None
-        piece = self._language.tokenizer.piece
-        value, ranked = log_probabilities(logits, token, count)
-        top = tuple(Alternative(token=i, text=piece(i), logprob=p) for i, p in ranked)
-        return TokenLogprob(token=token, text=piece(token), logprob=value, top=top)

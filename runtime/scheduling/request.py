@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
-from runtime.decoder import Float32Array
 from runtime.rows import Rows, Work
 from runtime.scheduling.answer import Answer
 from runtime.speculation.rounds import Rounds
@@ -47,11 +47,11 @@ class Request:
         self._work = self._steps(held, chunk)
         self.rows = next(self._work)
 
-    def go_on(self, logits: Float32Array) -> None:
-        """Take the logits [wanted, V] of the rows that were needed."""
+    def go_on(self, found: Any) -> None:
+        """Take what the rows that were needed gave; see `runtime.rows.Work`."""
         assert self._work is not None
         try:
-            self.rows = self._work.send(logits)
+            self.rows = self._work.send(found)
         except StopIteration:
             self.rows = None
 

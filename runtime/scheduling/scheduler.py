@@ -21,13 +21,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
-from runtime.decoder import Decoder, Float32Array
+from runtime.decoder import Decoder
 from runtime.errors import OutOfMemoryError
 from runtime.kv.conversations import Conversations
-from runtime.rows import RowKind, step_of
+from runtime.rows import RowKind, compute
 from runtime.scheduling.request import Request
 
+ROUND: tuple[RowKind, ...] = ("drawn", "decode", "prompt")
+"""What is run after the drafts, each at most once a step."""
 CHUNK = 64
 """Rows of a prompt between two tokens of requests that decode."""
 REMAINDER = 16
@@ -76,10 +79,9 @@ class Scheduler:
         self._admit()
         while drafts := self._wanting("draft"):
             self._forward(drafts)
-        if tokens := self._wanting("decode"):
-            self._forward(tokens)
-        if prompt := self._wanting("prompt"):
-            self._forward(prompt)
+        for kind in ROUND:
+            if requests := self._wanting(kind):
+                self._forward(requests)
         self._spent = self.clock()
 
     def cancel(self, request: Request) -> None:
@@ -166,7 +168,7 @@ class Scheduler:
         try:
             for rows in parts:
                 self._conversations.make_room(rows.slot, rows.start + len(rows.tokens))
-            logits = self._decoder.forward(step_of(parts))
+            found = compute(self._decoder, parts)
         except Exception as error:  # noqa: BLE001 -- whoever asked gets it, and the others go on
             if len(requests) == 1:
                 requests[0].answer.fail(error)
@@ -175,15 +177,13 @@ class Scheduler:
             for request in requests:
                 self._forward_part([request])
             return
-        at = 0
-        for request, rows in zip(requests, parts, strict=True):
-            self._go_on(request, logits[at : at + rows.wanted])
-            at += rows.wanted
+        for request, own in zip(requests, found, strict=True):
+            self._go_on(request, own)
 
-    def _go_on(self, request: Request, logits: Float32Array) -> None:
+    def _go_on(self, request: Request, found: Any) -> None:
         """Let a request draw from its logits."""
         try:
-            request.go_on(logits)
+            request.go_on(found)
         except Exception as error:  # noqa: BLE001 -- as above
             request.answer.fail(error)
             request.rows = None

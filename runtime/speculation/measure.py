@@ -13,7 +13,7 @@ from runtime.decoder import Decoder, Float32Array, Step
 from runtime.errors import Cancelled, RequestError
 from runtime.kv.conversations import Conversations
 from runtime.rows import run_alone
-from runtime.sampling import Sampler, SamplingOptions
+from runtime.sampling import Drawn, Sampler, SamplingOptions
 from runtime.speculation.costs import compensate_drafts, measure_costs
 from runtime.speculation.counts import Speculation
 from runtime.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, Gamma, break_even
@@ -122,7 +122,7 @@ def continued(
     tokens: list[int] = []
     began = 0.0
 
-    def take(token: int, _logits: Float32Array) -> bool:
+    def take(token: int, _own: Float32Array | Drawn) -> bool:
         nonlocal began
         check()
         began = began or time.perf_counter()

@@ -13,13 +13,13 @@ Source: QuantSpec §4.1 and 4.3, Algorithm 1.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from runtime.decoder import Decoder, Float32Array
+from runtime.decoder import Decoder, DrawsTokens, Float32Array
 from runtime.kv.conversations import Conversations
 from runtime.rows import RowKind, Rows, Work
-from runtime.sampling import Sampler
+from runtime.sampling import Drawn, Sampler
 from runtime.speculation.acceptance import Proposal, accept
 from runtime.speculation.counts import Counts
 from runtime.speculation.gamma import Gamma
@@ -27,8 +27,9 @@ from runtime.speculation.gamma import Gamma
 SHARED_ROWS = 16
 """Rows that verifications of several sequences have together, at most: as many as a CPU's products unpack weights for
 once. Beyond, drafts of one sequence cost the others time."""
-Take = Callable[[int, Float32Array], bool]
-"""Takes a token and the target's logits [V] that it was drawn from; returns whether another one is wanted."""
+Take = Callable[[int, Float32Array | Drawn], bool]
+"""Takes a token and the target's logits [V] that it was drawn from, or what is known of them where the decoder draws;
+returns whether another one is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,7 @@ class Rounds:
     ) -> None:
         self._place, self._sampler, self._gamma = place, sampler, gamma
         self._ends, self._alike = ends, alike
+        self._draws = isinstance(place.decoder, DrawsTokens) and not sampler.constrained  # a grammar needs the logits
         self.counts = Counts()
         """What was done so far."""
 
@@ -100,24 +102,37 @@ class Rounds:
         most = decoder.options.max_rows if self._alike or company == 1 else SHARED_ROWS // company
         return max(0, min(gamma, remaining - 1, alike - 1, most - 1))
 
-    def _round(self, token: int, gamma: int) -> Work[list[tuple[int, Float32Array]]]:
+    def _round(self, token: int, gamma: int) -> Work[Sequence[tuple[int, Float32Array | Drawn]]]:
         """One round after a token, which is in the cache afterwards. Returns the tokens that it gives."""
         held = self._place.conversations.tokens(self._place.slot)
         start, began, alone = len(held), self._place.clock(), self._place.company() == 1
+        given: Sequence[tuple[int, Float32Array | Drawn]]
         if not gamma:
-            logits = yield self._rows([token], start)
-            tokens, drafted = [self._sampler.draw(logits[0])], 0
+            given, drafted = [(yield from self._plain(token, start))], 0
         else:
             proposal = yield from self._draft(token, start, gamma)
             logits = yield self._rows([token, *proposal.tokens], start)
             tokens, drafted = accept(proposal, logits, self._sampler), len(proposal.tokens)
+            given = list(zip(tokens, logits, strict=False))
             for each in tokens:
                 self._sampler.note(each)
         held.append(token)
         if alone and self._place.company() == 1:  # else it says little of what a round takes
-            self._gamma.note(drafted, len(tokens) - 1, self._place.clock() - began)
-        self.counts.add(drafted, len(tokens) - 1)
-        return list(zip(tokens, logits, strict=False))
+            self._gamma.note(drafted, len(given) - 1, self._place.clock() - began)
+        self.counts.add(drafted, len(given) - 1)
+        return given
+
+    def _plain(self, token: int, start: int) -> Work[tuple[int, Float32Array | Drawn]]:
+        """A token without a draft, and what it was drawn from."""
+        if not self._draws:
+            logits = yield self._rows([token], start)
+            return self._sampler.draw(logits[0]), logits[0]
+        order = self._sampler.order()
+        drawn: Drawn = yield Rows(
+            slot=self._place.slot, start=start, tokens=[token], wanted=1, kind="drawn", draw=order
+        )
+        self._sampler.note(drawn.token)
+        return drawn.token, drawn
 
     def _draft(self, token: int, start: int, gamma: int) -> Work[Proposal]:
         """Up to gamma tokens after one at position `start`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from runtime.errors import Cancelled
 from runtime.kv.conversations import Conversations
 from runtime.kv.kinds import KVKind
 from runtime.rows import run_alone
-from runtime.sampling import Sampler, SamplingOptions
+from runtime.sampling import Draw, Drawn, Sampler, SamplingOptions, log_probabilities
 from runtime.speculation.gamma import FixedGamma
 from runtime.speculation.rounds import Place, Rounds
 
@@ -203,3 +203,77 @@ def test_an_interrupted_round_leaves_what_was_known(model: Any, after: int) -> N
     bench.conversations.release(0)
     bench.prompt = PROMPT[:250]
     assert bench.run(3, 30)[0] == alone
+
+
+class OnDevice:
+    """A decoder that keeps its logits, and draws from them as whoever has them would."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.drawn = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def draw(self, step: Step, draws: Sequence[Draw]) -> list[Drawn]:
+        self.drawn += 1
+        (draw,), (logits,) = draws, self._inner.forward(step)
+        kept = np.array(logits)
+        sampler = Sampler(draw.options, draw.seen.tolist())
+        sampler.uniform = lambda: draw.uniform
+        token = sampler.draw(kept)
+        return [Drawn(token, *log_probabilities(kept, token, 2))]
+
+
+class Odd:
+    """A constraint to odd tokens."""
+
+    def masked(self, logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.where(np.arange(V) % 2 == 1, logits, -np.inf)
+
+    def take(self, token: int) -> None: ...
+
+
+def taken(bench: Bench, rounds: Rounds, count: int) -> list[tuple[int, Any]]:
+    """So many tokens, and what came with each."""
+    given: list[tuple[int, Any]] = []
+
+    def take(token: int, own: Any) -> bool:
+        given.append((token, own))
+        return len(given) < count
+
+    run_alone(bench.decoder, rounds.decode(bench.logits(), take, lambda: count - len(given)))
+    return given
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_decoder_that_draws_is_asked_for_tokens_alone(model: Any, temperature: float) -> None:
+    """The same tokens from the same stream, penalties included; logits stay where they are."""
+    sampling = SamplingOptions(temperature=temperature, repetition_penalty=1.1, seed=5)
+    place = []
+    for wrap in (lambda decoder: decoder, OnDevice):
+        bench = Bench(CpuDecoder, model, sampling, 30)
+        bench.decoder = wrap(bench.decoder)
+        rounds = Rounds(
+            Place(decoder=bench.decoder, conversations=bench.conversations, slot=0),
+            Sampler(sampling, bench.prompt), FixedGamma(0), ends=(),
+        )  # fmt: skip
+        given = taken(bench, rounds, 60)
+        place.append([token for token, _ in given])
+    assert place[0] == place[1]
+    assert bench.decoder.drawn == 59
+    assert all(isinstance(own, Drawn) and own.token == token for token, own in given[1:])
+
+
+def test_a_grammar_decides_on_the_host(model: Any) -> None:
+    bench = Bench(CpuDecoder, model, GREEDY, 30)
+    decoder = OnDevice(bench.decoder)
+    sampler = Sampler(GREEDY, (), Odd())
+    rounds = Rounds(
+        Place(decoder=decoder, conversations=bench.conversations, slot=0),
+        sampler, FixedGamma(0), ends=(),
+    )  # fmt: skip
+    bench.decoder = decoder
+    tokens = [token for token, _ in taken(bench, rounds, 10)]
+    assert decoder.drawn == 0
+    assert all(token % 2 for token in tokens)
