@@ -258,9 +258,9 @@ def multiply_codebook_4(i: int, control: int, part: int, parts: int, scratch: in
 def add_whole(i: int, rows: int, first: int, last: int, scratch: int) -> None:
     """Add the products of tiles first .. last - 1 of all residuals of the LINEAR instruction at address i."""
     of = linear_at(i)
-    own, (codes, scales, zeros) = of.weights, of.whole
-    weights = Weights(codes, scales, zeros, 0, WHOLE_BITS, own.tiles, own.blocks, own.groups, own.group_blocks)
-    linear = Linear(weights, of.x, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, of.whole)
+    own, by = of.weights, of.whole
+    weights = Weights(by.codes, by.scales, by.zeros, 0, WHOLE_BITS, own.tiles, own.blocks, own.groups, own.group_blocks)
+    linear = Linear(weights, of.x, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, by)
     if rows == 1:
         _one_4(linear, first, last, False, MADE_BEFORE)
     else:
