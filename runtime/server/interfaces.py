@@ -29,8 +29,8 @@ class EngineLike(Protocol):
         """Stop strings that chat answers need beside the caller's own."""
         ...
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False) -> list[int]:
-        """Tokens of a conversation."""
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Tokens of a conversation; options are those of `runtime.tokenizer.Tokenizer.chat`."""
         ...
 
     def text_prompt(self, text: str) -> list[int]:

@@ -121,8 +121,10 @@ def is_linked(program: npt.NDArray[np.int64]) -> bool:
 def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
     """The unit that runs an instruction, and the one that this calls."""
     match instruction:
-        case op.Linear(weights=weights, total=total, residual=residual, kept=kept):
+        case op.Linear(weights=weights, total=total, residual=residual, kept=kept, whole=whole):
             own = (_CODEBOOK if weights.codebooks else _UNIFORM)[weights.bits]
+            if whole.codes:
+                return own, products.add_whole
             return own, _SHARE[residual.bits] if kept else _COMPENSATE[residual.bits] if total else None
         case op.Panel(residual=residual):
             return panels.multiply_panel, _PANEL[residual.bits]

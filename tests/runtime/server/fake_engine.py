@@ -26,6 +26,7 @@ from runtime.sampling import Alternative, SamplingOptions, TokenLogprob
 from runtime.server.interfaces import LoadedModel
 from runtime.server.service import Service
 from runtime.stopping import StopMatcher
+from runtime.tool_calls import Tool
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
 from runtime.wire.device import DeviceReport, Tuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
@@ -54,6 +55,7 @@ class FakeEngine:
         self.cancellations = 0
         self.threads: set[int] = set()
         self.options: list[SamplingOptions] = []
+        self.tools: list[Tool] = []
         self.trims: list[bool] = []
         self.chats: list[str | None] = []
         self.forgotten: list[str | None] = []
@@ -61,7 +63,10 @@ class FakeEngine:
         self.prefill_gate.set()
         self._texts: dict[int, str] = {}
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False) -> list[int]:
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False, tools: Sequence[Tool] = ()
+    ) -> list[int]:
+        self.tools = list(tools)
         if continue_final and messages[-1]["role"] != "assistant":
             raise RequestError("only an assistant's message can be continued")
         return self.text_prompt(messages[-1]["content"], sum(len(m["content"].split()) for m in messages[:-1]))
