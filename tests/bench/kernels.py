@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runtime.backends.triton.ahead import TARGETS, Compiled, compile_all, pairs
+from tests.runtime.backends.triton.shapes import MODELS
+from tests.runtime.backends.triton.variants import counted_apart
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 
@@ -44,6 +46,16 @@ with Triton {triton}, whose own ptxas {ptxas} made the machine code ({blackwell}
   that streams through it is on its way, from its request to where the code waits for it. *async* are copies to shared
   memory, *regs* the widest loads to registers. Near 0, nothing is on its way while the loop works, and only other
   programs of the multiprocessor hide the wait; the number of loads is that of one round.
+"""
+LOADS = """
+## What a load compiles, and a token launches
+
+Specializations that Triton's own lookup keeps apart in the first steps of a load, one to three seconds each where a
+machine sees them first; and launches of Triton kernels in a decoded token, to which torch adds two, the head's
+compensation and the sum that shows a broken number. Compensated, prompts not; with prompts it is two more kernels.
+
+| model | cache | kernels compiled | of them products, attention | launches of a token |
+|---|---|--:|--:|--:|
 """
 PRODUCTS = """
 ## Products with low-bit matrices, by weight
@@ -87,7 +99,7 @@ def page(compiled: Sequence[Compiled], triton: str, ptxas: str, blackwell: str, 
         blackwell: Version of its ptxas for sm_100 and later.
         date: ISO date.
     """
-    parts = [INTRODUCTION.format(triton=triton, ptxas=ptxas, blackwell=blackwell, date=date), PRODUCTS]
+    parts = [INTRODUCTION.format(triton=triton, ptxas=ptxas, blackwell=blackwell, date=date), *_loads(), PRODUCTS]
     parts.extend(
         f"| {row.name} | {row.target} | {32 * row.loop_instructions / row.weights:.2f} "
         f"| {row.loop_tensor * 16384 / row.weights:.0f} | {row.in_flight:.2f} | {row.programs} |\n"
@@ -106,6 +118,16 @@ def page(compiled: Sequence[Compiled], triton: str, ptxas: str, blackwell: str, 
             if row.operation == operation
         )
     return "".join([*parts, CHECKS])
+
+
+def _loads() -> Iterator[str]:
+    """The table of what loads compile."""
+    yield LOADS
+    cases = counted_apart([(name, kv, 0) for name in MODELS for kv in ("fp16", "int8", "int4", "hierarchical")])
+    for (name, kv, _), found in cases.items():
+        products = found.variants["_gemv_kernel"] + found.variants["_gemm_kernel"]
+        attention = found.variants["_attend_kernel"] + found.variants["_merge_kernel"]
+        yield f"| {name} | {kv} | {found.total} | {products}, {attention} | {found.launches} |\n"
 
 
 def _in_flight(row: Compiled) -> str:

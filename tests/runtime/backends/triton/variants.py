@@ -1,14 +1,15 @@
 """What a load compiles, counted without a card: the specializations that Triton looks up in a model's first steps.
 
-Run in a process of its own, `python -m tests.runtime.backends.triton.variants MODEL...`, because kernels that were
-decorated for the interpreter have no specializations.
+Counted in a process of its own, because kernels that were decorated for the interpreter have no specializations.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -42,6 +43,8 @@ class Variants:
     """Specializations by kernel: the key of each, as Triton's own cache has it."""
 
     found: dict[str, set[str]] = field(default_factory=dict)
+    launches: int = 0
+    """Launches of the step that came last."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -52,7 +55,22 @@ class Variants:
         options.pop("grid", None)
         bound = create_function_from_signature(kernel.signature, kernel.params, backend)
         _, specialization, rest = bound(*arguments, **options)
+        self.launches += 1
         self.found.setdefault(kernel.fn.__name__, set()).add(f"{specialization} {sorted(rest.items())}")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a load compiles and a token launches."""
+
+    variants: dict[str, int]
+    """Specializations of each kernel."""
+    launches: int
+    """Triton kernels of one decoded token."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.variants.values())
 
 
 @contextmanager
@@ -74,8 +92,8 @@ def counted() -> Iterator[Variants]:
         yield variants
 
 
-def of_a_load(spec: ModelSpec, recipe: Recipe, kv: KVKind, *, prompt: int = 0) -> dict[str, int]:
-    """Variants of each kernel that a load with compensation compiles."""
+def of_a_load(spec: ModelSpec, recipe: Recipe, kv: KVKind, *, prompt: int = 0) -> Variants:
+    """What the first steps of a load with compensation compile; the last is a decoded token."""
     with counted() as variants:
         options = DecoderOptions(context=min(8192, spec.max_context), k_chunk=16, kv=kv, prompt_k_chunk=prompt)
         decoder = TritonDecoder(Shapes(spec, recipe), options, META)
@@ -83,20 +101,32 @@ def of_a_load(spec: ModelSpec, recipe: Recipe, kv: KVKind, *, prompt: int = 0) -
             if int(step.positions[0]) == 0:
                 decoder.cache.clear(0)
             decoder.cache.begin(step.slots, step.positions, flush=step.flush)
+            variants.launches = 0
             run = Pass(
                 decoder.model, decoder.buffers, M=step.tokens.size, R=step.logit_rows.size,
                 way=compensation_of(step, options), draft=step.draft, side=SIDE,
             )  # fmt: skip
             run.finish(forward(run, spec))
-        return variants.counts
+        return variants
+
+
+def counted_apart(cases: Sequence[tuple[str, str, int]]) -> dict[tuple[str, str, int], Counts]:
+    """By case: a model of `MODELS`, a kind of cache and prompt_k_chunk. Counted in a process of its own."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    words = [":".join(map(str, case)) for case in cases]
+    command = [sys.executable, "-m", __spec__.name, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(zip(cases, (Counts(**found) for found in json.loads(done.stdout)), strict=True))
 
 
 def main(cases: list[str]) -> None:
     """Print variants by case, `MODEL:KIND` each."""
-    answer = {}
+    answer = []
     for case in cases:
         name, kv, prompt = case.split(":")
-        answer[case] = of_a_load(*MODELS[name], kv, prompt=int(prompt))
+        found = of_a_load(*MODELS[name], kv, prompt=int(prompt))
+        answer.append({"variants": found.counts, "launches": found.launches})
     sys.stdout.write(json.dumps(answer))
 
 
