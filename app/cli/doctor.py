@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +15,9 @@ from app.cli.services import Services, services_of
 from app.cli.tuned import profile_report
 
 if TYPE_CHECKING:
+    from runtime.backend import Presence
     from tuner.detect import Machine
+    from tuner.gpu import GpuInfo
 
 
 def doctor(
@@ -29,12 +32,13 @@ def doctor(
     choice, problems = checks.choose(presences)
     problems += checks.all_problems(services, machine, presences[choice.backend], versions, hub=hub)
     read_gb_s = services.bandwidth(fresh=False).gb_s
+    gpus = _chosen_first(machine.gpus, presences)
     report = {
         "ok": not problems,
-        "gpu": asdict(machine.gpus[0]) if machine.gpus else None,
+        "gpu": asdict(gpus[0]) if gpus else None,
         "cpu": {**asdict(machine.cpu), "kernels": choice.variant},
         "memory": {**asdict(machine.memory), "read_gb_s": read_gb_s},
-        "pcie": _link(machine, services),
+        "pcie": _link(gpus, services),
         "backend": choice.backend,
         "reason": choice.reason,
         "tuning": profile_report(services, choice.backend),
@@ -43,7 +47,7 @@ def doctor(
     if as_json:
         output.result(report)
         return
-    for line in _lines(machine, report, services):
+    for line in _lines(replace(machine, gpus=gpus), report, services):
         output.text(line)
     output.text("versions  " + ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items()))
     for problem in problems:
@@ -53,11 +57,17 @@ def doctor(
         output.text("no problems found")
 
 
-def _link(machine: Machine, services: Services) -> dict[str, Any] | None:
+def _chosen_first(gpus: tuple[GpuInfo, ...], presences: Mapping[str, Presence]) -> tuple[GpuInfo, ...]:
+    """The cards, that which a backend would run on first: the driver numbers them otherwise than CUDA."""
+    chosen = {presence.gpu.uuid for presence in presences.values() if presence.gpu is not None} - {None}
+    return tuple(sorted(gpus, key=lambda gpu: gpu.uuid not in chosen))
+
+
+def _link(gpus: Sequence[GpuInfo], services: Services) -> dict[str, Any] | None:
     """The first card's link to main memory, and what it was measured at."""
-    if not machine.gpus or machine.gpus[0].pcie is None:
+    if not gpus or gpus[0].pcie is None:
         return None
-    return {**asdict(machine.gpus[0].pcie), "measured_gb_s": services.link_gb_s()}
+    return {**asdict(gpus[0].pcie), "measured_gb_s": services.link_gb_s()}
 
 
 def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list[str]:

@@ -110,6 +110,18 @@ def test_a_card_that_can_be_used(answer: Answer, machine: Any, services: Any) ->
     assert "Some Card was found" in found["reason"]
 
 
+def test_the_card_that_is_used_comes_first(
+    answer: Answer, run: Callable[..., Any], machine: Any, services: Any
+) -> None:
+    """However the driver numbers the cards."""
+    others, used = replace(GPU, uuid="GPU-1", name="Other Card"), replace(GPU, uuid="GPU-2", name="Used Card")
+    machine(replace(MACHINE, gpus=(others, used)))
+    gpu_is(services, usable=True, reason="Used Card was found", gpu=used)
+    assert answer("doctor")["gpu"]["name"] == "Used Card"
+    text = run("doctor").stdout
+    assert text.index("Used Card") < text.index("Other Card")
+
+
 @pytest.mark.parametrize(
     ("pcie", "said"), [(None, "is unknown"), (PcieLink(generation=3, lanes=1, gb_s=1.0), "1 PCIe lanes")]
 )

@@ -24,6 +24,7 @@ from tests.bench.first_light.runner import ROOT, Child, Entry, die_with, run_par
 from tests.bench.first_light.verdict import broken, verdict
 from tests.bench.gpu.machine import describe, device_name
 from tests.bench.gpu.report import Part, write
+from tests.bench.gpu.tests import bare_pytest
 
 MODULE = "tests.bench.first_light"
 RESULTS = ROOT / "tests" / "bench" / "results"
@@ -113,13 +114,10 @@ def _continue(slot: str, report: dict[str, Any], out: Path, *, dry: bool) -> Non
 
 
 def _tests(_what: str, seconds: float, folder: Path, _out: Path, *, dry: bool) -> Entry:
-    """The tests that need a card, with no plugin of pytest and none of this project's settings of plugins."""
-    settings, kernels = folder / "pytest.ini", "tests/runtime/backends/triton"
-    settings.write_text("[pytest]\nmarkers =\n    gpu\n    slow\n    data\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-c", str(settings), "--rootdir", str(ROOT)]
-    command += ["--import-mode=importlib", "-p", "no:cacheprovider"]
-    command += [f"{kernels}/test_far_pages.py"] if dry else ["-m", "gpu", kernels]
-    child = Child(command, seconds, dict(os.environ) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, folder)
+    """The tests that need a card."""
+    kernels = "tests/runtime/backends/triton"
+    command, environment = bare_pytest(folder, [f"{kernels}/test_far_pages.py"] if dry else ["-m", "gpu", kernels])
+    child = Child(command, seconds, environment, folder)
     error, said = child.wait(), child.output
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", said)}
     failed = re.findall(r"^(?:FAILED|ERROR) .*$", said, re.MULTILINE)

@@ -9,8 +9,10 @@ import torch
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.gemv import gemv
 from runtime.backends.triton.kernels.select import make_selection
+from runtime.backends.triton.kernels.sums import piece_sums
 from runtime.backends.triton.layout import repack
 from runtime.backends.triton.residual import residual_to_device
+from runtime.backends.triton.words import pieces
 from runtime.backends.triton.workspace import Workspace
 from tests.bench.gpu.matrices import activations, random_linear
 
@@ -44,6 +46,8 @@ class Beside:
         self.selection = make_selection(packed, k_chunk=k_chunk, device=device)
         self.rows = activations(inputs, K, device)
         self.x = self.rows[:1].clone()
+        self.sums = torch.empty(1, pieces(K), device=device)
+        self.put(0)
         self.out, self.dec = torch.empty(N, device=device), torch.empty(1, N, device=device)
         self.main, self.side_space = Workspace(device), Workspace(device)
         self.side: torch.cuda.Stream | None = None
@@ -54,9 +58,14 @@ class Beside:
         if self.on_gpu:
             self.side = torch.cuda.Stream(self.device, priority=PRIORITIES[name])
 
+    def put(self, row: int) -> None:
+        """Put in a row of activations, with the sums that the kernel before would leave."""
+        self.x.copy_(self.rows[row])
+        piece_sums(self.x, self.sums)
+
     def product(self) -> None:
         """The base product."""
-        gemv(self.x[0], self.weight, self.out, self.main)
+        gemv(self.x[0], self.weight, self.out, self.main, sums=self.sums[0])
 
     def compensation(self, n_tb: int, *, fused: bool = True) -> None:
         """Selection, fetch and product of the residuals."""

@@ -37,8 +37,8 @@ def replayed(layer: Beside, n_tb: int, order: Order, replays: int) -> Row:
         Columns: replays, wrong numbers, whether counters are back at zero, whether all is as it should be.
     """
     expected = []
-    for row in layer.rows:
-        layer.x.copy_(row)
+    for row in range(len(layer.rows)):
+        layer.put(row)
         layer.product()
         layer.compensation(n_tb, fused=False)
         expected.append(torch.cat([layer.out, layer.dec[0]]))
@@ -52,7 +52,7 @@ def replayed(layer: Beside, n_tb: int, order: Order, replays: int) -> Row:
             layer.both(n_tb, order)
         run = graph.replay
     for replay in range(replays):
-        layer.x.copy_(layer.rows[replay % len(expected)])
+        layer.put(replay % len(expected))
         layer.out.fill_(torch.nan)
         layer.dec.fill_(torch.nan)
         run()
