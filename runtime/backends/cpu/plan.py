@@ -142,6 +142,16 @@ class PlanOperations:
         """Bytes of the repacked matrices."""
         return sum(tiled.nbytes for tiled in self._tiles.values())
 
+    @property
+    def stream(self) -> npt.NDArray[np.float32]:
+        """float32 [rows, C], the residual stream: after a step what the last block left."""
+        return self._buffers["stream"]
+
+    @property
+    def final_norm(self) -> npt.NDArray[np.float32]:
+        """float32 [C], the weight of the norm before the head."""
+        return np.asarray(self._model.vector("norm"), np.float32)
+
     # Operations, in the order of models.architecture.Operations
 
     def embed(self) -> Activations:
