@@ -87,6 +87,12 @@ class Conversation:
         self.id = uuid.uuid4().hex
         """What the runtime knows it by; nothing said can be told from it."""
         self.head: str | None = None
+        self.model: str | None = None
+        """The model that it is had with; None while nobody chose."""
+
+    def another(self) -> Conversation:
+        """An empty conversation beside this one."""
+        return Conversation(self._now)
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -153,12 +159,6 @@ class Conversation:
         }
         self.id = conversation_id
         self.head = head if head in ids else messages[-1].id if messages else None
-
-    def clear(self) -> None:
-        """Begin anew, as another conversation."""
-        self._messages.clear()
-        self.id = uuid.uuid4().hex
-        self.head = None
 
 
 def prompt_of(path: Sequence[Message], system_prompt: str = "") -> list[Mapping[str, str]]:

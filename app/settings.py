@@ -113,7 +113,7 @@ class Settings:
         "fp16", str, "precision of the key-value cache", choices=tuple(KINDS), reload=True
     )
     context: int | None = _setting(
-        None, int, "tokens that fit a chat", low=64, high=10_000_000, optional=True, reload=True
+        None, int, "tokens that fit a chat", low=1, high=10_000_000, optional=True, reload=True
     )
     budget: float | None = _setting(
         None,

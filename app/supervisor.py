@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import signal
@@ -27,6 +28,8 @@ END_TIMEOUT_S = 15.0
 TAIL_LINES = 12
 """Lines of the log that an error shows."""
 LOG_NAME = "runtime.log"
+OLD_LOG_NAME = "runtime.old.log"
+"""The log of the runtime before."""
 _POLL_S = 0.02
 
 
@@ -57,6 +60,7 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
         self._record: LockRecord | None = None
         self._client: RuntimeClient | None = None
+        self._noted = 0  # the process whose end is in the log
 
     @property
     def log_file(self) -> Path:
@@ -102,6 +106,8 @@ class Supervisor:
     def crash_report(self) -> str | None:
         """How the process that this supervisor started ended, with the last lines of its log; None while it runs."""
         code = None if self._child is None else self._child.poll()
+        if code is not None and code != 0:
+            self._note_killed(code)
         return None if code is None else f"the runtime {_ending(code)}{self._tail()}"
 
     async def _connect(self) -> RuntimeClient:
@@ -177,8 +183,19 @@ class Supervisor:
             await self._end_child()
             raise
 
+    def _note_killed(self, code: int) -> None:
+        """Write into the log how the process ended: one that was killed could not say so itself. Done once."""
+        if self._child is None or self._child.pid == self._noted:
+            return
+        self._noted = self._child.pid
+        why = "; out of memory, perhaps: the system's own log tells" if code == -signal.SIGKILL else ""
+        with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} the process {self._child.pid} {_ending(code)}{why}\n")
+
     def _spawn(self) -> None:
-        """Start the process; what it prints goes to the log file, which begins anew."""
+        """Start the process; what it prints goes to the log file, which begins anew. The one before is kept beside."""
+        with contextlib.suppress(OSError):
+            self.log_file.replace(self.log_file.with_name(OLD_LOG_NAME))
         log = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         arguments = ["--home", str(self.home), "--parent-pid", str(os.getpid())]
         if self._model is not None:
@@ -225,7 +242,7 @@ class Supervisor:
             text = self.log_file.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
-        lines = [line for line in text.splitlines() if line.strip()][-TAIL_LINES:]
+        lines = [line for line in text.splitlines() if line.strip() and " INFO " not in line][-TAIL_LINES:]
         return "".join(f"\n  {line}" for line in lines)
 
 

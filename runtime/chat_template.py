@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -53,14 +54,16 @@ def render(
     *,
     tokens: Mapping[str, str],
     continue_final: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The conversation as text, ready for the assistant's answer.
 
     Args:
         template: A jinja template.
-        messages: `{"role": ..., "content": ...}`, content being text.
+        messages: `{"role": ..., "content": ...}`, content being text; an assistant's may have `tool_calls`.
         tokens: Special tokens by the names that a template knows (`bos_token`, ...).
         continue_final: Whether the last message is to be continued rather than answered.
+        tools: Functions that the model may ask for, as OpenAI's interface writes them.
 
     Raises:
         jinja2.TemplateError: the template is broken, or refuses these messages.
@@ -71,7 +74,7 @@ def render(
     if continue_final:
         chat[-1]["content"] = final + _MARK
     text = _compiled(template).render(
-        messages=chat, tools=None, documents=None, add_generation_prompt=not continue_final, **tokens
+        messages=chat, tools=list(tools) or None, documents=None, add_generation_prompt=not continue_final, **tokens
     )
     if not continue_final:
         return text
@@ -81,8 +84,22 @@ def render(
     return text[:place] if text[place:].startswith(_MARK) else text[:place].rstrip()
 
 
+def knows_tools(template: str) -> bool:
+    """Whether a template writes down the tools that it is given.
+
+    Raises:
+        jinja2.TemplateError: it is broken.
+    """
+    return "tools" in find_undeclared_variables(_environment().parse(template))
+
+
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> Template:
+    return _environment().from_string(template)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -93,7 +110,7 @@ def _compiled(template: str) -> Template:
         "dict": lambda *args, **values: dict(*args, **values),
         "namespace": _PlainNamespace,
     }
-    return environment.from_string(template)
+    return environment
 
 
 def _json(

@@ -7,10 +7,10 @@ which rows a scheduler puts into a step, not of the decoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from runtime.compensation import k_chunk_by_type
 from runtime.errors import RequestError
 from runtime.kv.control import KVCache
 from runtime.kv.kinds import KVKind as KVKind
+from runtime.sampling import Draw, Drawn
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -168,6 +169,20 @@ class Decoder(Protocol):
         """
         ...
 
+    def hidden(self, step: Step) -> Float32Array:
+        """Run one step without logits.
+
+        Args:
+            step: Its `logit_rows` are empty.
+
+        Returns:
+            The rows float32 [M, C] behind the final norm; overwritten by the next step.
+
+        Raises:
+            InvalidActivationError: a NaN or infinity is among them.
+        """
+        ...
+
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """Compensate so many channels from the next step on; weights and cache stay as they are.
 
@@ -211,4 +226,29 @@ class Decoder(Protocol):
 
     def close(self) -> None:
         """Release threads and buffers. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class DrawsTokens(Protocol):
+    """What a decoder may do beside: draw tokens where the logits are, so that a few numbers leave the device.
+
+    A backend whose logits lie in the host's memory has no use for it; whoever asks looks with `isinstance`. Where a
+    grammar decides what may come (`Sampler.constrained`), logits have to come to the host.
+    """
+
+    def draw(self, step: Step, draws: Sequence[Draw]) -> list[Drawn]:
+        """Run one step and draw a token from each of its rows of logits, as `runtime.sampling.Sampler` would.
+
+        Args:
+            step: As for `Decoder.forward`.
+            draws: [R] how to draw from each row of logits.
+
+        Returns:
+            [R] what was drawn: greedy, the host's choice; else the token at the same place of the same distribution,
+            whose sums may be rounded in another order.
+
+        Raises:
+            InvalidActivationError: a NaN or infinity reached the logits.
+        """
         ...

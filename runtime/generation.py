@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.constraint import Constraint
 from runtime.sampling import SamplingOptions, TokenLogprob
 from runtime.speculation.counts import Speculation
 
@@ -69,6 +70,7 @@ class Run:
         self.slot = 0
         self.cached = 0
         self.prefill_s = 0.0
+        self.constraint: Constraint | None = None
         self.speculation: Callable[[], Speculation] | None = None
         self._begin = begin
         self._first = begin

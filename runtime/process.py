@@ -13,6 +13,7 @@ import faulthandler
 import logging
 import os
 import secrets
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -49,9 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare(home: Path) -> None:
-    """Make the home folder, and have crashes and warnings written to stderr."""
+    """Make the home folder, and have crashes, warnings and why the process ends written to stderr."""
     faulthandler.enable()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    logger.setLevel(logging.INFO)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
@@ -72,6 +76,10 @@ def run(service: Service, *, home: Path, parent_pid: int | None = None, model: s
     except (RuntimeFailure, OSError) as error:
         print(f"the runtime cannot start: {error}", file=sys.stderr)  # noqa: T201 -- stderr is read by who started it
         return 1
+    except BaseException:
+        logger.exception("ends by an unexpected error")
+        raise
+    logger.info("has ended%s", "" if clean else ", though a piece of work did not stop in time")
     if not clean:  # a thread hangs in native code: waiting for it would be for ever
         sys.stderr.flush()
         os._exit(1)
@@ -93,9 +101,22 @@ async def _run(service: Service, home: Path, parent_pid: int | None, model: str 
     path = lock_path(home)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    watch = nullcontext() if parent_pid is None else ParentWatch(parent_pid).watching(lambda: _tell(loop, stop))
+
+    def end(reason: str) -> None:
+        logger.info("ends: %s", reason)
+        stop.set()
+
+    def parent_gone() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            loop.call_soon_threadsafe(end, f"the program that started it, process {parent_pid}, is gone")
+
+    def signalled(number: int) -> None:
+        end(f"it was sent {signal.Signals(number).name}")
+
+    logger.info("process %d serves %s:%d, version %s", record.pid, record.host, record.port, record.version)
+    watch = nullcontext() if parent_pid is None else ParentWatch(parent_pid).watching(parent_gone)
     loading = asyncio.create_task(_load(service, model)) if model is not None else None
-    with watch, stopped_by_signals(lambda _number: stop.set()), _last_resort(stop, path, record):
+    with watch, stopped_by_signals(signalled), _last_resort(stop, path, record):
         try:
             return await listen(service, security, listener, stop, lambda: write_lock(path, record))
         finally:
@@ -112,17 +133,12 @@ async def _load(service: Service, model: str) -> None:
                 pass
 
 
-def _tell(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Set the event from another thread."""
-    with contextlib.suppress(RuntimeError):  # the loop has ended already
-        loop.call_soon_threadsafe(stop.set)
-
-
 @contextlib.contextmanager
 def _last_resort(stop: asyncio.Event, path: Path, record: LockRecord) -> Iterator[None]:
     """Once `stop` is set, the process ends after LAST_RESORT_S, come what may."""
 
     def end() -> None:
+        logger.error("did not end within %g s after it was asked to, and is cut off", LAST_RESORT_S)
         remove_lock(path, record)
         os._exit(1)
 

@@ -6,12 +6,13 @@ Order, as in transformers: repetition penalty, temperature, top-k, top-p, min-p.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from runtime.constraint import Constraint, Grammar
 from runtime.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -54,6 +55,8 @@ class SamplingOptions:
     """Texts that end the answer and are left out of it."""
     logprobs: int | None = None
     """How many alternatives to report with each token's log-probability; None = no log-probabilities."""
+    grammar: Grammar | None = None
+    """What the answer must look like; None = anything."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -70,6 +73,11 @@ class SamplingOptions:
                 raise RequestError(f"{name} is {value}; it must be {wanted}")
         if len(self.stop) > MAX_STOPS or not all(self.stop):
             raise RequestError(f"stop must hold at most {MAX_STOPS} texts, none of them empty")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +107,30 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """What a backend needs to draw a token where its logits are; see `runtime.decoder.DrawsTokens`."""
+
+    options: SamplingOptions
+    """Temperature, filters, penalty, and how many log-probabilities are wanted."""
+    uniform: float
+    """The number in [0, 1) that decides, of the answer's own stream; of no meaning where the draw is greedy."""
+    seen: Int64Array
+    """[n] tokens that the repetition penalty applies to, each once; empty where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token drawn where its logits are, which stay there."""
+
+    token: int
+    """Token id."""
+    logprob: float | None = None
+    """Its log-probability, as `log_probabilities` gives it; None unless asked for."""
+    ranked: Sequence[tuple[int, float]] = ()
+    """(token, log-probability) of the most likely, most likely first, as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
     """Tokens that may come next, and how likely each is."""
 
@@ -118,21 +150,29 @@ class Distribution:
 class Sampler:
     """Draws the tokens of one answer."""
 
-    def __init__(self, options: SamplingOptions, seen: Sequence[int] = ()) -> None:
+    def __init__(
+        self, options: SamplingOptions, seen: Sequence[int] = (), constraint: Constraint | None = None
+    ) -> None:
         """Start an answer.
 
         Args:
             options: How to draw.
             seen: Tokens of the prompt, for the repetition penalty.
+            constraint: What may be drawn; nothing can be drafted then. None: any token.
         """
-        self._options = options
+        self._options, self._constraint = options, constraint
         self._random = np.random.Generator(np.random.PCG64(None if options.seed is None else options.seed % 2**64))
         self._seen: dict[int, None] = dict.fromkeys(seen) if options.repetition_penalty != 1 else {}
 
     @property
+    def constrained(self) -> bool:
+        """Whether a grammar decides what may be drawn: token by token, on the host."""
+        return self._constraint is not None
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
-        return self._options.temperature < GREEDY_BELOW or self._options.top_k == 1
+        return self._options.greedy
 
     def draw(self, logits: Float32Array) -> int:
         """The next token, which counts as seen from now on.
@@ -143,6 +183,14 @@ class Sampler:
         token = int(self._penalized(logits).argmax()) if self.greedy else self.pick(self.distribution(logits))
         self.note(token)
         return token
+
+    def order(self) -> Draw:
+        """The next draw, for whoever holds the logits; it takes the stream's next number where `draw` would.
+
+        The token that comes back has to be noted.
+        """
+        seen = np.fromiter(self._seen, np.int64, len(self._seen))
+        return Draw(self._options, 0.0 if self.greedy else self.uniform(), seen)
 
     def distribution(self, logits: Float32Array, since: Sequence[int] = ()) -> Distribution:
         """What the next token is drawn from.
@@ -157,7 +205,9 @@ class Sampler:
         return Distribution(*filtered(logits, self._options))
 
     def _penalized(self, logits: Float32Array, since: Sequence[int] = ()) -> Float32Array:
-        """Logits [V] with those of seen tokens made smaller, where that is asked for."""
+        """Logits [V] with those of seen tokens made smaller, and without what may not come, where that is asked for."""
+        if self._constraint is not None:
+            logits = self._constraint.masked(logits)
         penalty = self._options.repetition_penalty
         if penalty == 1 or not (self._seen or since):
             return logits
@@ -175,6 +225,8 @@ class Sampler:
 
     def note(self, token: int) -> None:
         """Count a token as seen."""
+        if self._constraint is not None:
+            self._constraint.take(token)
         if self._options.repetition_penalty != 1:
             self._seen[token] = None
 
@@ -197,35 +249,45 @@ def filtered(logits: Float32Array, options: SamplingOptions) -> tuple[Int64Array
     Returns:
         Token ids int64 [n], n >= 1, and weights float64 [n], proportional to probabilities.
     """
-    highest = float(logits.max())
-    tokens = np.flatnonzero(logits >= highest - NEGLIGIBLE * options.temperature)
+    highest, T = np.float32(logits.max()), np.float32(options.temperature)
+    k, top_p = options.top_k, options.top_p
+    if top_p < 1 and not 0 < k < logits.size:  # of tens of thousands few can be needed: no more than the sum sees all
+        weights = np.exp((logits - highest) / T)
+        tokens, kept_weights = _nucleus(weights, top_p)
+        return _likely(tokens, kept_weights, options.min_p)
+    tokens = np.flatnonzero(logits >= highest - np.float32(NEGLIGIBLE) * T)
     chosen = logits[tokens]
-    n, k = tokens.size, options.top_k
-    if 0 < k < n:
-        best = np.sort(np.argpartition(chosen, n - k)[n - k :])
+    if 0 < k < tokens.size:
+        best = np.sort(np.argpartition(chosen, tokens.size - k)[tokens.size - k :])
         tokens, chosen = tokens[best], chosen[best]
-    weights = np.exp((chosen - np.float32(highest)) / np.float32(options.temperature)).astype(np.float64)
-    if options.top_p < 1:
-        kept = _nucleus(weights, options.top_p)
-        tokens, weights = tokens[kept], weights[kept]
-    if options.min_p > 0:
-        likely = weights >= options.min_p * weights.max()
-        tokens, weights = tokens[likely], weights[likely]
-    return tokens, weights
+    weights = np.exp((chosen - highest) / T)
+    if top_p < 1:
+        kept, kept_weights = _nucleus(weights, top_p)
+        return _likely(tokens[kept], kept_weights, options.min_p)
+    return _likely(tokens, weights.astype(np.float64), options.min_p)
 
 
-def _nucleus(weights: Float64Array, top_p: float) -> Int64Array:
-    """Indices of the fewest largest weights that reach the share top_p of their sum, ascending.
+def _likely(tokens: Int64Array, weights: Float64Array, min_p: float) -> tuple[Int64Array, Float64Array]:
+    """Tokens that are at least min_p times as likely as the likeliest."""
+    if min_p == 0:
+        return tokens, weights
+    likely = weights >= min_p * weights.max()
+    return tokens[likely], weights[likely]
+
+
+def _nucleus(weights: Float32Array, top_p: float) -> tuple[Int64Array, Float64Array]:
+    """Indices of the fewest largest weights that reach the share top_p of their sum, ascending, and these weights.
 
     Weights under (1 - top_p) / n of the sum cannot be needed: all of them together stay under 1 - top_p. So only the
     others are sorted.
     """
-    total = weights.sum()
+    total = float(weights.sum(dtype=np.float64))
     possible = np.flatnonzero(weights >= (1 - top_p) * total / weights.size)
-    order = possible[np.argsort(-weights[possible], kind="stable")]
-    enough = int(np.searchsorted(weights[order].cumsum(), top_p * total)) + 1
-    kept: Int64Array = np.sort(order[:enough])
-    return kept
+    own = weights[possible].astype(np.float64)
+    order = np.argsort(-own, kind="stable")
+    enough = int(np.searchsorted(own[order].cumsum(), top_p * total)) + 1
+    kept = np.sort(order[:enough])
+    return possible[kept], own[kept]
 
 
 def log_probabilities(logits: Float32Array, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
@@ -245,3 +307,25 @@ def log_probabilities(logits: Float32Array, token: int, count: int) -> tuple[flo
     best = np.argpartition(logits, logits.size - count)[logits.size - count :] if count else np.empty(0, np.int64)
     ranked = sorted(((int(i), float(logits[i]) - normalizer) for i in best), key=lambda pair: (-pair[1], pair[0]))
     return float(logits[token]) - normalizer, ranked
+
+
+def token_logprob(
+    own: Float32Array | Drawn, token: int, count: int | None, piece: Callable[[int], str]
+) -> TokenLogprob | None:
+    """The log-probability of a drawn token and of `count` alternatives, where that is asked for.
+
+    Args:
+        own: The logits float32 [V] that it was drawn from; or what was drawn from them elsewhere.
+        token: The token drawn.
+        count: As `SamplingOptions.logprobs`.
+        piece: A token as text.
+    """
+    if count is None:
+        return None
+    if isinstance(own, Drawn):
+        assert own.logprob is not None
+        value, ranked = own.logprob, own.ranked
+    else:
+        value, ranked = log_probabilities(own, token, count)
+    top = tuple(Alternative(token=i, text=piece(i), logprob=p) for i, p in ranked)
+    return TokenLogprob(token=token, text=piece(token), logprob=value, top=top)

@@ -11,6 +11,7 @@ from typing import Any
 
 from runtime.errors import RequestError
 from runtime.tokenizer_files import read_tokenizer
+from runtime.tool_calls import Tool, told_in_words
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder puts where bytes are not, or not yet, UTF-8."""
@@ -58,6 +59,10 @@ class Tokenizer:
             return None
         return "this model has no chat template: turns are written as plain 'User:' and 'Assistant:' lines"
 
+    def to_json(self) -> str:
+        """The tokenizer as the `tokenizers` package writes it, without chat template and names of special tokens."""
+        return str(self._fast.to_str())
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Tokens of a text.
 
@@ -81,25 +86,37 @@ class Tokenizer:
         text = str(self._fast.decode([token], skip_special_tokens=False))
         return text or str(self._fast.id_to_token(token) or "")
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False) -> list[int]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False, tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """Tokens of a conversation, ready for the assistant's answer.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, roles system, user, assistant (and what the template knows).
+            messages: `{"role": ..., "content": ...}`, roles system, user, assistant (and what the template knows). An
+                assistant's may have `tool_calls`, whose results are messages of the role tool.
             continue_final: Whether the last message, the assistant's, is to be continued rather than answered.
+            tools: Functions that the model may ask for; told in a system message where its template knows none.
 
         Raises:
             RequestError: no messages, one without role or text, or a sequence that the model's template refuses.
         """
         _check(messages, continue_final)
         if self._template is None:
-            return self.encode(plain_chat(messages, continue_final=continue_final))
+            return self.encode(plain_chat(told_in_words(messages, tools), continue_final=continue_final))
         from jinja2 import TemplateError
 
-        from runtime.chat_template import render
+        from runtime.chat_template import knows_tools, render
 
         try:
-            text = render(self._template, messages, tokens=self._special, continue_final=continue_final)
+            if not knows_tools(self._template):
+                messages, tools = told_in_words(messages, tools), ()
+            text = render(
+                self._template,
+                messages,
+                tokens=self._special,
+                continue_final=continue_final,
+                tools=[tool.record() for tool in tools],
+            )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise RequestError(f"the model's chat template does not accept these messages: {error}") from error
         return self.encode(text, special=False)

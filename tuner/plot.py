@@ -74,6 +74,9 @@ def svg(curves: Sequence[Curve], file: Path, *, title: str = "") -> None:
         try:
             canvas(figure).print_svg(partial, metadata={"Date": None, "Creator": None})
             partial.replace(file)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(file)) from error
         except BaseException:
             partial.unlink(missing_ok=True)
             raise

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.amounts import byte_count
 from app.cli import options
 from app.cli.interrupt import Interrupt
 from app.cli.load import LoadChoices, compensate, load_plan
 from app.cli.model import open_model
-from app.cli.output import Output, size
+from app.cli.output import Output
 from app.cli.services import DEMO, Services, services_of
 from runtime.compensation import Compensation
 
@@ -103,7 +104,9 @@ def bench(
                 )
                 for tokens in at or ()
             ]
-            compensation = None if budget is None else _compensation(decoder, services, interrupt.cancelled)
+            compensation = (
+                None if budget is None and not k_chunk else _compensation(decoder, services, interrupt.cancelled)
+            )
             prompts = _prompts(decoder, interrupt.cancelled) if prompt_budget else None
             speculated = None
             if speculation:
@@ -139,14 +142,15 @@ def bench(
     output.text(f"prefill       {speed.prefill_tokens_per_s:.0f} tokens/s")
     output.text(f"decode        {speed.decode_tokens_per_s:.1f} tokens/s (median of {speed.decode_tokens} steps)")
     output.text(
-        f"memory read   {size(speed.bytes_per_token)} a token, {speed.percent_of_limit(limit):.0f} % of the "
+        f"memory read   {byte_count(speed.bytes_per_token)} a token, {speed.percent_of_limit(limit):.0f} % of the "
         f"{limit:.1f} GB/s that this machine reads"
     )
-    output.text(f"peak memory   {size(peak)}, {size(speed.kv_bytes_per_token)} of cache a token")
+    output.text(f"peak memory   {byte_count(peak)}, {byte_count(speed.kv_bytes_per_token)} of cache a token")
     for speed_at in speeds_at:
         output.text(
-            f"at {speed_at.tokens:<11,}{speed_at.decode_tokens_per_s:.1f} tokens/s, {size(speed_at.bytes_per_token)} "
-            f"read a token, {size(speed_at.kv_bytes)} of cache (filled with copies of pages, not by a prompt)"
+            f"at {speed_at.tokens:<11,}{speed_at.decode_tokens_per_s:.1f} tokens/s, "
+            f"{byte_count(speed_at.bytes_per_token)} read a token, {byte_count(speed_at.kv_bytes)} of cache "
+            "(filled with copies of pages, not by a prompt)"
         )
     if compensation is not None:
         chosen = ", ".join(f"{kind} {count}" for kind, count in compensation["k_chunk"].items())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.cli.output import size
+from app.amounts import byte_count
 from runtime.problem import Problem
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def check_memory(machine: Machine) -> list[Problem]:
     holder = largest_process()
     return [
         Problem(
-            what=f"only {size(memory.available_bytes)} of {size(memory.total_bytes)} memory is free",
+            what=f"only {byte_count(memory.available_bytes)} of {byte_count(memory.total_bytes)} memory is free",
             fix=f"close other programs{f' ({holder})' if holder else ''}, or give the container more",
         )
     ]
@@ -116,7 +116,7 @@ def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
             )
         elif (free := shutil.disk_usage(existing).free) < _LEAST_DISK and role == "model":
             yield Problem(
-                what=f"only {size(free)} of disk is free for models in {folder}",
+                what=f"only {byte_count(free)} of disk is free for models in {folder}",
                 fix="remove models (lowbit-chat rm NAME), or set LOWBIT_CHAT_HOME to a larger disk",
             )
         if os.name == "posix" and role != "cache" and folder.is_dir() and folder.stat().st_mode & 0o077:
@@ -174,7 +174,7 @@ def check_remains(store: Store, lock_home: Path) -> Iterator[Problem]:
         if held >= _LARGE_REMAINS:
             name = folder.name.replace("--", "/", 1)
             yield Problem(
-                what=f"an unfinished {name} takes {size(held)}",
+                what=f"an unfinished {name} takes {byte_count(held)}",
                 fix=f"quantize it again to finish it, or lowbit-chat rm {name}",
             )
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.amounts import byte_count
 from app.cli import checks, options
-from app.cli.output import Output, size
+from app.cli.output import Output
 from app.cli.services import Services, services_of
 from app.cli.tuned import profile_report
 
@@ -63,13 +64,13 @@ def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list
     cpu, memory = machine.cpu, machine.memory
     speed = report["memory"]["read_gb_s"]
     cores = f"{cpu.usable_cores} of {cpu.physical_cores} cores"
-    free = f"{size(memory.available_bytes)} of {size(memory.total_bytes)}"
+    free = f"{byte_count(memory.available_bytes)} of {byte_count(memory.total_bytes)}"
     lines = [
         f"cpu       {cpu.name}, {cores}, kernels for {report['cpu']['kernels']}",
         f"memory    {free} free, read at {speed:.1f} GB/s",
     ]
     for gpu in machine.gpus:
-        room = f", {size(gpu.memory_total_bytes)}" if gpu.memory_total_bytes is not None else ""
+        room = f", {byte_count(gpu.memory_total_bytes)}" if gpu.memory_total_bytes is not None else ""
         pcie = f", PCIe {gpu.pcie.generation} x{gpu.pcie.lanes}, {gpu.pcie.gb_s:.1f} GB/s at most" if gpu.pcie else ""
         lines.append(f"gpu       {gpu.name}{room}{pcie}")
     measured = report["pcie"] and report["pcie"]["measured_gb_s"]
@@ -81,5 +82,7 @@ def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list
     if report["tuning"] is not None:
         lines.append(f"tuning    {report['tuning']['model']}: {report['tuning']['reason']}")
         lines.append(f"prompts   {report['tuning']['model']}: {report['tuning']['prompts']}")
+        if report["tuning"]["offer"] is not None:
+            lines.append(f"offer     {report['tuning']['model']}: {report['tuning']['offer']}")
     lines.append(f"models    {services.store().root}")
     return lines

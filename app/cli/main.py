@@ -5,15 +5,33 @@ Exit codes: 0 done; 1 an error, explained in one line on standard error; 2 wrong
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from app.cli import bench, chats, config, doctor, evaluate, pull, quantize, run, serve, stored, tune_device
+from app.cli import (
+    bench,
+    chats,
+    config,
+    doctor,
+    evaluate,
+    manual,
+    pull,
+    quantize,
+    run,
+    running,
+    serve,
+    stored,
+    tune_device,
+)
 from app.cli.errors import CliError, explained, in_one_line
 from app.cli.output import NAME, at_a_terminal
+
+PIPE_STATUS = 141
+"""Exit status when the reader of a pipe left: 128 and the number of SIGPIPE, as a shell reports it."""
 
 
 class Commands(TyperGroup):
@@ -24,7 +42,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # whoever read the output has left: typer ends with 1 and says nothing
+            left_by_reader()
+            raise typer.Exit(PIPE_STATUS) from None
         except explained() as error:
             print(f"{NAME}: {in_one_line(error)}", file=sys.stderr)
             raise typer.Exit(1) from error
@@ -76,6 +95,9 @@ app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
 app.command("tune-device")(tune_device.tune_device)
 app.command("doctor")(doctor.doctor)
+app.command("ps")(running.ps)
+app.command("stop")(running.stop)
+app.command("man")(manual.man)
 app.add_typer(chats.app, name="chats")
 app.add_typer(config.app, name="config")
 
@@ -85,7 +107,19 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter must not end an answer
-    app(prog_name=NAME)
+    try:
+        app(prog_name=NAME)
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            left_by_reader()
+            sys.exit(PIPE_STATUS)
+
+
+def left_by_reader() -> None:
+    """Whoever read the output has left, as `head` does: what is still to be written goes nowhere, without a word."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def tune() -> None:

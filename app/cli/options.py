@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
@@ -12,6 +12,7 @@ from runtime.drafting import LARGEST_GAMMA, Speculate, cache_for
 from runtime.errors import RequestError
 from runtime.kv.kinds import KVKind
 
+T = TypeVar("T")
 Backend = Literal["auto", "triton", "cpu", "reference"]
 Select = Literal["approx", "exact", "static", "random"]
 
@@ -19,6 +20,19 @@ Select = Literal["approx", "exact", "static", "random"]
 def _finite(value: float | None) -> float | None:
     if value is not None and math.isnan(value):
         raise typer.BadParameter("not a number")
+    return value
+
+
+def set_within(ctx: typer.Context, param: typer.CallbackParam, value: T) -> T:  # noqa: ARG001  typer gives both
+    """Check an option by the rule of the setting of its name, so that ranges are the same everywhere."""
+    from app.settings import RULES
+
+    if value is not None and param.name is not None:
+        rule = RULES[param.name]
+        try:
+            rule.parse(value)
+        except (ValueError, OverflowError):
+            raise typer.BadParameter(f"allowed: {rule.allowed}") from None
     return value
 
 
@@ -150,6 +164,11 @@ Gamma = Annotated[
 ]
 Context = Annotated[
     int | None,
-    typer.Option("--context", min=1, help="Tokens of context; planned from memory if not given.", show_default=False),
+    typer.Option(
+        "--context",
+        callback=set_within,
+        help="Tokens of context; planned from memory if not given.",
+        show_default=False,
+    ),
 ]
 BackendOption = Annotated[Backend | None, typer.Option("--backend", help="What runs the model.", show_default=False)]

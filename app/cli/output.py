@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from app.amounts import Estimate, byte_count
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
@@ -82,25 +84,19 @@ class _PhaseLines:
     def __init__(self, output: Output) -> None:
         self._output = output
         self._phase = ""
-        self._begin = self._said = self._first = 0.0
+        self._said = 0.0
+        self._estimate = Estimate()
 
     def __call__(self, report: Progress) -> None:
         now = time.monotonic()
+        self._estimate.take(now, report.phase, report.done, report.total)
         if report.phase != self._phase:
-            self._phase, self._begin, self._said, self._first = report.phase, now, now, report.done
+            self._phase, self._said = report.phase, now
             self._output.note(report.message)
-        elif report.total and now - self._said >= LINE_S and self._first < report.done < report.total:
+        elif now - self._said >= LINE_S:
             self._said = now
-            left = (now - self._begin) * (report.total - report.done) / (report.done - self._first)
-            self._output.note(f"{report.message}: {report.done / report.total:.0%}, about {duration(left)} left")
-
-
-def duration(seconds: float) -> str:
-    """A time as a person says it: 40 s, 3 min, 1 h 20 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+            left = self._estimate.words
+            self._output.note(f"{report.message}: {_amount(report)}{f', {left}' if left else ''}")
 
 
 class _PhaseBars:
@@ -109,20 +105,23 @@ class _PhaseBars:
     def __init__(self) -> None:
         self._bars: Bars | None = None
         self._tasks: dict[str, Any] = {}
+        self._estimate = Estimate()
 
     def __call__(self, report: Progress) -> None:
+        self._estimate.take(time.monotonic(), report.phase, report.done, report.total)
         if self._bars is None:
             self._bars = _started_bars()
         if report.phase not in self._tasks:
             for task in self._tasks.values():
                 self._bars.update(task, visible=False)
-            self._tasks[report.phase] = self._bars.add_task(report.message, total=report.total, amount="")
+            self._tasks[report.phase] = self._bars.add_task(report.message, total=report.total, amount="", left="")
         self._bars.update(
             self._tasks[report.phase],
             completed=report.done,
             total=report.total,
             description=report.message,
             amount=_amount(report),
+            left=self._estimate.words,
         )
 
     def close(self) -> None:
@@ -138,13 +137,13 @@ def at_a_terminal() -> bool:
 
 def _started_bars() -> Bars:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.fields[amount]}", markup=False),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}", markup=False),
     )
     bars = Progress(*columns, console=Console(stderr=True), transient=True)
     bars.start()
@@ -153,18 +152,10 @@ def _started_bars() -> Bars:
 
 def _amount(report: Progress) -> str:
     if report.unit == "bytes":
-        whole = f" of {size(int(report.total))}" if report.total is not None else ""
-        return f"{size(int(report.done))}{whole}"
+        whole = f" of {byte_count(report.total)}" if report.total is not None else ""
+        return f"{byte_count(report.done)}{whole}"
     whole = f"/{int(report.total)}" if report.total is not None else ""
     return f"{int(report.done)}{whole} {report.unit}"
-
-
-def size(count: int) -> str:
-    """A number of bytes for a person, in powers of 1024: `1.5 GiB`, `300 MiB`, `12 KiB`."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count / 1024:.0f} KiB"
 
 
 def _shown(text: str) -> str:

@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
+from app.amounts import byte_count
 from app.cli import options
 from app.cli.errors import CliError
 from app.cli.model import find_checkpoint, quantized
-from app.cli.output import Output, size
+from app.cli.output import Output
 from app.cli.services import DEMO, services_of
 from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, EXPECTED_K_CHUNK, GOOD_FOR, QOQ_GROUP_SIZE, Method
 
@@ -126,8 +127,8 @@ def quantize(
         )
         return
     output.text(
-        f"{info.name}: {summary.bits_per_weight:.2f} bits per weight, {size(summary.gpu_bytes)}, "
-        f"residuals {size(summary.residual_bytes)}"
+        f"{info.name}: {summary.bits_per_weight:.2f} bits per weight, {byte_count(summary.gpu_bytes)}, "
+        f"residuals {byte_count(summary.residual_bytes)}"
     )
     if summary.perplexity_before is not None and summary.perplexity_after is not None:
         before, after = summary.perplexity_before, summary.perplexity_after

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.amounts import byte_count
 from app.cli.errors import CliError
 from app.cli.interrupt import Interrupt
-from app.cli.output import Output, size
+from app.cli.output import Output
+from app.paths import private_folder
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
@@ -25,6 +30,8 @@ HELP = """\
 \"\"\"               begin and end a text of several lines
 Ctrl-C            stop the answer"""
 
+LINES_KEPT = 1000
+"""Lines of the conversation that are remembered for the next one."""
 _FENCE = '"""'
 
 _KINDS: Mapping[str, Callable[[str], object]] = {
@@ -153,10 +160,7 @@ class Repl:
         elif name == "stop":
             self._sampling = replace(self._sampling, stop=(value,) if value else ())
         elif name in _KINDS and value:
-            try:
-                change = _KINDS[name](value)
-            except ValueError:
-                raise CliError(f"{name} can't be {value!r}: it is a number") from None
+            change = _read_setting(name, value)
             self._sampling = replace(self._sampling, **{name: change})  # type: ignore[arg-type]  # read by its own kind
         else:
             raise CliError(f"use /set NAME VALUE with one of: {', '.join(_names())}")
@@ -166,7 +170,7 @@ class Repl:
         rows = [
             ("model", self._engine.name),
             ("backend", f"{decoder.backend} ({self._engine.reason})"),
-            ("kv", f"{decoder.options.kv}, {size(decoder.kv_bytes)}"),
+            ("kv", f"{decoder.options.kv}, {byte_count(decoder.kv_bytes)}"),
             ("context", f"{self._engine.context} tokens"),
             ("system", self._system or "none"),
             ("stop", " ".join(map(repr, self._sampling.stop)) or "none"),
@@ -199,6 +203,22 @@ class Repl:
         self._output.text(HELP.format(names=", ".join(_names())))
 
 
+def _read_setting(name: str, text: str) -> object:
+    """A value of `/set`, within the same range as everywhere.
+
+    Raises:
+        CliError: it is not acceptable.
+    """
+    from app.settings import RULES
+
+    try:
+        value = _KINDS[name](text)
+        return RULES[name].parse(value) if name in RULES else value
+    except (ValueError, OverflowError):
+        allowed = RULES[name].allowed if name in RULES else "a number"
+        raise CliError(f"{name} can't be {text!r}; allowed: {allowed}") from None
+
+
 def _names() -> list[str]:
     return ["system", "stop", *_KINDS]
 
@@ -212,3 +232,28 @@ def _typed_line(prompt: str) -> str:
     if sys.platform != "win32":
         import readline  # noqa: F401  input() edits lines once it is imported
     return input(prompt)
+
+
+@contextmanager
+def remembered(file: Path) -> Iterator[None]:
+    """While entered, the arrow keys recall lines of earlier conversations; they are kept in a file for its owner alone.
+
+    Args:
+        file: Where the lines are kept. A file that can't be read or written is gone without.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import readline
+
+    readline.clear_history()
+    readline.set_history_length(LINES_KEPT)
+    with suppress(OSError):
+        readline.read_history_file(file)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            private_folder(file.parent)
+            os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+            readline.write_history_file(file)

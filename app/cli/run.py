@@ -39,21 +39,30 @@ def run(
         str | None, typer.Option("--system", metavar="TEXT", help="System prompt.", show_default=False)
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Longest answer.", show_default=False)
+        int | None,
+        typer.Option("--max-tokens", callback=options.set_within, help="Longest answer.", show_default=False),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", min=0, max=5, help="Spread of sampling; 0 is greedy.", show_default=False),
+        typer.Option(
+            "--temperature", callback=options.set_within, help="Spread of sampling; 0 is greedy.", show_default=False
+        ),
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option("--top-p", min=0, max=1, help="Nucleus sampling; 1 is off.", show_default=False)
+        float | None,
+        typer.Option("--top-p", callback=options.set_within, help="Nucleus sampling; 1 is off.", show_default=False),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", min=0, help="Most tokens sampled from; 0 is all.", show_default=False)
+        int | None,
+        typer.Option(
+            "--top-k", callback=options.set_within, help="Most tokens sampled from; 0 is all.", show_default=False
+        ),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option("--min-p", min=0, max=1, help="Least probability relative to the best.", show_default=False),
+        typer.Option(
+            "--min-p", callback=options.set_within, help="Least probability relative to the best.", show_default=False
+        ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", help="The same seed gives the same answer.", show_default=False)
@@ -124,9 +133,10 @@ def run(
         if text:
             _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, raw=raw)
         else:
-            from app.cli.repl import Repl
+            from app.cli.repl import Repl, remembered
 
-            Repl(engine, sampling, system=settings.system_prompt, raw=raw).loop()
+            with remembered(services.home() / "lines"):
+                Repl(engine, sampling, system=settings.system_prompt, raw=raw).loop()
     finally:
         engine.close()
 

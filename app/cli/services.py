@@ -38,6 +38,12 @@ class Services:
 
         return Store(store_root())
 
+    def home(self) -> Path:
+        """The program's folder, with the lock file of the runtime that is up."""
+        from app.paths import home
+
+        return home()
+
     def origins_file(self) -> Path:
         """Where it is remembered which folder a stored model was made from."""
         from app.paths import cache_dir

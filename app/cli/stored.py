@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.amounts import byte_count
 from app.cli import options
 from app.cli.errors import CliError
 from app.cli.interrupt import Interrupt
 from app.cli.model import is_stored, unknown
-from app.cli.output import Output, size
+from app.cli.output import NAME, Output, at_a_terminal
+from app.cli.running import loaded_model, unload
 from app.cli.services import DEMO, Services, services_of
 
 if TYPE_CHECKING:
@@ -21,7 +24,7 @@ _VERIFY = "verify"
 
 
 def list_models(ctx: typer.Context, as_json: options.Json = False) -> None:
-    """List the stored models."""
+    """List the stored models: what a device holds of each, residuals in main memory, all files on disk."""
     output, services = Output(as_json=as_json), services_of(ctx)
     entries, damaged = _all(services)
     if as_json:
@@ -32,15 +35,16 @@ def list_models(ctx: typer.Context, as_json: options.Json = False) -> None:
             }
         )
         return
-    rows = [("NAME", "BITS", "SIZE", "RESIDUALS", "PARAMETERS", "CONTEXT", "PERPLEXITY")]
+    rows = [("NAME", "BITS", "SIZE", "RESIDUALS", "DISK", "PARAMETERS", "CONTEXT", "PERPLEXITY")]
     for info, bundled in entries:
         summary = info.summary
         rows.append(
             (
                 f"{info.name} (bundled)" if bundled else info.name,
                 f"{summary.bits_per_weight:.2f}",
-                size(summary.gpu_bytes),
-                size(summary.residual_bytes),
+                byte_count(summary.gpu_bytes),
+                byte_count(summary.residual_bytes),
+                byte_count(summary.disk_bytes),
                 _count(summary.parameters),
                 str(summary.context),
                 "-" if summary.perplexity_after is None else f"{summary.perplexity_after:.2f}",
@@ -67,7 +71,7 @@ def show(
         output.result(entry)
         return
     for key, value in entry.items():
-        shown = size(value) if key.endswith("_bytes") else "-" if value is None else value
+        shown = byte_count(value) if key.endswith("_bytes") else "-" if value is None else value
         if key == "source_types" and value is not None:
             shown = _types(value)
         output.text(f"{key.replace('_', ' '):<20}{shown}")
@@ -81,9 +85,15 @@ def remove(
     chats: Annotated[
         bool, typer.Option("--chats", help="Instead of a model: what is kept of all conversations on disk.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Ask nothing, and unload the model if the runtime holds it.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Delete a stored model and the saved caches of its conversations. Checkpoints in the Hugging Face cache stay."""
+    """Delete a stored model and the saved caches of its conversations. Checkpoints in the Hugging Face cache stay.
+
+    On a terminal it asks first. A model that is loaded is deleted only with --force.
+    """
     from runtime.kv.saved_folder import forget, forgetting
 
     output, services = Output(as_json=as_json), services_of(ctx)
@@ -94,17 +104,32 @@ def remove(
         if as_json:
             output.result({"removed_files": gone.files, "removed_bytes": gone.bytes})
         else:
-            output.text(f"removed {gone.files} saved caches of conversations, {size(gone.bytes)}")
+            output.text(f"removed {gone.files} saved caches of conversations, {byte_count(gone.bytes)}")
         return
     if name == DEMO:
         raise CliError("the bundled model can't be removed: it is part of the program")
     store = services.store()
+    if not is_stored(name, services):
+        raise CliError(unknown(name, services))
+    if asyncio.run(loaded_model(services)) == name:
+        if not force:
+            raise CliError(f"{name} is loaded in the runtime: load another model there first, or repeat with --force")
+        asyncio.run(unload(services))
+    if not (force or as_json) and at_a_terminal() and not _agreed(store.info(name)):
+        output.note(f"{name} is kept")
+        return
     with forgetting(services.chats(), store.root):
         store.remove(name)
     if as_json:
         output.result({"removed": name})
     else:
         output.text(f"removed {name}")
+
+
+def _agreed(info: StoredModelInfo) -> bool:
+    """Whether the person at the terminal says yes to deleting a model."""
+    question = f"delete {info.name}, {byte_count(info.summary.disk_bytes)}? What is kept of chats with it goes too"
+    return typer.confirm(f"{NAME}: {question}", default=False, err=True)
 
 
 def _all(services: Services) -> tuple[list[tuple[StoredModelInfo, bool]], dict[str, str]]:

@@ -6,21 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
 
+from app.amounts import byte_count
 from app.conversation import Statistics
 from runtime.compensation import Compensation
 
 SEPARATOR = " · "
 TWO_LINES = 56
 """Cells from which on there is room for a second line under an answer."""
-
-
-def byte_count(count: float) -> str:
-    """Bytes in decimal units: `812 MB`, `4.9 GB`."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 def token_count(count: int) -> str:
@@ -31,15 +23,6 @@ def token_count(count: int) -> str:
     return (
         f"{thousands:.0f}k" if thousands >= 99.95 or abs(thousands - round(thousands)) < 0.05 else f"{thousands:.1f}k"
     )
-
-
-def duration(seconds: float) -> str:
-    """A time to wait: `8 s`, `3 min`, `2 h 05 min`."""
-    whole = max(0, round(seconds))
-    if whole < 100:
-        return f"{whole} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def bit_count(bits: float) -> str:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from app.tui.figures import byte_count, duration
+from app.amounts import Estimate, byte_count
 
 if TYPE_CHECKING:
     from models.progress import Progress
 
 Outcome = Literal["running", "done", "stopped", "failed"]
-SPEED_WINDOW_S = 10.0
-"""The speed shown is the mean over this time."""
-SETTLING_S = 1.0
-"""Before that, a speed would be a guess."""
 PHASES = {"tune": "tuning", "allocate": "choosing bits", "sensitivities": "gradients"}
 """Words for phases whose names are none."""
 
@@ -33,7 +28,8 @@ class Job:
     unit: str = ""
     speed: float | None = None
     """Units a second."""
-    left_s: float | None = None
+    left: str = ""
+    """How long the step still takes, in words."""
     outcome: Outcome = "running"
     error: str | None = None
 
@@ -57,15 +53,15 @@ class Job:
 
     @property
     def pace(self) -> str:
-        """How far and how fast: `12 of 28 blocks · 1.5 blocks/s · 11 s left`."""
+        """How far and how fast: `12 of 28 blocks · 1.5 blocks/s · about 11 s left in this step`."""
         if self.outcome != "running" or not (self.unit or self.total):
             return ""
         parts = [self._amount(self.done) if not self.total else f"{self._amount(self.done, self.total)}"]
         if self.speed:
             rate = f"{byte_count(self.speed)}/s" if self._bytes else f"{self.speed:.3g} {self.unit}/s"
             parts.append(rate)
-        if self.left_s is not None:
-            parts.append(f"{duration(self.left_s)} left")
+        if self.left:
+            parts.append(self.left)
         return " · ".join(parts)
 
     @property
@@ -92,20 +88,11 @@ class Meter:
         """
         self.job = Job(title=title, message=message)
         self._clock = clock
-        self._points: deque[tuple[float, float]] = deque()
+        self._estimate = Estimate()
 
     def take(self, progress: Progress) -> Job:
         """The job after one more report."""
-        now = self._clock()
-        if progress.phase != self.job.phase or progress.done < self.job.done:
-            self._points.clear()
-        self._points.append((now, progress.done))
-        while len(self._points) > 2 and now - self._points[0][0] > SPEED_WINDOW_S:
-            self._points.popleft()
-        first_time, first_done = self._points[0]
-        speed = None
-        if now - first_time >= SETTLING_S and progress.done > first_done:
-            speed = (progress.done - first_done) / (now - first_time)
+        self._estimate.take(self._clock(), progress.phase, progress.done, progress.total)
         self.job = replace(
             self.job,
             phase=progress.phase,
@@ -113,8 +100,8 @@ class Meter:
             done=progress.done,
             total=progress.total,
             unit=progress.unit,
-            speed=speed,
-            left_s=(progress.total - progress.done) / speed if speed and progress.total else None,
+            speed=self._estimate.speed,
+            left=self._estimate.words,
         )
         return self.job
 

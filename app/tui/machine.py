@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.tui.figures import SEPARATOR, byte_count, duration, percent
+from app.amounts import byte_count, duration
+from app.tui.figures import SEPARATOR, percent
 
 if TYPE_CHECKING:
     from runtime.wire.device import PromptTuning, Tuning

@@ -10,7 +10,7 @@ from models.progress import Cancelled, ProgressCallback
 from runtime.drafting import Speculate
 from runtime.generation import Piece
 from runtime.problem import Problem
-from runtime.sampling import SamplingOptions
+from runtime.sampling import Float32Array, SamplingOptions
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
 from runtime.wire.device import DeviceReport, PromptTuning, Tuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
@@ -29,8 +29,8 @@ class EngineLike(Protocol):
         """Stop strings that chat answers need beside the caller's own."""
         ...
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False) -> list[int]:
-        """Tokens of a conversation."""
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Tokens of a conversation; options are those of `runtime.tokenizer.Tokenizer.chat`."""
         ...
 
     def text_prompt(self, text: str) -> list[int]:
@@ -47,6 +47,10 @@ class EngineLike(Protocol):
         chat: str | None = None,
     ) -> Iterator[Piece]:
         """Answer a prompt. Refuses at once what it cannot answer; the work is done while iterating."""
+        ...
+
+    def embed(self, tokens: Sequence[int], cancelled: Cancelled) -> Float32Array:
+        """The embedding of a text, float32 [C] of length 1. Refuses what it cannot read."""
         ...
 
     def forget(self, chat: str | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from runtime.wire.requests import (
 )
 
 R = TypeVar("R")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class ManagementInterface:
 
     async def stop(self, _request: Request) -> Response:
         """POST /runtime/shutdown."""
+        logger.warning("ends: a program asked for it (POST /runtime/shutdown)")
         asyncio.get_running_loop().call_later(0.05, self.shutdown)
         return json_answer({"stopping": True})
 

@@ -1,8 +1,8 @@
 """Requests of the OpenAI protocol, checked: wrong types, ranges and what is not supported are named in the error.
 
 Fields that this program does not know are let through, as OpenAI does. Known ones that would change the answer and that
-it cannot honour (tools, several answers, other modalities, ...) are refused: an answer that silently ignores them would
-be worse.
+it cannot honour (several answers, other modalities, ...) are refused: an answer that silently ignores them would be
+worse.
 """
 
 from __future__ import annotations
@@ -12,8 +12,21 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
+from runtime.constraint import Grammar
 from runtime.sampling import SamplingOptions
 from runtime.server.errors import ApiError
+from runtime.server.forms import (
+    MAX_TOOLS,
+    CalledTool,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoice,
+    ToolSpec,
+    answer_grammar,
+    check_results,
+    chosen_tools,
+)
+from runtime.tool_calls import Tool
 
 COMPLETION_TOKENS = 16
 """Length of a plain completion where the request does not say, as in OpenAI's interface."""
@@ -64,6 +77,8 @@ class Sampling(_Request):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """Not OpenAI's, vLLM's: a form that the answer must have."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -91,7 +106,7 @@ class Sampling(_Request):
             if getattr(self, field) not in (*_NOTHING, 0):
                 raise refused(field, message, code="unsupported_parameter")
 
-    def options(self, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
+    def options(self, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None = None) -> SamplingOptions:
         """How the answer is drawn. What the request leaves out is as OpenAI has it: temperature 1, all of top_p."""
         top_p = 1.0 if self.top_p is None else self.top_p
         return SamplingOptions(
@@ -104,6 +119,7 @@ class Sampling(_Request):
             max_tokens=max_tokens,
             stop=self.stops,
             logprobs=logprobs,
+            grammar=grammar,
         )
 
 
@@ -120,36 +136,44 @@ class Message(_Request):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None
 
-    def plain(self, index: int) -> dict[str, str]:
-        """Role and text, as chat templates take them.
+    def plain(self, index: int) -> dict[str, Any]:
+        """Role, text, and calls of tools, as chat templates take them.
 
         Raises:
-            ApiError: the message holds something else than text.
+            ApiError: the message holds something else than text and calls.
         """
         where = f"messages[{index}]"
-        if self.role in ("tool", "function") or self.tool_calls or self.function_call:
-            raise refused(where, f"{where}: tools are not supported", code="unsupported_parameter")
-        if self.content is None:
+        if self.role == "function" or self.function_call:
+            message = f"{where}: functions are an older form that is not supported: use tools"
+            raise refused(where, message, code="unsupported_parameter")
+        if self.tool_calls and self.role != "assistant":
+            raise refused(f"{where}.tool_calls", f"{where}.tool_calls: only an assistant's message calls tools")
+        if self.content is None and not self.tool_calls:
             raise refused(f"{where}.content", f"{where}.content is missing: give a text")
-        role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
+        plain: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self._text(where),
+        }
+        if self.tool_calls:
+            plain["tool_calls"] = [call.record(f"{where}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls)]
+        if self.role == "tool":
+            plain["tool_call_id"] = self.tool_call_id
+        return plain
+
+    def _text(self, where: str) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         texts = []
         for position, part in enumerate(self.content):
             if part.type != "text" or part.text is None:
                 field = f"{where}.content[{position}]"
                 raise refused(field, f"{field} is of type {part.type!r}, but the models here read only text")
             texts.append(part.text)
-        return {"role": role, "content": "".join(texts)}
-
-
-class ResponseFormat(_Request):
-    """The form of the answer."""
-
-    type: str
+        return "".join(texts)
 
 
 class ChatRequest(Sampling):
@@ -157,8 +181,7 @@ class ChatRequest(Sampling):
 
     REFUSED: ClassVar[dict[str, str]] = {
         **Sampling.REFUSED,
-        "tools": "tools are not supported: ask without them, and describe in a message what you need",
-        "functions": "functions are not supported: ask without them, and describe in a message what you need",
+        "functions": "functions are an older form that is not supported: use tools",
         "audio": "audio is not supported",
     }
 
@@ -167,9 +190,10 @@ class ChatRequest(Sampling):
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
+    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: StrictBool | None = None
     functions: list[Any] | None = None
-    tool_choice: Any = None
     function_call: Any = None
     modalities: list[str] | None = None
     audio: Any = None
@@ -185,15 +209,8 @@ class ChatRequest(Sampling):
             ApiError: with the field's name.
         """
         super().check()
-        for field in ("tool_choice", "function_call"):
-            if getattr(self, field) not in (None, "none", "auto"):
-                raise refused(field, "tools are not supported", code="unsupported_parameter")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise refused(
-                "response_format",
-                f"response_format {self.response_format.type!r} is not supported: only 'text' is",
-                code="unsupported_parameter",
-            )
+        if self.function_call not in (None, "none", "auto"):
+            raise refused("function_call", "functions are an older form that is not supported: use tools")
         if self.modalities not in (None, ["text"]):
             raise refused("modalities", "modalities other than 'text' are not supported", code="unsupported_parameter")
         if self.top_logprobs is not None and not self.logprobs:
@@ -203,19 +220,35 @@ class ChatRequest(Sampling):
             raise refused("max_tokens", "max_tokens and max_completion_tokens are both given and differ: give one")
 
     @property
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, Any]]:
         """The messages, as chat templates take them.
 
         Raises:
-            ApiError: a message holds something else than text.
+            ApiError: a message holds something else than text and calls of tools, or a result has no call.
         """
-        return [message.plain(index) for index, message in enumerate(self.messages)]
+        messages = [message.plain(index) for index, message in enumerate(self.messages)]
+        check_results(messages)
+        return messages
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model may call.
+
+        Raises:
+            ApiError: two have one name, or the choice is not among them.
+        """
+        return chosen_tools(self.tools, self.tool_choice)[0]
 
     def sampling(self) -> SamplingOptions:
-        """How the answer is drawn."""
-        return self.options(
-            self.max_completion_tokens or self.max_tokens, (self.top_logprobs or 0) if self.logprobs else None
-        )
+        """How the answer is drawn. A large schema takes a while to be read: call it from a worker thread.
+
+        Raises:
+            ApiError: the form that is asked for cannot be enforced.
+        """
+        tools, forced = chosen_tools(self.tools, self.tool_choice)
+        grammar = answer_grammar(self.response_format, self.structured_outputs, tools, forced=forced)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.options(self.max_completion_tokens or self.max_tokens, logprobs, grammar)
 
 
 class CompletionRequest(Sampling):
@@ -259,8 +292,9 @@ class CompletionRequest(Sampling):
         return self.prompt[0]
 
     def sampling(self) -> SamplingOptions:
-        """How the answer is drawn."""
-        return self.options(self.max_tokens or COMPLETION_TOKENS, self.logprobs)
+        """How the answer is drawn; see `ChatRequest.sampling`."""
+        grammar = answer_grammar(None, self.structured_outputs, (), forced=False)
+        return self.options(self.max_tokens or COMPLETION_TOKENS, self.logprobs, grammar)
 
 
 def refused(param: str, message: str, *, code: str | None = None) -> ApiError:
@@ -313,6 +347,6 @@ def _field(detail: ErrorDetails) -> str:
     for part in detail["loc"]:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part.isidentifier() and part != "str":
+        elif part.isidentifier() and part.islower() and part != "str":
             text += f".{part}" if text else part
     return text

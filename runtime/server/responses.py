@@ -11,6 +11,7 @@ from runtime.generation import Piece, Usage
 from runtime.sampling import TokenLogprob
 from runtime.server.service import Accepted
 from runtime.speculation.counts import Speculation
+from runtime.tool_calls import CallReader, ToolCall
 from runtime.wire.answers import SpeculationRecord, Timings
 from runtime.wire.codec import to_json
 
@@ -34,12 +35,8 @@ class Writer(Protocol):
         """Chunks before the first text."""
         ...
 
-    def chunk(self, piece: Piece) -> Body | None:
-        """The chunk of a piece; None where it has nothing to tell."""
-        ...
-
-    def usage_chunk(self, usage: Usage) -> Body:
-        """The chunk of `stream_options.include_usage`."""
+    def chunks(self, piece: Piece) -> list[Body]:
+        """The chunks of a piece; none where it has nothing to tell."""
         ...
 
     def whole(self, pieces: Sequence[Piece]) -> Body:
@@ -92,8 +89,11 @@ class _Answer:
         body: Body = to_json(timings)
         return body
 
-    def _usage_chunk(self, kind: str, usage: Usage) -> Body:
-        return {"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}
+    def _usage_chunks(self, kind: str, usage: Usage | None) -> list[Body]:
+        """The chunk of `stream_options.include_usage`, behind the last piece."""
+        if usage is None or not self._with_usage:
+            return []
+        return [{"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}]
 
 
 def speculation_record(found: Speculation | None) -> SpeculationRecord | None:
@@ -110,41 +110,61 @@ class ChatWriter(_Answer):
 
     BODY, CHUNK = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, accepted: Accepted, *, version: str, with_usage: bool = False, logprobs: bool = False) -> None:
-        """Begin an answer."""
+    def __init__(
+        self,
+        accepted: Accepted,
+        *,
+        version: str,
+        with_usage: bool = False,
+        logprobs: bool = False,
+        calls: CallReader | None = None,
+    ) -> None:
+        """Begin an answer; `calls` finds calls of tools in it, where there are tools."""
         super().__init__("chatcmpl", accepted, version=version, with_usage=with_usage)
-        self._logprobs = logprobs
+        self._logprobs, self._calls = logprobs, calls
 
     def opening(self) -> list[Body]:
         """The chunk that tells the role."""
         return [self._choice({"role": "assistant", "content": ""}, None)]
 
-    def chunk(self, piece: Piece) -> Body | None:
-        """The chunk of a piece; None where it has nothing to tell."""
-        if not piece.text and piece.logprob is None and piece.finish_reason is None:
-            return None
-        return self._choice({"content": piece.text} if piece.text else {}, piece)
-
-    def usage_chunk(self, usage: Usage) -> Body:
-        """The chunk of `stream_options.include_usage`."""
-        return self._usage_chunk(self.CHUNK, usage)
+    def chunks(self, piece: Piece) -> list[Body]:
+        """The chunks of a piece; none where it has nothing to tell."""
+        index = self._calls.count if self._calls is not None else 0
+        text, calls = read_piece(piece, self._calls)
+        deltas: list[Body] = [{"content": text}] if text else []
+        deltas += [{"tool_calls": [{"index": index + at, **_call(call)}]} for at, call in enumerate(calls)]
+        if not deltas and piece.logprob is None and piece.finish_reason is None:
+            return []
+        *early, last = deltas or [{}]
+        told = [*(self._choice(delta, None) for delta in early), self._choice(last, piece)]
+        return told + self._usage_chunks(self.CHUNK, piece.usage)
 
     def whole(self, pieces: Sequence[Piece]) -> Body:
         """The answer of a request that does not stream."""
+        parts = [read_piece(piece, self._calls) for piece in pieces]
+        text, calls = "".join(text for text, _ in parts), [_call(call) for _, found in parts for call in found]
+        message: Body = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
         choice: Body = {
             "index": 0,
-            "message": {"role": "assistant", "content": _text(pieces), "refusal": None},
+            "message": message,
             "logprobs": _chat_logprobs(_logprobs(pieces)) if self._logprobs else None,
-            "finish_reason": pieces[-1].finish_reason,
+            "finish_reason": self._finish(pieces[-1]),
         }
         return self._body(self.BODY, [choice], pieces[-1].usage)
+
+    def _finish(self, piece: Piece) -> str | None:
+        """Why the answer ended; None where it goes on."""
+        called = self._calls is not None and self._calls.count > 0
+        return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
 
     def _choice(self, delta: Body, piece: Piece | None) -> Body:
         choice: Body = {
             "index": 0,
             "delta": delta,
             "logprobs": None if piece is None or piece.logprob is None else _chat_logprobs([piece.logprob]),
-            "finish_reason": None if piece is None else piece.finish_reason,
+            "finish_reason": None if piece is None else self._finish(piece),
         }
         return self._chunk(self.CHUNK, choice, None if piece is None else piece.usage)
 
@@ -164,17 +184,13 @@ class CompletionWriter(_Answer):
         """Nothing comes before the text."""
         return []
 
-    def chunk(self, piece: Piece) -> Body | None:
-        """The chunk of a piece; None where it has nothing to tell."""
+    def chunks(self, piece: Piece) -> list[Body]:
+        """The chunks of a piece; none where it has nothing to tell."""
         if not piece.text and piece.logprob is None and piece.finish_reason is None:
-            return None
+            return []
         logprobs = None if piece.logprob is None else self._completion_logprobs([piece.logprob])
         choice = {"index": 0, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
-        return self._chunk(self.KIND, choice, piece.usage)
-
-    def usage_chunk(self, usage: Usage) -> Body:
-        """The chunk of `stream_options.include_usage`."""
-        return self._usage_chunk(self.KIND, usage)
+        return [self._chunk(self.KIND, choice, piece.usage), *self._usage_chunks(self.KIND, piece.usage)]
 
     def whole(self, pieces: Sequence[Piece]) -> Body:
         """The answer of a request that does not stream."""
@@ -197,6 +213,28 @@ class CompletionWriter(_Answer):
             "top_logprobs": [{other.text: other.logprob for other in logprob.top} for logprob in logprobs],
             "text_offset": offsets,
         }
+
+
+def read_piece(piece: Piece, calls: CallReader | None) -> tuple[str, list[ToolCall]]:
+    """The text of a piece that is certain to be text, and the calls that are complete with it."""
+    if calls is None:
+        return piece.text, []
+    text, found = calls.feed(piece.text)
+    if piece.finish_reason is not None:
+        rest, more = calls.finish()
+        text, found = text + rest, [*found, *more]
+    return text, found
+
+
+def call_id() -> str:
+    """A name for a call, by which its result will be known."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _call(call: ToolCall) -> Body:
+    """A call as chat completions write it."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id(), "type": "function", "function": function}
 
 
 def _text(pieces: Sequence[Piece]) -> str:

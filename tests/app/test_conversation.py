@@ -43,12 +43,14 @@ def test_unknown_parents_and_ids_are_refused() -> None:
     assert conversation.path() == []
 
 
-def test_clear_begins_anew() -> None:
+def test_another_one_is_empty_and_leaves_the_first_as_it_is() -> None:
     conversation = Conversation()
     conversation.add("user", "a", parent=None)
-    conversation.clear()
-    assert conversation.head is None
-    assert len(conversation) == 0
+    another = conversation.another()
+    assert another.id != conversation.id
+    assert another.head is None
+    assert len(another) == 0
+    assert len(conversation) == 1
 
 
 def test_the_prompt_has_turns() -> None:

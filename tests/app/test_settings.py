@@ -56,7 +56,7 @@ def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
         ("k_chunk = 1025", "a whole number from 0 to 1024, or auto"),
         ("budget = 101", "a number from 0 to 100, or auto"),
         ("budget = -1", "a number from 0 to 100, or auto"),
-        ("context = inf", "a whole number from 64, or auto"),
+        ("context = inf", "a whole number from 1, or auto"),
         ("system_prompt = 3", "any text"),
         ("model = []", "any text, or auto"),
     ],

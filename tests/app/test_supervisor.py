@@ -17,14 +17,14 @@ import pytest
 
 from app.errors import ConnectionLostError, StartError
 from app.protocol import ChatOptions
-from app.supervisor import Supervisor, own_command
+from app.supervisor import OLD_LOG_NAME, Supervisor, own_command
 from runtime.lock import is_alive, lock_path, read_lock, write_lock
 
 COMMAND = [sys.executable, str(Path(__file__).parents[1] / "runtime" / "server" / "fake_runtime.py")]
 UI = """
 import asyncio, sys
 from pathlib import Path
-from app.supervisor import Supervisor
+from app.supervisor import OLD_LOG_NAME, Supervisor
 
 async def main():
     supervisor = Supervisor(Path(sys.argv[1]), command=sys.argv[2:])
@@ -141,6 +141,9 @@ async def test_a_crash_is_explained_and_the_next_one_starts(supervise: Callable[
     again = await supervisor.ensure()
     assert (await again.status()).pid != before
     assert not supervisor.attached
+    old = supervisor.log_file.with_name(OLD_LOG_NAME).read_text()
+    assert f"the process {before} was killed (SIGKILL); out of memory, perhaps" in old
+    assert old.count("was killed") == 1
 
 
 async def test_a_crash_in_the_middle_of_an_answer(supervise: Callable[..., Supervisor]) -> None:

@@ -217,3 +217,46 @@ def test_a_living_parent_is_not_gone_and_a_reused_number_is() -> None:
     assert not watch.gone()
     watch._created = 1.0
     assert watch.gone()
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [(signal.SIGTERM, "ends: it was sent SIGTERM"), ("shutdown", "POST /runtime/shutdown")], ids=str
+)
+def test_its_log_says_why_it_ended(home: Path, tmp_path: Path, how: signal.Signals | str, reason: str) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        child = subprocess.Popen([sys.executable, str(FAKE), "--home", str(home)], start_new_session=True, stderr=file)
+    try:
+        wait_until(lambda: read_lock(lock_path(home)) is not None)
+        record = read_lock(lock_path(home))
+        assert record is not None
+        if isinstance(how, signal.Signals):
+            child.send_signal(how)
+        else:
+            ask(record, "POST", "/runtime/shutdown")
+        assert child.wait(30) == 0
+    finally:
+        child.kill()
+        child.wait()
+    said = log.read_text()
+    assert f"process {child.pid} serves 127.0.0.1:" in said
+    assert reason in said
+    assert said.splitlines()[-1].endswith("has ended")
+
+
+def test_its_log_says_that_its_parent_is_gone(home: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", FROM, str(FAKE), "--home", str(home)],
+            stdout=subprocess.PIPE,
+            stderr=file,
+            start_new_session=True,
+        )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    wait_until(lambda: read_lock(lock_path(home)) is not None)
+    parent.kill()
+    parent.communicate()
+    wait_until(lambda: ended(pid))
+    assert f"ends: the program that started it, process {parent.pid}, is gone" in log.read_text()

@@ -19,6 +19,7 @@ from models.plain_tokenizer import plain_tokenizer
 from runtime.chat_template import render
 from runtime.errors import BackendError, RequestError
 from runtime.tokenizer import Detokenizer, Tokenizer, plain_chat
+from runtime.tool_calls import Tool
 
 CORPUS = [
     "the sea and the captain said to the sea: I am the sea",
@@ -26,7 +27,8 @@ CORPUS = [
     "once upon a time",
 ]
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'critic' %}"
+    "{{ raise_exception('no critics here') }}{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -177,7 +179,7 @@ def test_without_a_template_turns_are_plain(pieces_tokenizer: Tokenizer) -> None
         ([{"role": "user"}], False, r"messages\[0\]"),
         ([{"role": "user", "content": 3}], False, r"messages\[0\]"),
         ([{"role": "user", "content": "x"}], True, "assistant"),
-        ([{"role": "tool", "content": "x"}], False, "no tools here"),
+        ([{"role": "critic", "content": "x"}], False, "no critics here"),
     ],
 )
 def test_bad_messages_are_refused(
@@ -185,6 +187,31 @@ def test_bad_messages_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=words):
         bytes_tokenizer.chat(messages, continue_final=continue_final)
+
+
+def test_tools_reach_the_model_with_or_without_a_template_for_them(bytes_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tools = [Tool(name="add", description="adds numbers")]
+    messages = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "3"},
+    ]
+    told = bytes_tokenizer.decode(bytes_tokenizer.chat(messages, tools=tools))
+    assert "adds numbers" in told
+    assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in told
+    assert "<tool_response>3</tool_response>" in told
+    source = bytes_tokenizer.folder
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{% for t in tools %}({{ t.function.name }}: {{ t.function.description }}){% endfor %}{% for m in messages %}"
+        "{{ m.role }}={{ m.content }}{% for c in m.tool_calls %}!{{ c.function.arguments.a }}{% endfor %};{% endfor %}"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    own = Tokenizer(tmp_path)
+    assert own.decode(own.chat(messages, tools=tools)) == "(add: adds numbers)user=1 + 2?;assistant=!1;tool=3;"
 
 
 def test_a_broken_or_missing_tokenizer_is_one_clear_error(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from textual.widgets import Footer
 
 from app.conversation import Message
 from app.errors import ClientError, HistoryError
+from app.tui.answers import Writing
 from app.tui.messages import Submitted
 from app.tui.pump import Pump
 from app.tui.session import Session
@@ -36,13 +37,13 @@ class ChatScreen(Screen[None]):
     def __init__(self, session: Session) -> None:
         super().__init__(id="chat")
         self._session = session
-        self._writing: str | None = None
+        self._writing: Writing | None = None
         self._ticker: Timer | None = None
 
     def compose(self) -> ComposeResult:
         """Header, messages, progress, composer, keys."""
         yield HeaderBar()
-        yield Transcript(self._session.conversation.path)
+        yield Transcript(lambda: self._session.conversation.path())
         yield ProgressPanel()
         yield Composer()
         yield Footer(compact=True, show_command_palette=False)
@@ -65,7 +66,7 @@ class ChatScreen(Screen[None]):
     @property
     def busy(self) -> bool:
         """Whether an answer is on its way to the screen."""
-        return self._writing is not None
+        return self._writing is not None or self._session.answers.of(self._session.conversation.id) is not None
 
     def show_session(self) -> None:
         """Bring header, progress and context meter up to date."""
@@ -86,7 +87,7 @@ class ChatScreen(Screen[None]):
         """Put the prompt into the conversation and let the model answer."""
         event.stop()
         session = self._session
-        if self._writing is not None:
+        if self.busy:
             self.notify("An answer is being written; Esc stops it.", severity="warning")
             return
         if session.status is not None and not session.ready and not session.working and session.wanted is None:
@@ -102,7 +103,7 @@ class ChatScreen(Screen[None]):
     async def regenerate(self) -> None:
         """Ask for another answer to the last prompt; the one before stays in the conversation."""
         conversation = self._session.conversation
-        if self._writing is not None or conversation.head is None:
+        if self.busy or conversation.head is None:
             return
         last = conversation[conversation.head]
         answer = conversation.add(
@@ -114,31 +115,44 @@ class ChatScreen(Screen[None]):
     async def resume(self) -> None:
         """Go on with an answer that ended early."""
         conversation = self._session.conversation
-        if self._writing is None and conversation.head is not None:
+        if not self.busy and conversation.head is not None:
             last = conversation[conversation.head]
             if last.resumable and last.text:
                 self._write(last, resume=True)
 
     async def new_chat(self) -> None:
-        """Begin anew."""
-        await self.stop()
+        """Begin anew. An answer that is being written goes on where chats are kept, and can be looked at there."""
+        if not self._session.keeps:
+            await self.stop()
+        self._leave()
         self._session.end_chat()
         self.run_worker(self._forget(), group="forget", exit_on_error=False)
+        await self._enter()
+
+    def _leave(self) -> None:
+        """Look away from the answer that is being written."""
+        self.workers.cancel_group(self, "answer")
+
+    async def _enter(self) -> None:
+        """Show the chat in sight, and the answer that is being written in it."""
         await self.transcript.reopen()
         self.show_session()
+        self.app.refresh_bindings()
         self.composer.focus()
+        if (writing := self._session.answers.of(self._session.conversation.id)) is not None:
+            self._follow(writing)
 
     async def open_chat(self, chat: Chat) -> None:
         """Go on with a chat that is kept."""
+        if chat.id == self._session.conversation.id:
+            return
         try:
             await self._session.open_chat(chat)
         except HistoryError as error:
             self.notify(str(error), severity="error", markup=False)
             return
-        await self.transcript.reopen()
-        self.show_session()
-        self.app.refresh_bindings()
-        self.composer.focus()
+        self._leave()
+        await self._enter()
         wanted = self._session.wanted
         if chat.model and wanted and chat.model != wanted:
             told = f"{chat.model} answered here; {wanted} goes on. F2 picks another model."
@@ -156,41 +170,54 @@ class ChatScreen(Screen[None]):
         Returns:
             Whether there was one.
         """
-        if self._writing is None:
+        if not self.busy:
             return False
-        await self._session.stop()
+        await self._session.answers.stop(self._session.conversation.id)
         await self.workers.wait_for_complete([worker for worker in self.workers if worker.group == "answer"])
         return True
 
     def _write(self, answer: Message, *, resume: bool = False) -> None:
-        self._writing = answer.id
-        self.app.refresh_bindings()
-        self.run_worker(self._stream(answer, resume=resume), group="answer", exit_on_error=False)
+        session = self._session
+        self._follow(session.answers.begin(session.conversation, answer.id, resume=resume))
 
-    async def _stream(self, answer: Message, *, resume: bool) -> None:
-        view = self.transcript.view(answer.id)
-        if view is None:
+    def _follow(self, writing: Writing) -> None:
+        """Bring an answer to the screen while it is written."""
+        self._writing = writing
+        self.app.refresh_bindings()
+        self.run_worker(self._stream(writing), group="answer", exclusive=True, exit_on_error=False)
+
+    async def _stream(self, writing: Writing) -> None:
+        if (view := self.transcript.view(writing.answer)) is None:
             await self.transcript.reopen()
-            view = self.transcript.view(answer.id)
+            view = self.transcript.view(writing.answer)
         assert view is not None
         assert view.body is not None
-        pump = Pump(view.body, written=answer.text if resume else "")
+        assert writing.task is not None
+        conversation = writing.conversation
+        shown = view.message.text
+        pump = Pump(view.body, written=shown)
+        pump.write(conversation[writing.answer].text[len(shown) :])
+        writing.on_text = pump.write
         pumping = asyncio.create_task(pump.run())
         if self._ticker is not None:
             self._ticker.resume()
         try:
-            view.show(self._session.conversation[answer.id])
-            await self._session.answer(answer.id, pump.write, resume=resume)
+            view.show(conversation[writing.answer])
+            await asyncio.wait([writing.task])
         finally:
-            await self._finish(pump, pumping)
-            view.show(self._session.conversation[answer.id])
+            await self._finish(writing, pump, pumping)
+            view.show(conversation[writing.answer])
         self.show_session()
 
-    async def _finish(self, pump: Pump, pumping: asyncio.Task[None]) -> None:
-        """Flush what came, however the answer ended; only the end of the program does not wait for it."""
+    async def _finish(self, writing: Writing, pump: Pump, pumping: asyncio.Task[None]) -> None:
+        """Flush what came, however the answer ended; only who looks away, or ends the program, does not wait for it."""
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             pumping.cancel()
+            if writing.on_text == pump.write:
+                writing.on_text = None
+            if self._writing is writing:
+                self._writing = None
             return
         try:
             pump.close()
@@ -203,7 +230,7 @@ class ChatScreen(Screen[None]):
 
     def _tick(self) -> None:
         """Say how the answer is coming along."""
-        view = self.transcript.view(self._writing) if self._writing else None
+        view = self.transcript.view(self._writing.answer) if self._writing else None
         if view is None:
             return
         tally = self._session.tally

@@ -13,8 +13,9 @@ from textual.containers import Grid, Vertical, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Footer, Sparkline, Static
 
+from app.amounts import byte_count
 from app.errors import ClientError
-from app.tui.figures import byte_count, compensated, k_chunk_text
+from app.tui.figures import compensated, k_chunk_text
 from app.tui.machine import Lines, chosen_curve, layer_rows, machine_lines, tuning_lines
 from app.tui.messages import TuneAsked
 from app.tui.printable import printable

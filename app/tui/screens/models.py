@@ -11,8 +11,8 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Static
 
+from app.amounts import byte_count
 from app.errors import ClientError
-from app.tui.figures import byte_count
 from app.tui.messages import LoadAsked, QuantizeAsked, RemoveAsked
 from app.tui.printable import printable
 from app.tui.screens.dialogs import ConfirmDialog, QuantizeDialog

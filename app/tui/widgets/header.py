@@ -9,7 +9,8 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widgets import Static
 
-from app.tui.figures import SEPARATOR, bit_count, budget_text, byte_count, k_chunk_text
+from app.amounts import byte_count
+from app.tui.figures import SEPARATOR, bit_count, budget_text, k_chunk_text
 from app.tui.session import Session
 
 

@@ -9,7 +9,8 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal
 from textual.widgets import Button, Static
 
-from app.tui.figures import SEPARATOR, byte_count, token_count
+from app.amounts import byte_count
+from app.tui.figures import SEPARATOR, token_count
 
 if TYPE_CHECKING:
     from runtime.wire.answers import CacheFacts, Holding, Status

@@ -25,7 +25,7 @@ from runtime.backends.cpu.kernels.gemv import BLOCK
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine.emit import LANES
-from runtime.backends.cpu.tiles import TiledLinear, padded, tile_linear
+from runtime.backends.cpu.tiles import TiledLinear, padded, tile_linear, tile_residual
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
@@ -99,6 +99,7 @@ class PlanOperations:
         self._arena = Arena()
         self._constants: dict[str, npt.NDArray[Any]] = {}
         self._tiles: dict[str, TiledLinear] = {}
+        self._wholes: dict[str, TiledLinear] = {}
         self._buffers: dict[str, npt.NDArray[Any]] = {}
         self._rows = padded(options.max_rows, ROW_PADDING)
         self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
@@ -140,6 +141,16 @@ class PlanOperations:
     def weight_bytes(self) -> int:
         """Bytes of the repacked matrices."""
         return sum(tiled.nbytes for tiled in self._tiles.values())
+
+    @property
+    def stream(self) -> npt.NDArray[np.float32]:
+        """float32 [rows, C], the residual stream: after a step what the last block left."""
+        return self._buffers["stream"]
+
+    @property
+    def final_norm(self) -> npt.NDArray[np.float32]:
+        """float32 [C], the weight of the norm before the head."""
+        return np.asarray(self._model.vector("norm"), np.float32)
 
     # Operations, in the order of models.architecture.Operations
 
@@ -268,14 +279,14 @@ class PlanOperations:
         """Write the instruction that makes x float32 and INT8: norm, gate, or merge of attention's splits."""
         assert tiled.groups == -(-padded(x.width, BLOCK) // (BLOCK * tiled.group_blocks))
         out = replace(self._matrix("input", self._widest()), width=x.width, wanted=x.wanted)
-        whole, rounded = tiled.group_scales is not None, self._rounded()
+        per_token, rounded = tiled.group_scales is not None, self._rounded()
         to = op.Input(
             width=x.width,
             wanted=x.wanted,
             out=out.place,
-            rounded=rounded if whole else rounded._replace(sums=0),
+            rounded=rounded if per_token else rounded._replace(sums=0),
             group_blocks=tiled.group_blocks,
-            whole=whole,
+            per_token=per_token,
         )
         if x.partial:
             self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim))
@@ -325,6 +336,9 @@ class PlanOperations:
         self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int, shared: int
     ) -> Activations:
         kind, columns = layer_kind(packed.name), tiled.tiles * LANES
+        whole = packed.residual if shared == CHUNK and not self._few else None
+        if whole is not None and whole.bits != op.WHOLE_BITS:
+            whole = None
         out = replace(self._matrix("logits" if kind == "head" else kind, packed.shape[0]), wanted=values.wanted)
         linear = op.Linear(
             weights=tiled.weights,
@@ -337,6 +351,8 @@ class PlanOperations:
         if total and packed.residual is not None:
             residual = self._residual(packed.name, packed.residual, columns)
             linear = linear._replace(total=total, residual=residual, values=values.place, chosen=self._chosen())
+        elif whole is not None:
+            linear = linear._replace(whole=self._whole(packed.name, whole, tiled))
         elif shared:
             linear = linear._replace(residual=self._scaled(packed, columns), kept=self._kept(packed, shared))
         self._emit(linear, kind=kind)
@@ -359,6 +375,13 @@ class PlanOperations:
             kind=kind,
         )
         return replace(out, instruction=len(self._program) - 1)
+
+    def _whole(self, name: str, residual: PackedResidual, tiled: TiledLinear) -> op.Whole:
+        """A matrix's residuals as tiles; repacked the first time only."""
+        if name not in self._wholes:
+            self._wholes[name] = tile_residual(residual, tiled, self._arena)
+        weights = self._wholes[name].weights
+        return op.Whole(weights.codes, weights.scales, weights.zeros)
 
     def _kept(self, packed: PackedLinear, k_chunk: int) -> int:
         """Address of what says which channels the rows of a prompt share: uint8 [K padded to 32], 255 or 0."""

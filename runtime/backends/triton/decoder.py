@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import wraps
@@ -13,18 +13,24 @@ import numpy as np
 import torch
 from triton.errors import TritonError
 
-from models.architecture import forward
+from models.architecture import body, forward
 from runtime.backends.triton.failures import explained, first_line
 from runtime.backends.triton.forward import Buffers, Pass
 from runtime.backends.triton.kernels.select import Selection, recall, select
 from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.reclaim import return_cached
+from runtime.backends.triton.sampling import DeviceDraw
 from runtime.compensation import k_chunk_by_type
 from runtime.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, RequestError
 from runtime.operations.channels import LAYER_KINDS, k_chunk_of
+from runtime.sampling import Draw, Drawn
 from runtime.weights import Weights
 
+_NOT_FINITE = (
+    "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its activations "
+    "leave the range of half precision; run `lowbit-chat show NAME --verify`, or use the CPU backend"
+)
 _GRAPHS = 8
 """Captured steps that are kept, so that a timer can go back and forth between two settings, and a draft between its own
 and the model's."""
@@ -73,8 +79,8 @@ class TritonDecoder:
     """Implements `runtime.decoder.Decoder` with Triton kernels.
 
     A step of one row with its logits, a decoded token, is captured once for every setting of k_chunk and then replayed:
-    the host writes three numbers, starts the graph and waits for the logits. Every other step launches kernel by
-    kernel.
+    the host writes three numbers, starts the graph and waits for the logits, or for the token drawn from them. Every
+    other step launches kernel by kernel.
 
     Args:
         model: The stored model.
@@ -105,7 +111,7 @@ class TritonDecoder:
         self._inputs = torch.zeros((3, 1), dtype=torch.int32, pin_memory=pinned)
         self._logits = torch.zeros((1, self.spec.vocab_size), pin_memory=pinned)
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
-        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, list[Selection | None]]] = {}
+        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, torch.Tensor, list[Selection | None]]] = {}
         self._recall_sum, self._selections, self._closed = 0.0, 0, False
         self.cache = self._model.cache
         self.kv_bytes = self.cache.store.nbytes
@@ -134,21 +140,51 @@ class TritonDecoder:
     @_explained
     def forward(self, step: Step) -> Float32Array:
         """See `runtime.decoder.Decoder.forward`."""
+        logits = self._run(step)
+        one = step.logit_rows.size == 1
+        host = self._logits.copy_(logits, non_blocking=True) if one else logits.to("cpu")
+        self._wait()
+        return host.numpy()
+
+    @_explained
+    def hidden(self, step: Step) -> Float32Array:
+        """See `runtime.decoder.Decoder.hidden`."""
+        check_step(step, self.spec, self.options)
+        self.cache.begin(step.slots, step.positions, flush=step.flush)
+        run = self._pass(step)
+        found = run.norm(body(run, self.spec), "norm").tensor.to("cpu", torch.float32)
+        if not bool(torch.isfinite(found).all()):
+            raise InvalidActivationError(_NOT_FINITE)
+        return found.numpy()
+
+    @_explained
+    def draw(self, step: Step, draws: Sequence[Draw]) -> list[Drawn]:
+        """See `runtime.decoder.DrawsTokens.draw`."""
+        if len(draws) != step.logit_rows.size:
+            raise RequestError(f"{len(draws)} draws are not one for each of {step.logit_rows.size} rows of logits")
+        ready = [DeviceDraw(draw, self._device) for draw in draws]
+        logits = self._run(step)
+        drawn = [each.launch(row) for each, row in zip(ready, logits, strict=True)]
+        numbers = [each.to("cpu") for each in drawn]
+        self._wait()
+        return [each.result(found) for each, found in zip(ready, numbers, strict=True)]
+
+    def _run(self, step: Step) -> torch.Tensor:
+        """Launch a step. Returns its logits on the device, float32 [R, V], until the next step."""
         check_step(step, self.spec, self.options)
         self.cache.begin(step.slots, step.positions, flush=step.flush)
         decoding = step.tokens.size == 1 and step.logit_rows.size == 1
         if self._on_gpu and decoding and not self.options.measure_recall:
-            logits = self._decode(step)
-        else:
-            logits = self._launch(step)
+            return self._decode(step)
+        return self._launch(step)
+
+    def _wait(self) -> None:
+        """Wait for the step, and raise where it met a number that is not finite."""
+        if self._on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
         if int(self._flag[0]):
             self._buffers.flag.zero_()
-            raise InvalidActivationError(
-                "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its "
-                "activations leave the range of half precision; run `lowbit-chat show NAME --verify`, or use the CPU "
-                "backend"
-            )
-        return logits
+            raise InvalidActivationError(_NOT_FINITE)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """See `runtime.decoder.Decoder.set_k_chunk`."""
@@ -180,7 +216,7 @@ class TritonDecoder:
         with suppress(RuntimeError):  # a card that stopped working gives nothing back
             return_cached()
 
-    def _decode(self, step: Step) -> Float32Array:
+    def _decode(self, step: Step) -> torch.Tensor:
         """One token: launched the first time, so that every kernel is compiled, then captured, then replayed."""
         way = compensation_of(step, self.options)
         key = (int(way != "none"), int(step.draft), *self._setting())
@@ -191,16 +227,16 @@ class TritonDecoder:
             selections = [
                 linear.selection for linear in self._model.linears.values()
             ]  # the graph holds their addresses
-            self._graphs[key] = (self._capture(way, draft=step.draft), selections)
+            self._graphs[key] = (*self._capture(way, draft=step.draft), selections)
             return logits
         for i, values in enumerate((step.tokens, step.slots, step.positions)):
             self._inputs[i, 0] = int(values[0])
-        self._graphs[key][0].replay()
-        torch.cuda.current_stream(self._device).synchronize()
-        return self._logits.numpy()
+        graph, logits, _ = self._graphs[key]
+        graph.replay()
+        return logits
 
-    def _capture(self, way: Way, *, draft: bool) -> torch.cuda.CUDAGraph:
-        """Capture a decoded token, from the inputs in page-locked memory to the logits in page-locked memory."""
+    def _capture(self, way: Way, *, draft: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Capture a decoded token, from the inputs in page-locked memory to the logits on the device."""
         buffers, graph = self._buffers, torch.cuda.CUDAGraph()
         buffers.logit_rows[:1] = 0
         with torch.cuda.graph(graph, capture_error_mode=CAPTURE_MODE):
@@ -208,19 +244,25 @@ class TritonDecoder:
                 values[:1].copy_(self._inputs[i], non_blocking=True)
             run = Pass(self._model, buffers, M=1, R=1, way=way, draft=draft, side=self._side)
             logits = run.finish(forward(run, self.spec))
-            self._logits.copy_(logits, non_blocking=True)
             self._flag.copy_(buffers.flag, non_blocking=True)
-        return graph
+        return graph, logits
 
-    def _launch(self, step: Step) -> Float32Array:
+    def _launch(self, step: Step) -> torch.Tensor:
         """Any step, kernel by kernel."""
+        run = self._pass(step)
+        logits = run.finish(forward(run, self.spec))
+        self._flag.copy_(self._buffers.flag, non_blocking=True)
+        return logits
+
+    def _pass(self, step: Step) -> Pass:
+        """What launches the kernels of a step, whose numbers are put on the device."""
         M, R = step.tokens.size, step.logit_rows.size
         buffers = self._buffers
         inputs = (buffers.tokens, buffers.slots, buffers.positions, buffers.logit_rows)
         for to, values in zip(inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             to[: values.size].copy_(torch.from_numpy(np.ascontiguousarray(values)))
         watch = self._measure if self.options.measure_recall else None
-        run = Pass(
+        return Pass(
             self._model,
             buffers,
             M=M,
@@ -230,9 +272,6 @@ class TritonDecoder:
             side=self._side,
             watch=watch,
         )
-        logits = run.finish(forward(run, self.spec))
-        self._flag.copy_(buffers.flag)
-        return logits.to("cpu").numpy()
 
     def _measure(self, linear: Linear, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Compare a selection with exact top-k."""

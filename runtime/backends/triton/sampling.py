@@ -3,14 +3,67 @@
 The same filters in the same order as `runtime.sampling.filtered`, and the same draw: the place of one uniform number of
 the seed's own stream among the weights added up in the order of token ids. So one seed gives the CPU's tokens, but for
 numbers that fall between two roundings of a sum. Everything is one sequence of launches over all logits, without a wait
-and without sizes that depend on the numbers, so that it can be captured in a graph.
+and without sizes that depend on the numbers: the host is through with them while the device still computes the logits.
 """
 
 from __future__ import annotations
 
 import torch
 
-from runtime.sampling import GREEDY_BELOW, NEGLIGIBLE, SamplingOptions
+from runtime.sampling import NEGLIGIBLE, Draw, Drawn, SamplingOptions
+
+
+class DeviceDraw:
+    """A draw whose numbers are on the device.
+
+    Args:
+        draw: How to draw. Made before the step is launched: what waits for the device does so while it has no work.
+        device: Where the logits will be.
+    """
+
+    def __init__(self, draw: Draw, device: torch.device) -> None:
+        self._options = draw.options
+        self._uniform = torch.full((1,), draw.uniform, dtype=torch.float64, device=device)
+        self._seen = torch.from_numpy(draw.seen).to(device) if draw.seen.size else None
+
+    def launch(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draw, without waiting.
+
+        Args:
+            logits: float32 [V], finite; left as they are.
+
+        Returns:
+            float64 [1], or [2 + 2 n] where n log-probabilities are asked for: the token, its log-probability, those of
+            the n most likely and their tokens, whose numbers are exact. For `result`.
+        """
+        options = self._options
+        token = draw(self._penalized(logits), options, self._uniform)
+        if options.logprobs is None:
+            return token.double()
+        highest = logits.amax()
+        normalizer = torch.exp(logits - highest).double().sum().log() + highest
+        best = logits.topk(min(options.logprobs, logits.numel()))
+        own, others = logits[token].double() - normalizer, best.values.double() - normalizer
+        return torch.cat((token.double(), own, others, best.indices.double()))
+
+    def result(self, numbers: torch.Tensor) -> Drawn:
+        """What was drawn, from what `launch` gave, on the host by now."""
+        token, *rest = numbers.tolist()
+        if not rest:
+            return Drawn(int(token))
+        own, *rest = rest
+        n = len(rest) // 2
+        ranked = sorted(zip(map(int, rest[n:]), rest[:n], strict=True), key=lambda pair: (-pair[1], pair[0]))
+        return Drawn(int(token), own, ranked)
+
+    def _penalized(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [V] with those of seen tokens made smaller; see `runtime.sampling.Sampler`."""
+        if self._seen is None:
+            return logits
+        # A tensor, by which the device divides as the host does; by a number it would multiply by the reciprocal.
+        penalty = torch.full((1,), self._options.repetition_penalty, device=logits.device)
+        values = logits[self._seen]
+        return logits.index_copy(0, self._seen, torch.where(values > 0, values / penalty, values * penalty))
 
 
 def draw(logits: torch.Tensor, options: SamplingOptions, uniform: torch.Tensor) -> torch.Tensor:
@@ -24,9 +77,10 @@ def draw(logits: torch.Tensor, options: SamplingOptions, uniform: torch.Tensor) 
     Returns:
         int64 [1], the token's id; nothing was waited for.
     """
-    if options.temperature < GREEDY_BELOW or options.top_k == 1:
+    if options.greedy:
+        # The first of equal ones; the last of all where a NaN equals none.
         numbers = torch.arange(logits.numel(), device=logits.device)
-        return torch.where(logits == logits.amax(), numbers, logits.numel()).amin().view(1)  # the first of equal ones
+        return torch.where(logits == logits.amax(), numbers, logits.numel() - 1).amin().view(1)
     weights = filtered(logits, options)
     cumulative = weights.cumsum(0)
     places = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True)

@@ -20,6 +20,8 @@ SPLIT_ROWS = 16384
 """Rows of attention's splits that are kept until they are merged, at most: query heads times rows times splits."""
 SUMMED_ROWS = 16
 """Rows of a step whose inputs have the sums of their pieces beside them, for products of few rows."""
+DRAW_BYTES = 48
+"""Bytes for each token of the vocabulary that drawing one takes while it lasts: weights, their order and sums."""
 _BLOCK_KINDS = ("qkv", "o", "gate_up", "down")
 
 
@@ -66,8 +68,8 @@ def buffer_sizes(spec: ModelSpec, rows: int) -> BufferSizes:
 
 
 def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
-    """Bytes of buffers and rotary tables."""
-    return buffer_sizes(spec, rows).nbytes + table_bytes(spec, context)
+    """Bytes of buffers and rotary tables, and of what a draw takes for a moment."""
+    return buffer_sizes(spec, rows).nbytes + table_bytes(spec, context) + DRAW_BYTES * spec.vocab_size
 
 
 def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bool) -> int:

@@ -14,9 +14,12 @@ import numpy as np
 from models.progress import Progress, ProgressCallback
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.decoder import Step
+from runtime.sampling import Sampler, SamplingOptions
 
 _DECODED = 2
-"""Tokens decoded: the first is launched and captured, the second replayed."""
+"""Tokens decoded: the first is launched and captured, the second replayed, and one drawn from its logits."""
+_DRAWN = SamplingOptions(seed=0, top_k=40, min_p=0.05, logprobs=1)
+"""A draw by all filters: the driver loads torch's kernels for them where they are first used."""
 
 
 def warm(decoder: TritonDecoder, progress: ProgressCallback) -> None:
@@ -36,7 +39,10 @@ def warm(decoder: TritonDecoder, progress: ProgressCallback) -> None:
         progress(Progress(phase="compile", done=done, total=len(steps), unit="steps", message=message))
         if int(step.positions[0]) == 0:
             decoder.cache.clear(0)
-        decoder.forward(step)
+        if done == len(steps) - 1:
+            decoder.draw(step, [Sampler(_DRAWN).order()])
+        else:
+            decoder.forward(step)
     decoder.cache.clear(0)
 
 

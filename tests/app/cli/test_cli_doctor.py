@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_for_a_person(run: Callable[..., Any], machine: Any) -> None:
     machine(replace(MACHINE, gpus=(GPU,)))
     text = run("doctor").stdout
     assert "Some Processor, 4 of 8 cores" in text
-    assert "Some Card, 6.0 GiB, PCIe 4 x8, 15.8 GB/s at most" in text
+    assert "Some Card, 6.4 GB, PCIe 4 x8, 15.8 GB/s at most" in text
     assert "the card reads main memory at 12.2 GB/s, measured" in text
     assert "torch 2" in text
 
@@ -153,11 +154,12 @@ def test_the_profile_that_is_used(
     assert found["measured_slowdown_percent"] == 30
     assert found["k_chunk"].keys() == {"qkv", "o", "gate_up", "down", "head"}
     assert "30.0 % of 60 % slowdown measured" in run("doctor").stdout
+    assert re.search(r"offer     demo: perplexity .* at .* x the low-bit speed \(low bits", run("doctor").stdout)
 
 
 def test_little_memory(answer: Answer, machine: Any) -> None:
     machine(replace(MACHINE, memory=MemoryInfo(total_bytes=GIB, available_bytes=GIB // 2, limit_bytes=None)))
-    assert "512.0 MiB of 1.0 GiB" in whats(answer("doctor"))
+    assert "537 MB of 1.1 GB" in whats(answer("doctor"))
 
 
 def test_little_disk(answer: Answer, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +230,7 @@ def test_unfinished_work(services: Any, tmp_path: Path, monkeypatch: pytest.Monk
     assert list(checks.check_remains(services.store(), tmp_path)) == []
     monkeypatch.setattr(checks, "_LARGE_REMAINS", 1000)
     assert [problem.what for problem in checks.check_remains(services.store(), tmp_path)] == [
-        "an unfinished some/thing takes 1 KiB"
+        "an unfinished some/thing takes 1 kB"
     ]
 
 

@@ -19,7 +19,23 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PROGRAM = (sys.executable, "-c", "from app.cli.start import main; main()")
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_program.py")))
-VERBS = ("run", "pull", "quantize", "list", "ls", "show", "rm", "serve", "eval", "bench", "doctor", "config")
+VERBS = (
+    "run",
+    "pull",
+    "quantize",
+    "list",
+    "ls",
+    "show",
+    "rm",
+    "serve",
+    "eval",
+    "bench",
+    "doctor",
+    "config",
+    "ps",
+    "stop",
+    "man",
+)
 HEAVY = ("torch", "transformers", "pydantic", "rich", "numpy", "numba", "huggingface_hub", "textual", "httpx", "psutil")
 
 
@@ -188,7 +204,7 @@ def test_ctrl_d_leaves_a_conversation(terminal: Terminal) -> None:
 def test_no_color_is_honoured(isolated_home: Path) -> None:
     terminal = Terminal(*SCRIPTED, "pull", "some/tiny", NO_COLOR="1")
     terminal.until("downloading")
-    terminal.until("of 953.7 MiB")
+    terminal.until("of 1.0 GB")
     os.kill(terminal.process.pid, signal.SIGINT)
     assert terminal.process.wait(timeout=60) == 130
     assert "\x1b[3" not in terminal.seen.replace("\x1b[?", "")
@@ -224,3 +240,13 @@ def test_serve_beyond_loopback_needs_a_token() -> None:
     assert (code, out) == (1, "")
     assert "token" in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("list",), ("man",), ("run", "--help")], ids=lambda one: one[0])
+def test_a_reader_that_left_is_no_error(isolated_home: Path, command: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = start(*PROGRAM, *command, stdout=write)
+    os.close(write)
+    code, _, err = finish(process)
+    assert (code, err) == (141, "")

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from app.cli.repl import Repl
+from app.cli.repl import Repl, remembered
 from runtime.decoder import DecoderOptions
 from runtime.errors import ContextOverflowError
 from runtime.generation import Piece, Usage
@@ -119,9 +120,9 @@ def test_set_changes_what_follows(talk: Talk) -> None:
         ("/set", "use /set NAME VALUE"),
         ("/set warmth 3", "use /set NAME VALUE"),
         ("/set temperature", "use /set NAME VALUE"),
-        ("/set temperature warm", "it is a number"),
-        ("/set temperature -1", "temperature is -1.0"),
-        ("/set top_k 1.5", "it is a number"),
+        ("/set temperature warm", "allowed: a number from 0 to 2"),
+        ("/set temperature -1", "allowed: a number from 0 to 2"),
+        ("/set top_k 1.5", "allowed: a whole number from 0"),
         ("/dance", "no command /dance"),
         ("/stats", "no answer yet"),
         ("x" * 60, "too long"),
@@ -171,3 +172,21 @@ def test_a_cut_answer_is_told(talk: Talk) -> None:
     assert "context of 100 tokens is full" in err
     _, err = talk(ScriptedEngine("a", finish="length"), "/set max_tokens 1", "one")
     assert "is full" not in err
+
+
+def test_lines_are_remembered_for_the_next_conversation(tmp_path: Path) -> None:
+    readline = pytest.importorskip("readline")
+    file = tmp_path / "home" / "lines"
+    with remembered(file):
+        readline.add_history("why is the sky blue?")
+    assert file.stat().st_mode & 0o777 == 0o600
+    readline.clear_history()
+    with remembered(file):
+        assert readline.get_history_item(1) == "why is the sky blue?"
+    readline.clear_history()
+
+
+def test_an_unreadable_memory_is_gone_without(tmp_path: Path) -> None:
+    (tmp_path / "lines").mkdir()
+    with remembered(tmp_path / "lines"):
+        pass

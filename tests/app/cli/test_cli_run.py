@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from app.settings import RULES
+
 FIELDS = {
     "text",
     "finish_reason",
@@ -228,3 +230,12 @@ def test_settings_may_speculate(answer: Answer, monkeypatch: pytest.MonkeyPatch)
     found = answer("run", "demo", "hi", "--max-tokens", 5, "--temperature", 0, "--k-chunk", 64)
     assert found["speculation"]["gamma"] == 2
     assert answer("run", "demo", "hi", "--max-tokens", 5, "--k-chunk", 0, "--no-speculate")["speculation"] is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--temperature", 2.5), ("--top-p", 0), ("--min-p", 1.5), ("--max-tokens", 0)]
+)
+def test_ranges_are_those_of_the_settings(run: Callable[..., Any], option: str, value: float) -> None:
+    rule = RULES[option.removeprefix("--").replace("-", "_")]
+    said = run("run", "demo", "hi", option, value, code=2).stderr
+    assert " ".join(rule.allowed.split()[:5]) in " ".join(said.replace("│", " ").split())

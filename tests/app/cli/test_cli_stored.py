@@ -129,7 +129,7 @@ def test_rm_of_all_that_is_kept_of_chats(
     assert answer("rm", "--chats") == {"removed_files": 2, "removed_bytes": 1000}
     assert not any(file.exists() for file in saved)
     assert len(services.store().list()) == 1
-    assert run("rm", "--chats").stdout == "removed 0 saved caches of conversations, 0 KiB\n"
+    assert run("rm", "--chats").stdout == "removed 0 saved caches of conversations, 0 B\n"
     for wrong in ((), ("small", "--chats")):
         run("rm", *wrong, code=2)
 

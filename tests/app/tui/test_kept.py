@@ -187,3 +187,29 @@ def test_times_as_people_say_them() -> None:
     assert when(now - timedelta(days=2), now) == f"{now - timedelta(days=2):%a %H:%M}"
     assert when(datetime(2026, 3, 5, 12, tzinfo=UTC), now) == "5 Mar"
     assert when(datetime(2024, 3, 5, 12, tzinfo=UTC), now) == "5 Mar 2024"
+
+
+async def test_an_answer_goes_on_in_a_chat_that_is_left(
+    stage: Callable[..., Any], runtime: Any, tmp_path: Path
+) -> None:
+    runtime.answers = ["one two three four"]
+    runtime.hold_after = 2
+    async with stage(runtime, kept=tmp_path / "history.db") as s:
+        await s.ready()
+        await s.ask("go")
+        await s.until(lambda: "two" in s.last.text)
+        left = s.app.session.conversation
+        await s.pilot.press("ctrl+n")
+        await s.until(lambda: s.app.session.conversation is not left)
+        await s.shows("Ask anything.")
+        assert not s.app.chat.busy
+        await s.pilot.press("ctrl+b")
+        await s.until(lambda: s.app.screen.query("ChatTable") and s.app.screen.query_one("ChatTable").row_count)
+        await s.pilot.press("enter")
+        await s.until(lambda: s.app.session.conversation is left)
+        await s.shows("one two")
+        runtime.released.set()
+        await s.answered()
+        assert s.last.text == "one two three four"
+        await s.shows("one two three four")
+        assert not runtime.cancelled

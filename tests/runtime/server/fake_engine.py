@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from models.errors import StoreError
 from models.progress import Progress
 from runtime.errors import (
@@ -26,6 +28,7 @@ from runtime.sampling import Alternative, SamplingOptions, TokenLogprob
 from runtime.server.interfaces import LoadedModel
 from runtime.server.service import Service
 from runtime.stopping import StopMatcher
+from runtime.tool_calls import Tool
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
 from runtime.wire.device import DeviceReport, Tuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
@@ -54,6 +57,7 @@ class FakeEngine:
         self.cancellations = 0
         self.threads: set[int] = set()
         self.options: list[SamplingOptions] = []
+        self.tools: list[Tool] = []
         self.trims: list[bool] = []
         self.chats: list[str | None] = []
         self.forgotten: list[str | None] = []
@@ -61,7 +65,10 @@ class FakeEngine:
         self.prefill_gate.set()
         self._texts: dict[int, str] = {}
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False) -> list[int]:
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False, tools: Sequence[Tool] = ()
+    ) -> list[int]:
+        self.tools = list(tools)
         if continue_final and messages[-1]["role"] != "assistant":
             raise RequestError("only an assistant's message can be continued")
         return self.text_prompt(messages[-1]["content"], sum(len(m["content"].split()) for m in messages[:-1]))
@@ -128,6 +135,14 @@ class FakeEngine:
             decode_tokens_per_s=40.0 + 0 * began,
         )
         yield Piece(text=stops.flush(), finish_reason=finish, usage=usage)  # type: ignore[arg-type]
+
+    def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> np.ndarray:
+        if max(tokens) > 10_000:
+            raise RequestError("the prompt holds a token outside the model's vocabulary of 10000")
+        if len(tokens) + 1 > self.context:
+            raise ContextOverflowError(f"the prompt has {len(tokens)} tokens and the context holds {self.context}")
+        vector = np.array([len(tokens), 1, 0, 0], np.float32)
+        return vector / np.linalg.norm(vector)
 
     def forget(self, chat: str | None = None) -> None:
         self.forgotten.append(chat)

@@ -120,12 +120,6 @@ def test_unknown_fields_are_tolerated(client: openai.OpenAI) -> None:
             "invalid_value",
             "messages[0].content",
         ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
-            openai.BadRequestError,
-            "unsupported_parameter",
-            "tools",
-        ),
         ({"model": "broken"}, openai.InternalServerError, "model_unavailable", None),
     ],
 )

@@ -28,6 +28,17 @@ def read_completion(body: dict[str, Any]) -> CompletionRequest:
     return request
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+STRICT_TOOL = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"uniqueItems": True}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BROKEN_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+JSON = {"type": "json_object"}
+
+
+def schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi", **fields}]}
 
@@ -47,8 +58,11 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(content=[{"type": "text", "text": 3}]), "messages[0].content[0].text"),
         (message(content=[{"text": "a"}]), "messages[0].content[0].type"),
         (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0]"),
-        (message(role="tool", tool_call_id="1"), "messages[0]"),
-        (message(role="assistant", tool_calls=[{"id": "1"}]), "messages[0]"),
+        (message(role="tool", tool_call_id="1"), "messages[0].tool_call_id"),
+        (message(role="function", name="f"), "messages[0]"),
+        (message(role="assistant", tool_calls=[{"id": "1"}]), "messages[0].tool_calls[0].function"),
+        (message(role="user", tool_calls=[CALL]), "messages[0].tool_calls"),
+        (message(role="assistant", tool_calls=[BROKEN_CALL]), "messages[0].tool_calls[0]"),
         ({"temperature": "warm"}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
@@ -79,11 +93,29 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"n": 2}, "n"),
         ({"n": 0}, "n"),
         ({"n": "one"}, "n"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [STRICT_TOOL], "tool_choice": "required"}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": schema({"type": "nonsense"})}, "response_format"),
+        ({"response_format": schema({"type": "string", "format": 3})}, "response_format"),
+        ({"response_format": JSON, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": JSON, "tools": [TOOL], "tool_choice": "required"}, "tools"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
@@ -99,7 +131,8 @@ def test_what_is_wrong_in_a_chat_request_is_named(change: dict[str, Any], param:
     assert failure.value.status == 400
     assert failure.value.record.param == param
     assert failure.value.record.type == "invalid_request_error"
-    assert param.split("[")[0].split(".")[0] in failure.value.record.message or "tools" in failure.value.record.message
+    wrong = failure.value.record.message
+    assert param.split("[")[0].split(".")[0] in wrong or "tools" in wrong or "cannot be enforced" in wrong
 
 
 @pytest.mark.parametrize(

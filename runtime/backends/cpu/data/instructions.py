@@ -17,6 +17,8 @@ from runtime.backends.cpu.machine.view import record_of, view
 
 WIDTH: Final = 40
 """Words of an instruction."""
+WHOLE_BITS: Final = 4
+"""Bits of residuals that have tiles as weights have them."""
 BESIDE: Final = -1
 """Parts of a SELECT that has no turn of its own, see `runtime.backends.cpu.units.products`."""
 
@@ -105,7 +107,7 @@ class Input(NamedTuple):
     """The same in INT8."""
     group_blocks: int
     """Blocks of 32 channels that share a scale."""
-    whole: bool = False
+    per_token: bool = False
     """Whether all groups of a row share one scale."""
 
 
@@ -226,6 +228,17 @@ class Residual(NamedTuple):
     """K, rows."""
 
 
+class Whole(NamedTuple):
+    """All residuals of a matrix as another one of 4 bits, in tiles like its own: addresses."""
+
+    codes: int = 0
+    """Of the first tile; 0: there is none."""
+    scales: int = 0
+    """float16."""
+    zeros: int = 0
+    """uint8."""
+
+
 class Linear(NamedTuple):
     """A matrix product, and the compensation of its outputs."""
 
@@ -251,6 +264,8 @@ class Linear(NamedTuple):
     """int32, the channels."""
     kept: int = 0
     """As of `Panel`, where all rows are compensated by the same channels; 0: each by its own."""
+    whole: Whole = Whole()
+    """All residuals, where each row is compensated by all of them."""
 
 
 class Panel(NamedTuple):

@@ -72,14 +72,14 @@ def _round(to: Input, row: int, rows: int, start: int, stop: int) -> None:
     side, x = row_block(rows), to.out.at + row * to.out.stride
     block, lane = row // side, row % side
     codes = to.rounded.codes + block * side * padded + 4 * lane
-    shared = step_of(x, padded) if to.whole != 0 else numba.float32(0.0)
+    shared = step_of(x, padded) if to.per_token != 0 else numba.float32(0.0)
     for g in range(start, stop):
         at, factor = g * group, 4 * (side * (block * groups + g) + lane)
         own, width, total = to.rounded, min(group, padded - at), 0
         if own.sums != 0:
             total = own.sums + factor
         place = GroupPlace(codes + side * at, 4 * side, own.scales + factor, own.shifts + factor, total)
-        step = shared if to.whole != 0 else step_of(x + 4 * at, width)
+        step = shared if to.per_token != 0 else step_of(x + 4 * at, width)
         quantize_group(x + 4 * at, width, step, place)
 
 
@@ -90,7 +90,7 @@ def norm(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     to, rows = norm.to, rows_of(control, norm.to.wanted)
     padded, group, groups = _sizes(to)
     # Few rows: every thread computes the sum of squares, and takes its share of the groups.
-    alone = rows >= parts or to.whole != 0
+    alone = rows >= parts or to.per_token != 0
     first, last = share_of(rows, part, parts) if alone else (0, rows)
     g0, g1 = (0, groups) if alone else share_of(groups, part, parts)
     for row in range(first, last):
@@ -106,7 +106,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     gate = gate_at(i)
     to, rows = gate.to, rows_of(control, gate.to.wanted)
     padded, group, groups = _sizes(to)
-    if to.whole != 0:  # a token's scale has to know all its channels
+    if to.per_token != 0:  # a token's scale has to know all its channels
         first, last = share_of(rows, part, parts)
         for row in range(first, last):
             source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride

@@ -13,7 +13,7 @@ from typing import Any
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data.instructions import Linear, Quantized, Weights, header_at, linear_at
+from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Quantized, Weights, header_at, linear_at
 from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, share_of_weights, tiles_of_line
 from runtime.backends.cpu.kernels.compensate import (
     Columns,
@@ -57,15 +57,14 @@ from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
 from runtime.backends.cpu.units.selection import MADE_BEFORE, Choice, choose, is_made
 
 TILE_BYTES = 16 * 64
-"""Bytes at the start of the scratch that hold a tile of 16 rows of outputs. After them, one after the other, a tile's
-decoded entries and compensation's sums."""
+"""Bytes at the start of the scratch: a tile of 16 rows of outputs. A tile's entries and compensation's sums follow."""
 
 
 def linear_scratch(linear: Linear) -> int:
     """Bytes of scratch that a thread needs for the instruction."""
     entries = ENTRY_BYTES * linear.weights.blocks if linear.weights.codebooks else 0
     sums = sums_bytes(16 * linear.weights.tiles) if linear.total else SUMS_BYTES if linear.kept else 0
-    return TILE_BYTES + max(entries, sums)
+    return TILE_BYTES + max(entries, sums, TILE_BYTES if linear.whole.codes else 0)
 
 
 @numba.njit(nogil=True)
@@ -211,8 +210,7 @@ def multiply_linear(one_row: Any, several_rows: Any, i: int, control: int, part:
     linear = linear_at(i)
     rows = rows_of(control, linear.wanted)
     first, last = _tiles(linear, rows, part, parts)
-    compensate = parameters_at(control).compensate != 0
-    choice = MADE_BEFORE
+    compensate, choice = parameters_at(control).compensate != 0, MADE_BEFORE
     if rows == 1:
         compensated = compensate and linear.total > 0
         if compensated:
@@ -222,7 +220,7 @@ def multiply_linear(one_row: Any, several_rows: Any, i: int, control: int, part:
         several_rows(linear, first, last, rows, scratch)
     if not compensate or first == last:
         return
-    if linear.kept != 0:
+    if linear.kept != 0 or linear.whole.codes != 0:
         call_5(header_at(i).inner, i, rows, first, last, scratch + TILE_BYTES)
     elif linear.total > 0:
         if choice.at != 0:
@@ -253,6 +251,20 @@ def multiply_codebook_3(i: int, control: int, part: int, parts: int, scratch: in
 def multiply_codebook_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codebooks of 16 entries."""
     multiply_linear(_one_codebook_4, _several_codebook_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def add_whole(i: int, rows: int, first: int, last: int, scratch: int) -> None:
+    """Add the products of tiles first .. last - 1 of all residuals of the LINEAR instruction at address i."""
+    of = linear_at(i)
+    own, by = of.weights, of.whole
+    sizes = (WHOLE_BITS, own.tiles, own.blocks, own.groups, own.group_blocks)
+    weights = Weights(by.codes, by.scales, by.zeros, 0, *sizes, 0)
+    linear = Linear(weights, of.x, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, by)
+    if rows == 1:
+        _one_4(linear, first, last, False, MADE_BEFORE)
+    else:
+        _several_4(linear, first, last, rows, scratch)
 
 
 @compiled_unit

@@ -1,7 +1,7 @@
 """The end of a step on the GPU: the compensation of the head joins the logits, and a broken number raises a flag.
 
-Sampling happens on the CPU from the logits. The flag lies on the device and is read with them, after the step, so that
-nothing waits inside it.
+The flag lies on the device and is read after the step, with the logits or the token drawn from them, so that nothing
+waits inside it.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.backends.triton.sampling import draw, filtered
-from runtime.sampling import Sampler, SamplingOptions
+from runtime.backends.triton.sampling import DeviceDraw, draw, filtered
+from runtime.sampling import Sampler, SamplingOptions, log_probabilities
 from runtime.sampling import filtered as plain
 
 V = 3000
@@ -87,3 +87,45 @@ def test_the_ends_of_the_stream_draw_tokens_that_may_be_drawn(device: str, unifo
     options, x = SamplingOptions(temperature=1.0, top_k=3, top_p=1.0), logits(0).to(device)
     token = int(draw(x, options, torch.tensor([uniform], dtype=torch.float64, device=device)))
     assert token in x.topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SamplingOptions(temperature=0, repetition_penalty=1.3),
+        SamplingOptions(temperature=0.9, repetition_penalty=1.3, seed=4),
+    ],
+    ids=["greedy", "drawn"],
+)
+def test_penalties_are_the_plain_sampler_s(device: str, options: SamplingOptions) -> None:
+    """Of one answer's tokens, whose likely ones grow less likely; both samplers note what they drew."""
+    ours, theirs = Sampler(options, [1, 2, 2]), Sampler(options, [1, 2, 2])
+    x = 3 * torch.randn(40, generator=torch.Generator().manual_seed(0))
+    there, found, wanted = x.to(device), [], []
+    for _ in range(60):
+        ready = DeviceDraw(ours.order(), there.device)
+        found.append(ready.result(ready.launch(there).cpu()).token)
+        ours.note(found[-1])
+        wanted.append(theirs.draw(x.numpy()))
+    assert found == wanted
+    assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_log_probabilities_are_the_plain_ones(device: str, count: int) -> None:
+    """Before penalties and filters, of the token drawn and of the most likely."""
+    x = logits(1)
+    options = SamplingOptions(temperature=1.3, top_k=3, repetition_penalty=1.5, logprobs=count, seed=2)
+    ready = DeviceDraw(Sampler(options, range(V)).order(), torch.device(device))
+    drawn = ready.result(ready.launch(x.to(device)).cpu())
+    value, ranked = log_probabilities(x.numpy(), drawn.token, count)
+    assert drawn.logprob == pytest.approx(value, abs=1e-5)
+    assert [token for token, _ in drawn.ranked] == [token for token, _ in ranked]
+    assert [each for _, each in drawn.ranked] == pytest.approx([each for _, each in ranked], abs=1e-5)
+
+
+def test_numbers_that_are_not_finite_draw_a_token_that_there_is(device: str) -> None:
+    """The flag tells of them afterwards: until then nothing may read outside of the vocabulary."""
+    for options in (SamplingOptions(temperature=0, logprobs=1), SamplingOptions(seed=1, top_k=5, logprobs=1)):
+        ready = DeviceDraw(Sampler(options).order(), torch.device(device))
+        assert 0 <= ready.result(ready.launch(torch.full((V,), torch.nan, device=device)).cpu()).token < V

@@ -14,9 +14,10 @@ from runtime.backends.reference.linear import ReferenceLinear
 from runtime.backends.triton import model as placing
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.residual import LoadedResiduals
-from runtime.decoder import DecoderOptions, Step, Way
+from runtime.decoder import DecoderOptions, DrawsTokens, Step, Way
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kv.kinds import PARTS
+from runtime.sampling import Sampler, SamplingOptions, log_probabilities
 from tests.close import Tolerance, assert_close
 
 SMALL = {
@@ -233,6 +234,25 @@ def test_random_channels_follow_the_positions_of_the_rows(tiny_model: Any, tiny_
     assert_logits(np.array(found), reference(model, options).forward(several))
 
 
+def test_tokens_drawn_on_the_device_are_those_drawn_from_its_logits(
+    tiny_model: Any, tiny_spec: Any, device: str
+) -> None:
+    """Two rows, each by its own answer's sampler; one draw more or less than rows is refused."""
+    decoder = TritonDecoder(tiny_model(tiny_spec(**SMALL), bits=4), DecoderOptions(context=16, max_rows=4), device)
+    assert isinstance(decoder, DrawsTokens)
+    greedy, drawn = SamplingOptions(temperature=0, repetition_penalty=1.2), SamplingOptions(seed=8, logprobs=3)
+    one = step([5, 9, 3], 0, rows=[0, 2])
+    found = decoder.draw(one, [Sampler(options, [5, 9]).order() for options in (greedy, drawn)])
+    logits = np.array(decoder.forward(one))
+    assert [each.token for each in found] == [
+        Sampler(options, [5, 9]).draw(row) for options, row in zip((greedy, drawn), logits, strict=True)
+    ]
+    assert (found[0].logprob, len(found[1].ranked)) == (None, 3)
+    assert found[1].logprob == pytest.approx(log_probabilities(logits[1], found[1].token, 0)[0], abs=1e-5)
+    with pytest.raises(RequestError, match="one for each"):
+        decoder.draw(one, [])
+
+
 def test_recall_is_measured(tiny_model: Any, tiny_spec: Any, device: str) -> None:
     options = DecoderOptions(context=16, k_chunk=200, select="exact", measure_recall=True)
     decoder = TritonDecoder(tiny_model(tiny_spec(**SMALL), bits=3), options, device)
@@ -250,7 +270,22 @@ def test_a_number_that_is_not_finite_is_an_error_and_leaves_no_trace(
     before = np.array(decoder.forward(step([1], 0)))
     with pytest.raises(InvalidActivationError, match="not finite"):
         decoder.forward(step([7], 0))
+    with pytest.raises(InvalidActivationError, match="not finite"):
+        decoder.draw(step([7], 0), [Sampler(SamplingOptions(temperature=0)).order()])
     assert np.array_equal(before, decoder.forward(step([1], 0)))
+
+
+def test_rows_behind_the_final_norm_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+    model = tiny_model(tiny_spec(**SMALL), bits=3)
+    model.table[7] = np.nan
+    options = DecoderOptions(context=16, max_rows=6)
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    for one in (step([5, 9, 3], 0, rows=[], prefill=True), step([47], 3, rows=[], prefill=True)):
+        found, wanted = ours.hidden(one), theirs.hidden(one)
+        assert found.shape == wanted.shape == (one.tokens.size, ours.spec.hidden_size)
+        assert_logits(found, wanted)
+    with pytest.raises(InvalidActivationError, match="not finite"):
+        ours.hidden(step([7], 4, rows=[], prefill=True))
 
 
 def test_what_cannot_be_run_is_refused(tiny_model: Any, tiny_spec: Any, device: str) -> None:
@@ -302,7 +337,10 @@ def test_a_replayed_graph_computes_what_launches_do(tiny_model: Any, tiny_spec: 
         one = step([position % 60], position)
         launched.cache.begin(one.slots, one.positions)
         found = np.array(captured.forward(one))
-        assert np.array_equal(found, launched._launch(one)), position
+        assert np.array_equal(found, launched._launch(one).cpu().numpy()), position
+        options = SamplingOptions(seed=position, temperature=0.9, top_k=30)
+        (drawn,) = captured.draw(one, [Sampler(options).order()])
+        assert drawn.token == Sampler(options).draw(found[0])
 
 
 @pytest.mark.gpu

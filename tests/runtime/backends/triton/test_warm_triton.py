@@ -23,14 +23,19 @@ class Recorded:
     """A decoder that keeps its cache's books and computes nothing."""
 
     def __init__(self, decoder: TritonDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.decoder, self.steps, self.flushed = decoder, [], 0
+        self.decoder, self.steps, self.drawn, self.flushed = decoder, [], 0, 0
         monkeypatch.setattr(decoder, "forward", self.forward)
+        monkeypatch.setattr(decoder, "draw", self.draw)
         monkeypatch.setattr(decoder.cache.store, "flush", self.flush)
 
     def forward(self, step: Step) -> Any:
         self.decoder.cache.begin(step.slots, step.positions, flush=step.flush)
         self.steps.append(step)
         return np.zeros((1, 1), np.float32)
+
+    def draw(self, step: Step, draws: Any) -> None:
+        self.forward(step)
+        self.drawn += len(draws)
 
     def flush(self, slot: int, page: int, rest: int) -> None:
         self.flushed += 1
@@ -48,6 +53,7 @@ def test_every_size_of_step_comes_once(
     prompts = {step.tokens.size for step in recorded.steps if step.prefill}
     assert prompts == {M for M in (1, 2, 4, 8, 16, 32, 64) if context >= M}
     assert sum(not step.prefill for step in recorded.steps) == 2
+    assert recorded.drawn == 1
     assert (recorded.flushed > 0) == (decoder.cache.kind.windowed and context == 1024)
     assert decoder.cache.length(0) == 0
     assert [report.done for report in said] == list(range(len(recorded.steps)))

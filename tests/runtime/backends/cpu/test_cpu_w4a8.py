@@ -132,7 +132,7 @@ def test_norm_rounds_tokens_by_one_scale(machine: Callable[..., Any], rows: int,
     weight = aligned_zeros((padded(K, 32),), np.float32)
     weight[:K] = 1
     out, inputs = np.zeros_like(source), Tokens(rows, K, 128)
-    to = op.Input(K, False, matrix(out), inputs.places, group_blocks=4, whole=True)
+    to = op.Input(K, False, matrix(out), inputs.places, group_blocks=4, per_token=True)
     machine(rows).run(op.Norm(matrix(source), to, int(weight.ctypes.data), eps=1e-5))
     check(inputs, out[:rows, :K])
 

@@ -7,38 +7,38 @@ from typing import Any
 from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Weights
-from runtime.backends.cpu.kernels.whole import (
+from runtime.backends.cpu.kernels.w4a8 import (
     BLOCK_BYTES_4,
-    WholeTile,
-    gemm_whole_tile_4,
-    gemm_whole_tile_8,
-    gemm_whole_tile_16,
-    gemv_whole_tile,
+    W4A8Tile,
+    gemm_w4a8_tile_4,
+    gemm_w4a8_tile_8,
+    gemm_w4a8_tile_16,
+    gemv_w4a8_tile,
 )
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.units.products import multiply_linear, product_of
 
 
-def _whole() -> tuple[Any, Any]:
+def _w4a8() -> tuple[Any, Any]:
     """Products in whole numbers."""
 
     @register_jitable
-    def tile_of(weights: Weights, tile: int) -> WholeTile:
+    def tile_of(weights: Weights, tile: int) -> W4A8Tile:
         codes, groups = weights.codes + tile * weights.blocks * BLOCK_BYTES_4, 16 * tile * weights.groups
         scales, zeros = weights.group_scales + groups, weights.zeros + groups
-        return WholeTile(codes, weights.scales + 32 * tile, scales, zeros, weights.blocks, weights.group_blocks)
+        return W4A8Tile(codes, weights.scales + 32 * tile, scales, zeros, weights.blocks, weights.group_blocks)
 
     @register_jitable
-    def prepare(tile: WholeTile, _scratch: int) -> WholeTile:
+    def prepare(tile: W4A8Tile, _scratch: int) -> W4A8Tile:
         return tile
 
-    return product_of(tile_of, prepare, (gemv_whole_tile, gemm_whole_tile_4, gemm_whole_tile_8, gemm_whole_tile_16))
+    return product_of(tile_of, prepare, (gemv_w4a8_tile, gemm_w4a8_tile_4, gemm_w4a8_tile_8, gemm_w4a8_tile_16))
 
 
-_one_row, _several_rows = _whole()
+_one_row, _several_rows = _w4a8()
 
 
 @compiled_unit
-def multiply_whole(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+def multiply_w4a8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codes of 4 bits, in whole numbers."""
     multiply_linear(_one_row, _several_rows, i, control, part, parts, scratch)

@@ -54,7 +54,7 @@ BLOCK_BYTES_4 = BLOCK_BYTES[4]
 """Bytes of a block of 16 output by 32 input channels."""
 
 
-class WholeTile(NamedTuple):
+class W4A8Tile(NamedTuple):
     """Sixteen output channels of a matrix: addresses and sizes."""
 
     codes: int
@@ -90,7 +90,7 @@ def _sub_words(b: Builder, x: Any, y: Any) -> Any:
 
 
 @numba.njit(nogil=True)
-def gemv_whole_tile(tile: WholeTile, x: Quantized) -> Any:
+def gemv_w4a8_tile(tile: W4A8Tile, x: Quantized) -> Any:
     """Sixteen outputs for one token: floats16."""
     total, blocks = zero_words(), tile.blocks
     start, group = 0, 0
@@ -151,7 +151,7 @@ def _tile(rows: int) -> Any:
     multiply, add_group, scale_rows = sums_of_block(4, rows), _add_group(rows), _scale_rows(rows)
 
     @numba.njit(nogil=True)
-    def gemm(tile: WholeTile, x: Quantized, out: int) -> None:
+    def gemm(tile: W4A8Tile, x: Quantized, out: int) -> None:
         for m in range(rows):
             store_words(out + 64 * m, zero_words())
         start, group, blocks = 0, 0, tile.blocks
@@ -171,7 +171,7 @@ def _tile(rows: int) -> Any:
     return gemm
 
 
-gemm_whole_tile_4, gemm_whole_tile_8, gemm_whole_tile_16 = (_tile(rows) for rows in (4, 8, 16))
+gemm_w4a8_tile_4, gemm_w4a8_tile_8, gemm_w4a8_tile_16 = (_tile(rows) for rows in (4, 8, 16))
 """Sixteen outputs of 4, 8 or 16 tokens.
 
 Args: the tile, the activations of a row block, and the address of float32 [rows, 16], aligned to 64 bytes, which is

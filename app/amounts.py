@@ -1,0 +1,78 @@
+"""Amounts and times as people read them, and how long a step of a long piece of work still takes."""
+
+from __future__ import annotations
+
+from collections import deque
+
+WINDOW_S = 10.0
+"""The speed shown is the mean over this time."""
+SETTLING_S = 1.0
+"""Before that, a speed would be a guess."""
+TOLD_FROM_S = 3.0
+"""Seconds that a step has to run before the rest of it is told."""
+SHORTEST_S = 5.0
+"""Less than that is not told: the last unit of a step often takes longer than those before."""
+
+
+class Estimate:
+    """Follows the reports of one step after the other."""
+
+    def __init__(self) -> None:
+        self.speed: float | None = None
+        """Units a second, lately."""
+        self.left_s: float | None = None
+        """Seconds until the step's end by the slower of its speed lately and from its beginning."""
+        self._phase: str | None = None
+        self._points: deque[tuple[float, float]] = deque()
+        self._first = (0.0, 0.0)
+
+    def take(self, now: float, phase: str, done: float, total: float | None) -> None:
+        """Take a report.
+
+        Args:
+            now: seconds.
+            phase: the step's name.
+            done: units that are done.
+            total: all of them, where that is known.
+        """
+        if phase != self._phase or (self._points and done < self._points[-1][1]):
+            self._phase, self._first = phase, (now, done)
+            self._points.clear()
+        self._points.append((now, done))
+        while len(self._points) > 2 and now - self._points[0][0] > WINDOW_S:
+            self._points.popleft()
+        self.speed = _speed(self._points[0], (now, done), SETTLING_S)
+        whole = _speed(self._first, (now, done), TOLD_FROM_S)
+        self.left_s = None
+        if total and whole and self.speed:
+            self.left_s = (total - done) / min(whole, self.speed)
+
+    @property
+    def words(self) -> str:
+        """The time left: `about 40 s left in this step`, `nearly done`; nothing while it can't be told."""
+        if self.left_s is None:
+            return ""
+        return "nearly done" if self.left_s < SHORTEST_S else f"about {duration(self.left_s)} left in this step"
+
+
+def _speed(first: tuple[float, float], last: tuple[float, float], least_s: float) -> float | None:
+    passed, gained = last[0] - first[0], last[1] - first[1]
+    return gained / passed if passed >= least_s and gained > 0 else None
+
+
+def duration(seconds: float) -> str:
+    """A time to wait: `8 s`, `3 min`, `2 h 05 min`."""
+    whole = max(0, round(seconds))
+    if whole < 100:
+        return f"{whole} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def byte_count(count: float) -> str:
+    """Bytes in decimal units, everywhere the same: `812 MB`, `4.9 GB`."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

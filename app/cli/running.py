@@ -1,0 +1,141 @@
+"""`lowbit-chat ps` and `stop`: the runtime process that is up in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import typer
+
+from app.amounts import byte_count
+from app.cli import options
+from app.cli.errors import CliError
+from app.cli.output import Output
+from app.cli.services import Services, services_of
+
+if TYPE_CHECKING:
+    from app.client import RuntimeClient
+    from runtime.lock import LockRecord
+    from runtime.wire.answers import Caches, Status
+
+END_S = 20.0
+"""Longest wait for a runtime that was asked to end."""
+_POLL_S = 0.1
+
+
+def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
+    """Show the runtime that is up: its model, its memory, the caches of chats on disk, since when."""
+    output, services = Output(as_json=as_json), services_of(ctx)
+    record = running(services)
+    if record is None:
+        if as_json:
+            output.result({"running": False})
+        else:
+            output.text("no runtime is up")
+        return
+    status, caches = asyncio.run(_asked(record))
+    since = datetime.fromtimestamp(record.create_time).astimezone()
+    if as_json:
+        output.result(
+            {
+                "running": True,
+                "pid": record.pid,
+                "version": record.version,
+                "state": status.state,
+                "model": status.model,
+                "backend": status.backend,
+                "context": status.context,
+                "memory_bytes": status.memory_bytes,
+                "waiting": status.waiting,
+                "saved_chats": caches.files,
+                "saved_bytes": caches.bytes,
+                "since": since.isoformat(timespec="seconds"),
+            }
+        )
+        return
+    rows = [("PID", "STATE", "MODEL", "BACKEND", "MEMORY", "SAVED CHATS", "SINCE")]
+    memory = "-" if status.memory_bytes is None else byte_count(status.memory_bytes)
+    saved = f"{caches.files} ({byte_count(caches.bytes)})"
+    when = f"{since:%Y-%m-%d %H:%M}"
+    rows.append((str(record.pid), status.state, status.model or "-", status.backend or "-", memory, saved, when))
+    output.table(rows)
+
+
+def stop(ctx: typer.Context, as_json: options.Json = False) -> None:
+    """End the runtime that is up, in order: answers stop, the model is unloaded. A terminal UI starts it again."""
+    output, services = Output(as_json=as_json), services_of(ctx)
+    record = running(services)
+    if record is not None:
+        asyncio.run(_ended(record))
+    if as_json:
+        output.result({"stopped": None if record is None else record.pid})
+    else:
+        output.text("no runtime is up" if record is None else f"the runtime (process {record.pid}) has ended")
+
+
+def running(services: Services) -> LockRecord | None:
+    """What the lock file says of the runtime that is up; None where none is."""
+    from runtime.lock import is_alive, lock_path, read_lock
+
+    record = read_lock(lock_path(services.home()))
+    return record if record is not None and is_alive(record) else None
+
+
+async def loaded_model(services: Services) -> str | None:
+    """The model that the runtime that is up holds; None where none is up, or it holds none, or does not say."""
+    from app.errors import ClientError
+
+    record = running(services)
+    if record is None:
+        return None
+    try:
+        async with _client(record) as client:
+            return (await client.status()).model
+    except ClientError:
+        return None
+
+
+async def unload(services: Services) -> None:
+    """Let the runtime that is up give its model up.
+
+    Raises:
+        ClientError: it refused.
+    """
+    record = running(services)
+    if record is not None:
+        async with _client(record) as client:
+            await client.unload()
+
+
+@asynccontextmanager
+async def _client(record: LockRecord) -> AsyncIterator[RuntimeClient]:
+    from app.client import RuntimeClient
+
+    client = RuntimeClient(record.base_url, record.token)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def _asked(record: LockRecord) -> tuple[Status, Caches]:
+    """What it says of itself."""
+    async with _client(record) as client:
+        return await client.status(), await client.caches()
+
+
+async def _ended(record: LockRecord) -> None:
+    """Ask it to end, and wait until it has."""
+    from runtime.lock import is_alive
+
+    async with _client(record) as client:
+        await client.shutdown()
+    deadline = time.monotonic() + END_S
+    while is_alive(record):
+        if time.monotonic() > deadline:
+            raise CliError(f"the runtime (process {record.pid}) does not end: `kill -9 {record.pid}` ends it")
+        await asyncio.sleep(_POLL_S)

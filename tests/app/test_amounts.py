@@ -1,0 +1,56 @@
+"""Amounts, times, and estimates that do not promise too much."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.amounts import Estimate, byte_count, duration
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(0, "0 B"), (999, "999 B"), (12_345, "12 kB"), (98_362_432, "98 MB"), (4.9e9, "4.9 GB")]
+)
+def test_bytes(count: float, shown: str) -> None:
+    assert byte_count(count) == shown
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(8.4, "8 s"), (180, "3 min"), (7500, "2 h 05 min")])
+def test_times(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_nothing_is_told_of_a_step_that_has_just_begun() -> None:
+    estimate = Estimate()
+    for second in range(3):
+        estimate.take(float(second), "quantize", second, 30)
+        assert estimate.words == ""
+    estimate.take(3.0, "quantize", 3, 30)
+    assert estimate.words == "about 27 s left in this step"
+
+
+def test_a_few_seconds_are_not_counted_down() -> None:
+    estimate = Estimate()
+    for second in range(30):
+        estimate.take(float(second), "quantize", second, 30)
+    assert estimate.words == "nearly done"
+
+
+def test_the_slower_of_late_and_whole_speed_counts() -> None:
+    estimate = Estimate()
+    for second in range(21):
+        estimate.take(float(second), "quantize", second, 100)  # one a second
+    for second in range(21, 60):
+        estimate.take(float(second), "quantize", 20 + (second - 20) / 4, 100)  # then one in four
+    assert estimate.left_s == pytest.approx((100 - 29.75) / 0.25)
+    for second in range(60, 71):
+        estimate.take(float(second), "quantize", 30 + 5 * (second - 60), 100)  # a fast stretch is not believed
+    assert estimate.left_s == pytest.approx(20 / (80 / 70))
+
+
+def test_another_step_begins_anew() -> None:
+    estimate = Estimate()
+    for second in range(10):
+        estimate.take(float(second), "download", second, 100)
+    estimate.take(10.0, "quantize", 0, 24)
+    assert estimate.words == ""
+    assert estimate.speed is None

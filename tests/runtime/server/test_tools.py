@@ -1,0 +1,149 @@
+"""Tools and forms of answers: through the official client and its helpers, on a scripted model and the bundled one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from fake_engine import FakeHouse
+from pydantic import BaseModel, Field
+
+from assets import demo_path
+from models.store import StoredModel
+from runtime.constraint import Grammar
+from runtime.decoder import DecoderOptions
+from runtime.engine import Engine
+from runtime.open import open_engine
+
+
+class Weather(BaseModel):
+    """Says what the weather is like."""
+
+    city: Literal["Paris", "Rome"]
+    days: int = Field(ge=1, le=9)
+
+
+class Pet(BaseModel):
+    name: str = Field(max_length=20)
+    kind: Literal["cat", "dog"]
+
+
+TOOLS: Any = [openai.pydantic_function_tool(Weather, name="weather")]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome", "days": 2}}</tool_call>'
+ASK: Any = [{"role": "user", "content": f"echo {CALL}"}]
+
+
+@pytest.fixture
+def client(serve: Callable[..., Any]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{serve().url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    opened = open_engine(StoredModel.open_folder(demo_path(), "demo"), DecoderOptions(context=512), "cpu")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def real(client: openai.OpenAI, house: FakeHouse, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> openai.OpenAI:
+    """The client of a server with the bundled model in it."""
+    monkeypatch.setattr("fake_engine.FakeEngine", lambda _name: engine)
+    monkeypatch.setattr(engine, "close", lambda: None)
+    return client
+
+
+def test_a_call_is_told_from_text(client: openai.OpenAI, house: FakeHouse) -> None:
+    answer = client.chat.completions.create(model="small", messages=ASK, tools=TOOLS)
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome", "days": 2})
+    assert [tool.name for tool in house.engine.tools] == ["weather"]
+    told = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    told.append({"role": "user", "content": "echo thanks"})
+    assert client.chat.completions.create(model="small", messages=told).choices[0].message.content == "thanks"
+
+
+def test_text_stays_text(client: openai.OpenAI, house: FakeHouse) -> None:
+    plain: Any = [{"role": "user", "content": "echo <b> and [1, 2]"}]
+    choice = client.chat.completions.create(model="small", messages=plain, tools=TOOLS).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("stop", "<b> and [1, 2]")
+    assert choice.message.tool_calls is None
+    choice = client.chat.completions.create(model="small", messages=ASK, tools=TOOLS, tool_choice="none").choices[0]
+    assert choice.message.content == CALL
+    assert house.engine.tools == []
+
+
+@pytest.mark.parametrize("before", ["", "I look. "])
+def test_the_streaming_helper_gathers_calls(client: openai.OpenAI, before: str) -> None:
+    ask: Any = [{"role": "user", "content": f"echo {before}{CALL} {CALL}"}]
+    with client.chat.completions.stream(model="small", messages=ask, tools=TOOLS) as stream:
+        kinds = {event.type for event in stream}
+        answer = stream.get_final_completion()
+    message = answer.choices[0].message
+    assert "tool_calls.function.arguments.done" in kinds
+    assert (message.content or "").strip() == before.strip()
+    assert message.tool_calls is not None
+    assert [call.function.parsed_arguments for call in message.tool_calls] == [Weather(city="Rome", days=2)] * 2
+    assert len({call.id for call in message.tool_calls}) == 2
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_one_call_where_several_are_not_wanted(client: openai.OpenAI) -> None:
+    ask: Any = [{"role": "user", "content": f"echo {CALL} {CALL}"}]
+    answer = client.chat.completions.create(model="small", messages=ask, tools=TOOLS, parallel_tool_calls=False)
+    assert len(answer.choices[0].message.tool_calls or ()) == 1
+
+
+def test_wishes_reach_the_engine(client: openai.OpenAI, house: FakeHouse) -> None:
+    ask: Any = [{"role": "user", "content": "echo x"}]
+    forms: list[dict[str, Any]] = [
+        {"response_format": {"type": "text"}},
+        {"response_format": {"type": "json_object"}},
+        {"extra_body": {"structured_outputs": {"choice": ['say "a"', "b"]}}},
+        {"extra_body": {"structured_outputs": {"json": {"type": "integer"}}}},
+        {"extra_body": {"structured_outputs": {"grammar": 'start: "x"'}}},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    ]
+    for form in forms:
+        client.chat.completions.create(model="small", messages=ask, **form)
+    client.completions.create(model="small", prompt="echo x", extra_body={"structured_outputs": {"regex": "[0-9]"}})
+    given = [options.grammar for options in house.engine.options]
+    assert given[0] is None
+    assert given[1] == Grammar.of_schema({"type": "object"})
+    assert None not in given[1:]
+    assert given[5] == given[6]
+    assert given[7] == Grammar.of_regex("[0-9]")
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+def test_the_bundled_model_fits_a_pydantic_class(real: openai.OpenAI, temperature: float) -> None:
+    ask: Any = [{"role": "user", "content": "Invent a pet."}]
+    answer = real.chat.completions.parse(
+        model="small", messages=ask, response_format=Pet, temperature=temperature, seed=5, max_tokens=300
+    )
+    assert isinstance(answer.choices[0].message.parsed, Pet)
+    with real.chat.completions.stream(
+        model="small", messages=ask, response_format=Pet, temperature=temperature, seed=5, max_tokens=300
+    ) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def test_the_bundled_model_calls_what_it_must(real: openai.OpenAI) -> None:
+    ask: Any = [{"role": "user", "content": "What is the weather like in Rome?"}]
+    for seed in range(3):
+        answer = real.chat.completions.parse(
+            model="small", messages=ask, tools=TOOLS, tool_choice="required", temperature=1, seed=seed, max_tokens=300
+        )
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert isinstance(call.function.parsed_arguments, Weather)
+        assert answer.choices[0].finish_reason == "tool_calls"
