@@ -44,7 +44,7 @@ QUESTIONS = (
 )
 LONG_PROMPT, ANSWER = 1000, 128
 """Tokens of the long prompt, and of an answer."""
-COST_CONTEXTS, SHAPE_CONTEXTS = (512, 1024, 8000), (1024, 8192, 32768)
+COST_CONTEXTS, SHAPE_CONTEXTS = (1024, 8000), (1024, 8192, 32768)
 _ROOM = 32
 DOCUMENT = Path("docs/speculation.md")
 Rows = list[dict[str, Any]]
@@ -96,16 +96,14 @@ def acceptance(name: str, model: StoredModel) -> Iterator[dict[str, Any]]:
     decoder.close()
 
 
-def costs(
-    name: str, model: Weights, contexts: Sequence[int], targets: Sequence[str], *, planeless: bool
-) -> Iterator[dict[str, Any]]:
+def costs(name: str, model: Weights, contexts: Sequence[int], targets: Sequence[str]) -> Iterator[dict[str, Any]]:
     """What steps cost by context and target; of the residual target also what the draft of each half would.
 
     `both` drafts by low-bit weights and the upper plane, `weights` by low-bit weights from a cache of 8 bits without
     planes, `kv` by the target's weights and the upper plane (QuantSpec, Fig. 5).
     """
     ways: list[tuple[KVKind, str, str]] = [("hierarchical", "both", target) for target in targets]
-    ways += [("hierarchical", "kv", "residual"), *([("int8", "weights", "residual")] if planeless else [])]
+    ways += [("hierarchical", "kv", "residual"), ("int8", "weights", "residual")]
     for kv in dict.fromkeys(own for own, *_ in ways):
         decoder = decoder_of(model, max(contexts) + _ROOM, kv)
         for context in contexts:
@@ -229,12 +227,12 @@ def measure(part: str, stored: Sequence[tuple[str, StoredModel]], shape_bits: Se
         elif part == "speed":
             rows += speed(name, model, rounds)
         else:
-            rows += costs(name, model, COST_CONTEXTS, tuple(TARGETS), planeless=True)
+            rows += costs(name, model, COST_CONTEXTS, tuple(TARGETS))
     if part == "costs":
         for bits in shape_bits:
             spec = replace(llama_1b(), max_context=SHAPE_CONTEXTS[-1] + _ROOM)
             shape = RandomModel(spec, bits, residuals=True)
-            rows += costs(f"1.1 B shape, {bits} bits", shape, SHAPE_CONTEXTS, ("residual", "base"), planeless=False)
+            rows += costs(f"1.1 B shape, {bits} bits", shape, SHAPE_CONTEXTS, ("residual", "base"))
     return rows
 
 

@@ -114,7 +114,7 @@ class CpuDecoder:
             program = self._prompts[M <= FEW_ROWS]
         parameters["compensate"], parameters["draft"] = way != "none", step.draft
         control[sync.FAILED] = 0
-        self._pool.step(program.words, token=M == 1)
+        self._pool.step(program.words, token=M == 1, draft=step.draft)
         logits = program.logits[:R, : self.spec.vocab_size]
         if control[sync.FAILED]:
             raise InvalidActivationError(NOT_FINITE)
