@@ -22,7 +22,8 @@ from typing import Any
 
 from models.progress import never_cancelled
 from runtime.constraint import Constraints
-from runtime.decoder import Decoder
+from runtime.decoder import Decoder, Float32Array
+from runtime.embedding import embed
 from runtime.errors import BackendError, ContextOverflowError, RequestError
 from runtime.generation import Piece, Run
 from runtime.kv.conversations import Conversations
@@ -63,9 +64,7 @@ class Engine:
         self.name = name
         self.reason = reason
         self._eos = frozenset(eos_token_ids)
-        self._constraints = Constraints(
-            lambda: self.tokenizer.to_json(), vocab_size=decoder.spec.vocab_size, eos=self._eos
-        )
+        self._constraints = Constraints(tokenizer, vocab_size=decoder.spec.vocab_size, eos=self._eos)
         self._gamma: Gamma | None = None
         self._first_gamma = 0
         options = decoder.options
@@ -220,6 +219,12 @@ class Engine:
             finally:
                 self._conversations.clear(0)
 
+    def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled) -> Float32Array:
+        """See `runtime.embedding.embed`. Waits until all requests have ended; tokens are checked as `submit` does."""
+        checked = self._checked(tokens)
+        with self.lent(len(checked)) as decoder, decoder.session():
+            return embed(decoder, checked, cancelled)
+
     def abandon(self, error: Exception) -> None:
         """End all requests with an error."""
         self._turns.end(error)
@@ -244,25 +249,30 @@ class Engine:
         chat: str | None,
     ) -> Request:
         """What the scheduler is given; see `submit`."""
-        tokens, V = [int(token) for token in prompt], self.decoder.spec.vocab_size
-        if not tokens:
-            raise RequestError("the prompt is empty: give at least one token")
-        if min(tokens) < 0 or max(tokens) >= V:
-            raise RequestError(f"the prompt holds a token outside the model's vocabulary of {V}")
+        tokens = self._checked(prompt)
         room = self.context - len(tokens)
-        if room < 1:
-            raise ContextOverflowError(
-                f"the prompt has {len(tokens)} tokens and the context holds {self.context}, the answer included: "
-                "shorten the conversation, or load the model with a longer context"
-            )
-        if self._turns.closed:
-            raise BackendError("the model has been unloaded: load it again")
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
         if options.grammar is not None:
             run.constraint = self._constraints.begin(options.grammar)
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
         answer = Answer(run, Language(tokenizer=self.tokenizer, ends=self._eos), limit, receive)
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))
+
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        """Tokens that the model can read, with room for one more."""
+        tokens, V = [int(token) for token in prompt], self.decoder.spec.vocab_size
+        if not tokens:
+            raise RequestError("the prompt is empty: give at least one token")
+        if min(tokens) < 0 or max(tokens) >= V:
+            raise RequestError(f"the prompt holds a token outside the model's vocabulary of {V}")
+        if len(tokens) + 1 > self.context:
+            raise ContextOverflowError(
+                f"the prompt has {len(tokens)} tokens and the context holds {self.context}, the answer included: "
+                "shorten the conversation, or load the model with a longer context"
+            )
+        if self._turns.closed:
+            raise BackendError("the model has been unloaded: load it again")
+        return tokens
 
     def _rounds(self, run: Run, slot: int) -> Rounds:
         """What decodes after the prompt: no drafts under a grammar.

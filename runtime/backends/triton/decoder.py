@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from triton.errors import TritonError
 
-from models.architecture import forward
+from models.architecture import body, forward
 from runtime.backends.triton.failures import explained, first_line
 from runtime.backends.triton.forward import Buffers, Pass
 from runtime.backends.triton.kernels.select import Selection, recall, select
@@ -28,6 +28,10 @@ from runtime.operations.channels import LAYER_KINDS, k_chunk_of
 from runtime.sampling import Draw, Drawn
 from runtime.weights import Weights
 
+_NOT_FINITE = (
+    "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its activations "
+    "leave the range of half precision; run `lowbit-chat show NAME --verify`, or use the CPU backend"
+)
 _GRAPHS = 8
 """Captured steps that are kept, so that a timer can go back and forth between two settings, and a draft between its own
 and the model's."""
@@ -144,6 +148,17 @@ class TritonDecoder:
         return host.numpy()
 
     @_explained
+    def hidden(self, step: Step) -> Float32Array:
+        """See `runtime.decoder.Decoder.hidden`."""
+        check_step(step, self.spec, self.options)
+        self.cache.begin(step.slots, step.positions, flush=step.flush)
+        run = self._pass(step)
+        found = run.norm(body(run, self.spec), "norm").tensor.to("cpu", torch.float32)
+        if not bool(torch.isfinite(found).all()):
+            raise InvalidActivationError(_NOT_FINITE)
+        return found.numpy()
+
+    @_explained
     def draw(self, step: Step, draws: Sequence[Draw]) -> list[Drawn]:
         """See `runtime.decoder.DrawsTokens.draw`."""
         if len(draws) != step.logit_rows.size:
@@ -168,6 +183,7 @@ class TritonDecoder:
         """Wait for the step, and raise where it met a number that is not finite."""
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()
+<<<<<<< HEAD
         flag, total = int(self._status[0]), float(self._status[1:].view(torch.float32)[0])
         if flag or not math.isfinite(total):
             self._buffers.status.zero_()
@@ -176,6 +192,11 @@ class TritonDecoder:
                 "activations leave the range of half precision; run `lowbit-chat show NAME --verify`, or use the CPU "
                 "backend"
             )
+=======
+        if int(self._flag[0]):
+            self._buffers.flag.zero_()
+            raise InvalidActivationError(_NOT_FINITE)
+>>>>>>> main
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """See `runtime.decoder.Decoder.set_k_chunk`."""
@@ -240,13 +261,20 @@ class TritonDecoder:
 
     def _launch(self, step: Step) -> torch.Tensor:
         """Any step, kernel by kernel."""
+        run = self._pass(step)
+        logits = run.finish(forward(run, self.spec))
+        self._flag.copy_(self._buffers.flag, non_blocking=True)
+        return logits
+
+    def _pass(self, step: Step) -> Pass:
+        """What launches the kernels of a step, whose numbers are put on the device."""
         M, R = step.tokens.size, step.logit_rows.size
         buffers = self._buffers
         inputs = (buffers.tokens, buffers.slots, buffers.positions, buffers.logit_rows)
         for to, values in zip(inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             to[: values.size].copy_(torch.from_numpy(np.ascontiguousarray(values)))
         watch = self._measure if self.options.measure_recall else None
-        run = Pass(
+        return Pass(
             self._model,
             buffers,
             M=M,
@@ -256,9 +284,12 @@ class TritonDecoder:
             side=self._side,
             watch=watch,
         )
+<<<<<<< HEAD
         logits = run.finish(forward(run, self.spec))
         self._status.copy_(buffers.status, non_blocking=True)
         return logits
+=======
+>>>>>>> main
 
     def _measure(self, linear: Linear, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Compare a selection with exact top-k."""
