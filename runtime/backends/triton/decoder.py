@@ -183,20 +183,10 @@ class TritonDecoder:
         """Wait for the step, and raise where it met a number that is not finite."""
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()
-<<<<<<< HEAD
         flag, total = int(self._status[0]), float(self._status[1:].view(torch.float32)[0])
         if flag or not math.isfinite(total):
             self._buffers.status.zero_()
-            raise InvalidActivationError(
-                "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its "
-                "activations leave the range of half precision; run `lowbit-chat show NAME --verify`, or use the CPU "
-                "backend"
-            )
-=======
-        if int(self._flag[0]):
-            self._buffers.flag.zero_()
             raise InvalidActivationError(_NOT_FINITE)
->>>>>>> main
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """See `runtime.decoder.Decoder.set_k_chunk`."""
@@ -263,7 +253,7 @@ class TritonDecoder:
         """Any step, kernel by kernel."""
         run = self._pass(step)
         logits = run.finish(forward(run, self.spec))
-        self._flag.copy_(self._buffers.flag, non_blocking=True)
+        self._status.copy_(self._buffers.status, non_blocking=True)
         return logits
 
     def _pass(self, step: Step) -> Pass:
@@ -284,12 +274,6 @@ class TritonDecoder:
             side=self._side,
             watch=watch,
         )
-<<<<<<< HEAD
-        logits = run.finish(forward(run, self.spec))
-        self._status.copy_(buffers.status, non_blocking=True)
-        return logits
-=======
->>>>>>> main
 
     def _measure(self, linear: Linear, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Compare a selection with exact top-k."""
