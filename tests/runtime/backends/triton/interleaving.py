@@ -275,11 +275,12 @@ def _memory(machine: Machine, builder: Any) -> dict[str, Callable[..., Any]]:
         dtype = interpreter._get_np_dtype(kind)
         default = np.zeros(ptrs.data.shape, dtype) if other is None else other.data
         assert machine.running is not None
-        return interpreter.TensorHandle(machine.running.load(ptrs.data, mask.data, default, dtype), kind)
+        wanted = mask.data.astype(bool)  # the interpreter has whole numbers where a mask is joined with an argument
+        return interpreter.TensorHandle(machine.running.load(ptrs.data, wanted, default, dtype), kind)
 
     def store(ptrs: Any, value: Any, mask: Any, *_: Any) -> None:
         assert machine.running is not None
-        machine.running.store(ptrs.data, value.data, mask.data)
+        machine.running.store(ptrs.data, value.data, mask.data.astype(bool))
 
     def atomic(original: Callable[..., Any], *arguments: Any) -> Any:
         assert machine.running is not None
