@@ -74,6 +74,15 @@ class Engine:
         self._turns = Turns(self._scheduler, decoder.session)
 
     @property
+    def parallel(self) -> int:
+        """Requests that are answered at the same time; as many as the decoder has slots, if not set."""
+        return self._scheduler.most
+
+    @parallel.setter
+    def parallel(self, most: int) -> None:
+        self._scheduler.most = most
+
+    @property
     def running(self) -> int:
         """Requests that are being answered; may be asked in any thread, as `waiting`."""
         return len(self._scheduler.running)
