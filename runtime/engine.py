@@ -22,7 +22,8 @@ from typing import Any
 
 from models.progress import never_cancelled
 from runtime.constraint import Constraints
-from runtime.decoder import Decoder
+from runtime.decoder import Decoder, Float32Array
+from runtime.embedding import embed
 from runtime.errors import BackendError, ContextOverflowError, RequestError
 from runtime.generation import Piece, Run
 from runtime.kv.conversations import Conversations
@@ -63,9 +64,7 @@ class Engine:
         self.name = name
         self.reason = reason
         self._eos = frozenset(eos_token_ids)
-        self._constraints = Constraints(
-            lambda: self.tokenizer.to_json(), vocab_size=decoder.spec.vocab_size, eos=self._eos
-        )
+        self._constraints = Constraints(tokenizer, vocab_size=decoder.spec.vocab_size, eos=self._eos)
         self._gamma: Gamma | None = None
         self._first_gamma = 0
         options = decoder.options
@@ -151,17 +150,11 @@ class Engine:
         trim: bool = False,
         chat: str | None = None,
     ) -> None:
-        """Let a prompt be answered by the calls of `step` that follow.
+        """Let a prompt be answered by the calls of `step` that follow. Arguments are as for `generate`, but for one.
 
-        Args:
-            prompt: As for `generate`, like those that are not explained here.
-            options: How to draw and when to end.
-            receive: Gets the pieces in the thread that runs the steps. The last has `finish_reason` and `usage`; or
-                an error comes in its place: an InvalidActivationError where the model's numbers broke down, an
-                OutOfMemoryError where the cache is too small.
-            cancelled: Asked between steps.
-            trim: Whether white space at the beginning is left out.
-            chat: The conversation.
+        `receive` gets the pieces in the thread that runs the steps. The last has `finish_reason` and `usage`; or an
+        error comes in its place: an InvalidActivationError where the model's numbers broke down, an OutOfMemoryError
+        where the cache is too small.
 
         Raises:
             RequestError: the prompt is empty or holds a token that the model does not have, or the answer cannot be
@@ -219,8 +212,8 @@ class Engine:
     def lent(self, tokens: int = LENT_TOKENS) -> Iterator[Decoder]:
         """While entered, the decoder is the caller's, who may put so many tokens into slot 0; requests wait.
 
-        Begins when all requests have ended. Conversations stay: what was in slot 0 moves to another one. Where all are
-        in use, the one unused for longest gives way, and is written to disk first if it is worth a file.
+        Begins when all have ended. Conversations stay: what was in slot 0 moves to another one. Where all are in use,
+        the one unused for longest gives way, and is written to disk first if it is worth a file.
         """
         with self._turns.alone():
             self._conversations.vacate(0, min(self.context, tokens))
@@ -228,6 +221,12 @@ class Engine:
                 yield self.decoder
             finally:
                 self._conversations.clear(0)
+
+    def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled) -> Float32Array:
+        """See `runtime.embedding.embed`. Waits until all requests have ended; tokens are checked as `submit` does."""
+        checked = self._checked(tokens)
+        with self.lent(len(checked)) as decoder, decoder.session():
+            return embed(decoder, checked, cancelled)
 
     def abandon(self, error: Exception) -> None:
         """End all requests with an error."""
@@ -253,19 +252,8 @@ class Engine:
         chat: str | None,
     ) -> Request:
         """What the scheduler is given; see `submit`."""
-        tokens, V = [int(token) for token in prompt], self.decoder.spec.vocab_size
-        if not tokens:
-            raise RequestError("the prompt is empty: give at least one token")
-        if min(tokens) < 0 or max(tokens) >= V:
-            raise RequestError(f"the prompt holds a token outside the model's vocabulary of {V}")
+        tokens = self._checked(prompt)
         room = self.context - len(tokens)
-        if room < 1:
-            raise ContextOverflowError(
-                f"the prompt has {len(tokens)} tokens and the context holds {self.context}, the answer included: "
-                "shorten the conversation, or load the model with a longer context"
-            )
-        if self._turns.closed:
-            raise BackendError("the model has been unloaded: load it again")
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
         if options.grammar is not None:
             run.constraint = self._constraints.begin(options.grammar)
@@ -273,11 +261,24 @@ class Engine:
         answer = Answer(run, Language(tokenizer=self.tokenizer, ends=self._eos), limit, receive)
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))
 
-    def _rounds(self, run: Run, slot: int) -> Rounds:
-        """What decodes after the prompt: no drafts under a grammar.
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        """Tokens that the model can read, with room for one more."""
+        tokens, V = [int(token) for token in prompt], self.decoder.spec.vocab_size
+        if not tokens:
+            raise RequestError("the prompt is empty: give at least one token")
+        if min(tokens) < 0 or max(tokens) >= V:
+            raise RequestError(f"the prompt holds a token outside the model's vocabulary of {V}")
+        if len(tokens) + 1 > self.context:
+            raise ContextOverflowError(
+                f"the prompt has {len(tokens)} tokens and the context holds {self.context}, the answer included: "
+                "shorten the conversation, or load the model with a longer context"
+            )
+        if self._turns.closed:
+            raise BackendError("the model has been unloaded: load it again")
+        return tokens
 
-        Draws of a given seed must hang neither on the clock, as gamma does, nor on other requests.
-        """
+    def _rounds(self, run: Run, slot: int) -> Rounds:
+        """What decodes: no drafts under a grammar; draws of a seed hang neither on the clock nor on other requests."""
         sampler, gamma = Sampler(run.options, run.prompt, run.constraint), self._gamma or FixedGamma(0)
         seeded = run.options.seed is not None and not sampler.greedy
         if sampler.constrained:

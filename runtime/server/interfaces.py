@@ -10,7 +10,7 @@ from models.progress import Cancelled, ProgressCallback
 from runtime.drafting import Speculate
 from runtime.generation import Piece
 from runtime.problem import Problem
-from runtime.sampling import SamplingOptions
+from runtime.sampling import Float32Array, SamplingOptions
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
 from runtime.wire.device import DeviceReport, PromptTuning, Tuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
@@ -66,6 +66,10 @@ class EngineLike(Protocol):
 
     def abandon(self, error: Exception) -> None:
         """End all requests with an error."""
+        ...
+
+    def embed(self, tokens: Sequence[int], cancelled: Cancelled) -> Float32Array:
+        """The embedding of a text, float32 [C] of length 1. Refuses what it cannot read."""
         ...
 
     def forget(self, chat: str | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from runtime.lock import program_version
+from runtime.server.embeddings import EmbeddingsRequest
 from runtime.server.requests import ChatRequest, CompletionRequest
 from runtime.server.response_requests import ResponsesRequest
 
@@ -39,6 +40,7 @@ _REFUSED = {
 _POSTS = (
     ("/v1/chat/completions", "Answer a conversation", ChatRequest),
     ("/v1/completions", "Continue a text", CompletionRequest),
+    ("/v1/embeddings", "Texts as vectors", EmbeddingsRequest),
     ("/v1/responses", "Answer a conversation, in the newer form", ResponsesRequest),
 )
 

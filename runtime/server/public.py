@@ -14,6 +14,7 @@ from starlette.routing import Route
 from runtime.generation import Piece
 from runtime.lock import program_version
 from runtime.server.answer import json_answer
+from runtime.server.embeddings import EmbeddingsRequest, embeddings_body
 from runtime.server.errors import unknown_model
 from runtime.server.interfaces import EngineLike
 from runtime.server.openapi import document
@@ -22,7 +23,7 @@ from runtime.server.response_requests import ResponsesRequest
 from runtime.server.response_writer import ResponseWriter
 from runtime.server.responses import Body, ChatWriter, CompletionWriter, Writer
 from runtime.server.security.policy import HEALTH_PATH
-from runtime.server.service import Accepted, GenerationRequest, Service
+from runtime.server.service import Accepted, Embedded, GenerationRequest, Service
 from runtime.server.streaming import Events, sse, unless_disconnected
 from runtime.tool_calls import CallReader, Tool
 from runtime.wire.answers import ModelEntry
@@ -43,6 +44,7 @@ class PublicInterface:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/openapi.json", self.openapi, methods=["GET"]),
             Route(HEALTH_PATH, self.health, methods=["GET"]),
         ]
@@ -141,6 +143,17 @@ class PublicInterface:
     async def openapi(self, _request: Request) -> Response:
         """GET /openapi.json: this interface, described for programs."""
         return json_answer(document())
+
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings."""
+        asked = parse(await request.body(), EmbeddingsRequest)
+        asked.check()
+
+        async def work() -> list[Embedded]:
+            async with aclosing(self.service.embed(asked.model, asked.texts)) as found:
+                return [one async for one in found]
+
+        return json_answer(embeddings_body(asked, await unless_disconnected(request, work)))
 
     async def health(self, _request: Request) -> Response:
         """GET /health: that the server answers; needs no token and tells nothing else."""

@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from models.errors import CancelledError
@@ -173,6 +175,17 @@ class ModelSlot:
         if loaded is not None:
             loaded.engine.forget(chat)
         return self._loader.forget(chat)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """While entered, the state says so: for work that is no request of the engine's."""
+        with self._lock:
+            self._state = "generating"
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._state = "ready"
 
     def step(self) -> bool:
         """Do one step of all requests of the loaded model. Returns whether there is more to do. Never raises."""

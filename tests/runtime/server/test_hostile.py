@@ -70,7 +70,7 @@ BODIES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
-@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/completions"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/completions", "/v1/embeddings"])
 async def test_bodies(client: httpx.AsyncClient, kind: str, path: str) -> None:
     began = time.monotonic()
     response = await client.post(path, content=BODIES[kind], headers={"Content-Type": "application/json"})

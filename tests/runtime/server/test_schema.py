@@ -22,6 +22,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "echo x"}]},
     "/v1/completions": {"prompt": "echo x"},
     "/v1/responses": {"input": "echo x"},
+    "/v1/embeddings": {"input": ["one", "two"]},
 }
 BOTH = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 OPERATIONS = [
