@@ -179,7 +179,7 @@ class PlanOperations:
                 "quantize the model again with residual bits"
             )
         values = self._prepare(x, tiled)
-        if shared and not self._few:
+        if shared and not self._few and not packed.per_token:
             return self._panel(packed, tiled, shared)
         if k_chunk == CHUNK and not self._options.measure_recall:  # nothing to choose: read side by side, for all rows
             return self._product(values, packed, tiled, 0, CHUNK)
@@ -279,12 +279,14 @@ class PlanOperations:
         """Write the instruction that makes x float32 and INT8: norm, gate, or merge of attention's splits."""
         assert tiled.groups == -(-padded(x.width, BLOCK) // (BLOCK * tiled.group_blocks))
         out = replace(self._matrix("input", self._widest()), width=x.width, wanted=x.wanted)
+        per_token, rounded = tiled.group_scales is not None, self._rounded()
         to = op.Input(
             width=x.width,
             wanted=x.wanted,
             out=out.place,
-            rounded=self._rounded(),
+            rounded=rounded if per_token else rounded._replace(sums=0),
             group_blocks=tiled.group_blocks,
+            per_token=per_token,
         )
         if x.partial:
             self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim))
@@ -298,7 +300,8 @@ class PlanOperations:
         """The buffers of INT8 activations, with room for groups of one block."""
         width = padded(self._widest(), BLOCK)
         codes = self._buffer("codes", (self._rows, width), np.int8)
-        factors = (self._buffer(name, (self._rows, width // BLOCK), np.float32) for name in ("scales", "shifts"))
+        kinds = {"scales": np.float32, "shifts": np.float32, "sums": np.int32}
+        factors = (self._buffer(name, (self._rows, width // BLOCK), kind) for name, kind in kinds.items())
         return op.Quantized(_address(codes), *map(_address, factors))
 
     def _select(self, values: Activations, packed: PackedLinear, k_chunk: int, total: int) -> None:

@@ -18,6 +18,9 @@ of one or two output channels (`runtime.backends.cpu.kernels.lookup`), again for
              8 i + r
 
 Their codebooks stand as [tiles, 16, 2^bits], their scales as [tiles, 1, 16].
+
+Matrices that are multiplied in whole numbers (`runtime.backends.cpu.kernels.w4a8`) have codes as the first ones,
+scales as [tiles, 1, 16], group scales, and zeros times group scales, as [tiles, G, 16].
 """
 
 from __future__ import annotations
@@ -55,11 +58,13 @@ class TiledLinear:
     codes: npt.NDArray[np.uint8]
     """uint8 [tiles, blocks, block bytes]."""
     scales: npt.NDArray[np.float16]
-    """float16 [tiles, G, 16]; [tiles, 1, 16] with codebooks."""
+    """float16 [tiles, G, 16]; [tiles, 1, 16] with codebooks and with group scales."""
     zeros: npt.NDArray[np.uint8] | None
-    """uint8 [tiles, G, 16]; None with codebooks."""
+    """uint8 [tiles, G, 16]; None with codebooks. Times the group scales, where there are any."""
     codebooks: npt.NDArray[np.int8] | None
     """int8 [tiles, 16, 2^bits]; None where the matrix is uniform."""
+    group_scales: npt.NDArray[np.uint8] | None
+    """uint8 [tiles, G, 16]; None where the matrix is not multiplied in whole numbers."""
 
     @property
     def weights(self) -> Weights:
@@ -67,12 +72,13 @@ class TiledLinear:
         parts = (self.codes, self.scales, self.zeros, self.codebooks)
         codes, scales, zeros, codebooks = (0 if part is None else int(part.ctypes.data) for part in parts)
         sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)
-        return Weights(codes, scales, zeros, codebooks, *sizes)
+        group_scales = 0 if self.group_scales is None else int(self.group_scales.ctypes.data)
+        return Weights(codes, scales, zeros, codebooks, *sizes, group_scales=group_scales)
 
     @property
     def nbytes(self) -> int:
         """Bytes that one product with a vector reads."""
-        parts = (self.codes, self.scales, self.zeros, self.codebooks)
+        parts = (self.codes, self.scales, self.zeros, self.codebooks, self.group_scales)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -112,6 +118,11 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     words = np.ascontiguousarray(linear.codes)
     repack = (repacking.UNIFORM if linear.codebook is None else repacking.CODEBOOK)[linear.bits]
     repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
+    zeros, group_scales = linear.zeros, linear.group_scales
+    if linear.per_token:
+        assert zeros is not None
+        group_scales = np.ones_like(zeros) if group_scales is None else group_scales
+        zeros = zeros * group_scales  # at most 15 * 16
     return TiledLinear(
         bits=linear.bits,
         tiles=tiles,
@@ -120,8 +131,9 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
         group_blocks=linear.group_size // BLOCK,
         codes=codes,
         scales=_tiled_rows(np.asarray(linear.scales), tiles, arena),
-        zeros=None if linear.zeros is None else _tiled_rows(np.asarray(linear.zeros), tiles, arena),
+        zeros=None if zeros is None else _tiled_rows(np.asarray(zeros), tiles, arena),
         codebooks=None if linear.codebook is None else _tiled_codebooks(np.asarray(linear.codebook), tiles, arena),
+        group_scales=None if group_scales is None else _tiled_rows(np.asarray(group_scales), tiles, arena),
     )
 
 
@@ -156,4 +168,5 @@ def tile_residual(residual: PackedResidual, of: TiledLinear, arena: Arena) -> Ti
         scales=_tiled_rows(columns, of.tiles, arena),
         zeros=_tiled_rows(np.full(columns.shape, 1 << (WHOLE_BITS - 1), np.uint8), of.tiles, arena),
         codebooks=None,
+        group_scales=None,
     )

@@ -31,7 +31,7 @@ from runtime.weights import Weights
 
 def _packed_bytes(linear: PackedLinear) -> int:
     """Bytes that one product with the matrix reads, bias included, residuals not."""
-    parts = (linear.codes, linear.scales, linear.zeros, linear.codebook, linear.bias)
+    parts = (linear.codes, linear.scales, linear.zeros, linear.codebook, linear.group_scales, linear.bias)
     return sum(part.nbytes for part in parts if part is not None)
 
 

@@ -47,7 +47,15 @@ def write(view: View, file: Path) -> None:
         _residuals(view),
         _left_out(view),
     ]
-    file.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    w4a8 = _w4a8(file)
+    file.write_text("\n\n".join(part for part in (*parts, w4a8) if part) + "\n", encoding="utf-8")
+
+
+def _w4a8(file: Path) -> str:
+    """The section between the markers of `tests.bench.w4a8`, as it is; empty where there is none."""
+    begin, end = "<!-- w4a8: begin -->", "<!-- w4a8: end -->"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return text[text.index(begin) : text.index(end) + len(end)] if begin in text and end in text else ""
 
 
 def _opening(view: View) -> str:

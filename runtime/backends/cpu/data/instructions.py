@@ -59,6 +59,8 @@ class Quantized(NamedTuple):
     """Address of float32."""
     shifts: int
     """Address of float32."""
+    sums: int = 0
+    """Address of int32; 0: not wanted."""
 
 
 class Embed(NamedTuple):
@@ -105,6 +107,8 @@ class Input(NamedTuple):
     """The same in INT8."""
     group_blocks: int
     """Blocks of 32 channels that share a scale."""
+    per_token: bool = False
+    """Whether all groups of a row share one scale."""
 
 
 class Norm(NamedTuple):
@@ -205,6 +209,8 @@ class Weights(NamedTuple):
     """Of the activations, and of uniform weights."""
     group_blocks: int
     """Blocks of a group."""
+    group_scales: int = 0
+    """uint8, of a matrix that is multiplied in whole numbers; its `zeros` are multiplied with them. 0: of others."""
 
 
 class Residual(NamedTuple):
