@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PREPARED := $(VENV)/.prepared
 
-.PHONY: chat demo test check format bench bench-start bench-tuned bench-prompts bench-speculation bench-rates bench-gpu first-light first-light-more quality kv mutations sanitize-gpu kernels clean
+.PHONY: chat demo test check format bench bench-start bench-killing pictures bench-tuned bench-prompts bench-speculation bench-rates bench-gpu first-light first-light-more quality kv mutations sanitize-gpu kernels clean
 
 chat: $(PREPARED)
 	$(BIN)/lowbit-chat
@@ -32,6 +32,12 @@ bench: $(READY)
 
 bench-start: $(READY)
 	$(BIN)/python -m tests.bench.start
+
+bench-killing: $(READY)
+	$(BIN)/python -m tests.bench.killing
+
+pictures: $(READY)
+	$(BIN)/python -m tests.bench.pictures $(if $(MODEL),--model $(MODEL))
 
 bench-gpu: $(READY)
 	$(BIN)/python -m tests.bench.gpu

@@ -81,10 +81,15 @@ def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
 
 def forward(ops: Operations[T], spec: ModelSpec) -> T:
     """The whole decoder, from the step's tokens to logits [R, V]."""
+    return output(ops, body(ops, spec))
+
+
+def body(ops: Operations[T], spec: ModelSpec) -> T:
+    """From the step's tokens to what the last block leaves. [M, C]."""
     x = ops.embed()
     for layer in range(spec.num_layers):
         x = block(ops, spec, layer, x)
-    return output(ops, x)
+    return x
 
 
 def output(ops: Operations[T], x: T) -> T:

@@ -61,7 +61,7 @@ class Checkpoint:
             The weight [N, K] in the checkpoint's own dtype, and the bias float32 [N] or None.
         """
         if name == "head" and self.spec.tied:
-            return self.embedding(), None
+            return self._table(), None
         weights = [self.files.entries[f"{module}.weight"].read() for module in self.files.family.sources(name)]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if not self.spec.has_bias(name):
@@ -71,6 +71,9 @@ class Checkpoint:
 
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C] in the checkpoint's own dtype."""
+        return self._table()
+
+    def _table(self) -> torch.Tensor:
         return self.files.entries[f"{self._embedding_module()}.weight"].read()
 
     def _embedding_module(self) -> str:

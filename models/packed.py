@@ -30,6 +30,8 @@ class PackedLinear:
 
     Uniform: Ŵ[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size; the last group of a row is
     shorter where group_size does not divide K. With a codebook: Ŵ[n, k] = codebook[n, code[n, k]] * scale[n, 0].
+    Progressive: Ŵ[n, k] = (code[n, k] - zero[n, g]) * group_scale[n, g] * scale[n, 0], whose first product is a whole
+    number in [-127, 127].
     """
 
     name: str
@@ -43,11 +45,15 @@ class PackedLinear:
     codes: npt.NDArray[np.int32]
     """int32 [N, ceil(K / 32) * bits] = [N, K] unsigned codes in canonical packing."""
     scales: npt.NDArray[np.float16]
-    """float16 [N, G], G = ceil(K / group_size); with a codebook [N, 1]."""
+    """float16 [N, G], G = ceil(K / group_size); with a codebook, and progressive, [N, 1]."""
     zeros: npt.NDArray[np.uint8] | None
     """uint8 [N, G], integer zero-points in [0, 2^bits); None with a codebook."""
     codebook: npt.NDArray[np.int8] | None = None
     """int8 [N, 2^bits], ascending, in [-127, 127]; None where the matrix is uniform."""
+    group_scales: npt.NDArray[np.uint8] | None = None
+    """uint8 [N, G], in [1, 16]; None where the matrix is not progressive."""
+    per_token: bool = False
+    """Whether products are those of whole numbers, with activations in INT8 that have one scale a token."""
     bias: npt.NDArray[np.float32] | None
     """float32 [N] or None."""
     residual: PackedResidual | None

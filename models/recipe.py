@@ -8,10 +8,12 @@ from typing import Any, Literal, get_args
 
 from models.errors import QuantizationError
 
-Method = Literal["rtn", "gptq", "awq", "awq-gptq", "squeezellm"]
+Method = Literal["rtn", "gptq", "awq", "awq-gptq", "squeezellm", "qoq"]
 """Base quantizers; `models.quantizers.quantizer` finds the code by the same name."""
 METHODS: tuple[Method, ...] = get_args(Method)
 """All of them."""
+WEIGHT_ONLY_METHODS = tuple(method for method in METHODS if method != "qoq")
+"""Those whose matrices are multiplied with activations of any precision; `qoq` rounds these by its own rule."""
 DEFAULT_METHOD: Method = "gptq"
 """What a model is quantized by unless another is asked for."""
 DEFAULT_GROUP_SIZE = 64
@@ -22,6 +24,7 @@ GOOD_FOR: Mapping[Method, str] = {
     "awq": "spares salient channels",
     "awq-gptq": "both, slower",
     "squeezellm": "levels to fit each row, slowest",
+    "qoq": "whole numbers throughout, W4A8",
 }
 """What each is good for, in a few words."""
 CODEBOOK_METHODS = frozenset({"squeezellm"})
@@ -37,7 +40,12 @@ HEAD_BITS = (3, 4)
 EXPECTED_K_CHUNK = 64
 """The most that a model is made for unless the recipe says otherwise: a budget of some percent buys a quarter of it on
 a processor, all of it on the GPUs this is made for."""
-_LATER = frozenset({"block_bits", "smooth_attention"})
+QOQ_GROUP_SIZE = 128
+"""`DEFAULT_GROUP_SIZE` of `qoq`."""
+QOQ_STEPS = ("rotate", "reorder", "smooth_attention", "smooth_outputs", "clip")
+"""What `qoq` does to a block before rounding it, in this order; fields of `Recipe`."""
+_OF_QOQ = frozenset(QOQ_STEPS) - {"smooth_attention"}
+_LATER = frozenset({"block_bits", *QOQ_STEPS})
 """Keys that a recipe's JSON object leaves out at their defaults."""
 
 
@@ -47,14 +55,16 @@ class Recipe:
 
     method: str = DEFAULT_METHOD
     """Base quantizer: `rtn` (round-to-nearest with clip search), `gptq` (the same with error feedback), `awq`
-    (activation-aware scales and clipping), `awq-gptq` (error feedback after AWQ's scales) or `squeezellm` (a codebook
-    for each output channel)."""
+    (activation-aware scales and clipping), `awq-gptq` (error feedback after AWQ's scales), `squeezellm` (a codebook
+    for each output channel) or `qoq` (progressive groups or one scale for each output channel, products in whole
+    numbers with activations of 8 bits)."""
     bits: float = 4
     """Bits of the linear layers of the blocks: 3, 4, or a number between, the average over blocks of 3 and of 4."""
     block_bits: tuple[int, ...] | None = None
     """Bits of every block, 3 or 4, where `bits` is a number between; None until they are allocated."""
     group_size: int = DEFAULT_GROUP_SIZE
-    """Input channels that share a scale and a zero-point; a multiple of 32. With a codebook, those of an activation."""
+    """Input channels that share a scale and a zero-point; a multiple of 32. With a codebook, those of an activation.
+    0, for `qoq`: all that an output channel has."""
     residual_bits: int = 4
     """Bits of the residuals W - Ŵ kept in RAM for error compensation: 0 (none), 2, 4, 8 or 16 (half precision)."""
     head_bits: int = 4
@@ -65,6 +75,14 @@ class Recipe:
     `models.salience`), and residuals are scaled for what is restored. Without residuals it counts as 0."""
     smooth_attention: bool = False
     """Whether key channels are evened out for a KV cache of few bits, at no cost when the model runs."""
+    rotate: bool = False
+    """`qoq`: whether the residual stream is rotated by a Hadamard matrix (`models.quantize.rotated`)."""
+    reorder: bool = False
+    """`qoq`: whether channels of the MLP are sorted by their salience, so that alike ones share a group."""
+    smooth_outputs: bool = False
+    """`qoq`: whether the inputs of `o` and `down` are smoothed (`models.quantize.qoq`)."""
+    clip: bool = False
+    """`qoq`: whether ranges are clipped by a grid search, for the error of outputs rather than of weights."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -73,11 +91,14 @@ class Recipe:
             value = getattr(self, name)
             if type(value) is not int:
                 raise QuantizationError(f"{name} must be a whole number, not {value!r}")
-        if type(self.smooth_attention) is not bool:
-            raise QuantizationError(f"smooth_attention must be true or false, not {self.smooth_attention!r}")
+        for name in QOQ_STEPS:
+            if type(getattr(self, name)) is not bool:
+                raise QuantizationError(f"{name} must be true or false, not {getattr(self, name)!r}")
         self._check_bits()
-        if self.group_size < 32 or self.group_size % 32:
-            raise QuantizationError(f"group_size must be a multiple of 32, not {self.group_size}")
+        self._check_qoq()
+        if (self.group_size < 32 and not (self.per_token and self.group_size == 0)) or self.group_size % 32:
+            also = ", or 0 for a whole output channel" if self.per_token else ""
+            raise QuantizationError(f"group_size must be a multiple of 32{also}, not {self.group_size}")
         if self.residual_bits not in RESIDUAL_BITS:
             raise QuantizationError(f"residual_bits must be one of {_listed(RESIDUAL_BITS)}, not {self.residual_bits}")
         if not 0 <= self.expected_k_chunk <= LARGEST_K_CHUNK:
@@ -102,6 +123,46 @@ class Recipe:
             raise QuantizationError(
                 f"block_bits must hold 3 or 4 for every block of a model of mixed bits, not {self.block_bits!r}"
             )
+
+    def _check_qoq(self) -> None:
+        if self.per_token:
+            if self.bits != LARGEST_BITS or self.head_bits != LARGEST_BITS:
+                raise QuantizationError(f"qoq has {LARGEST_BITS} bits, not {_shown(self.bits)} and {self.head_bits}")
+            return
+        steps = sorted(name for name in _OF_QOQ if getattr(self, name))
+        if steps:
+            raise QuantizationError(f"{', '.join(steps)}: only for the method qoq, not for {self.method}")
+
+    @classmethod
+    def usual(cls, method: str, **changes: Any) -> Recipe:
+        """The recipe that a method is used with unless something else is asked for.
+
+        Args:
+            method: One of `METHODS`. `qoq` has all its steps, groups of its own size and no residuals.
+            changes: Fields that differ from it. Without groups channels are not reordered.
+
+        Raises:
+            QuantizationError: the recipe is not acceptable.
+        """
+        if method != "qoq":
+            return cls(method=method, **changes)
+        steps = dict.fromkeys(QOQ_STEPS, True) | {"reorder": changes.get("group_size") != 0}
+        usual: dict[str, Any] = {"group_size": QOQ_GROUP_SIZE, "residual_bits": 0, **steps}
+        return cls(method=method, **{**usual, **changes})
+
+    @property
+    def per_token(self) -> bool:
+        """Whether matrices are multiplied in whole numbers with activations of one scale a token."""
+        return self.method == "qoq"
+
+    @property
+    def progressive(self) -> bool:
+        """Whether matrices have two levels of scales: of an output channel, and of its groups."""
+        return self.per_token and self.group_size > 0
+
+    def group_of(self, width: int) -> int:
+        """Input channels that share a scale in a matrix with so many, a multiple of 32."""
+        return self.group_size or -(-width // 32) * 32
 
     @property
     def mixed(self) -> bool:

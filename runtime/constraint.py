@@ -6,10 +6,10 @@ come. Where the grammar is complete that includes the end of the sequence; where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -120,18 +120,26 @@ class Constraint:
             raise RequestError(f"the grammar cannot be followed: {' '.join(self._matcher.get_error().split())}")
 
 
+class HasJson(Protocol):
+    """What is asked of a tokenizer."""
+
+    def to_json(self) -> str:
+        """As the `tokenizers` package writes it."""
+        ...
+
+
 class Constraints:
     """Makes the constraints of a model's answers."""
 
-    def __init__(self, tokenizer: Callable[[], str], *, vocab_size: int, eos: Collection[int]) -> None:
+    def __init__(self, tokenizer: HasJson, *, vocab_size: int, eos: Collection[int]) -> None:
         """Nothing is read before the first constraint.
 
         Args:
-            tokenizer: Gives the tokenizer as the `tokenizers` package writes it (JSON).
+            tokenizer: The model's.
             vocab_size: Logits of a row.
             eos: Tokens that end an answer.
         """
-        self._read, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos)
+        self._source, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -139,7 +147,7 @@ class Constraints:
         from llguidance import LLTokenizer
 
         try:
-            return LLTokenizer(self._read(), n_vocab=self._vocab_size, eos_token=self._eos)
+            return LLTokenizer(self._source.to_json(), n_vocab=self._vocab_size, eos_token=self._eos)
         except ValueError as error:
             raise RequestError(
                 f"this model's answers cannot be constrained: its tokenizer is unusual ({error})"

@@ -169,6 +169,20 @@ class Decoder(Protocol):
         """
         ...
 
+    def hidden(self, step: Step) -> Float32Array:
+        """Run one step without logits.
+
+        Args:
+            step: Its `logit_rows` are empty.
+
+        Returns:
+            The rows float32 [M, C] behind the final norm; overwritten by the next step.
+
+        Raises:
+            InvalidActivationError: a NaN or infinity is among them.
+        """
+        ...
+
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """Compensate so many channels from the next step on; weights and cache stay as they are.
 

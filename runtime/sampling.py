@@ -249,35 +249,45 @@ def filtered(logits: Float32Array, options: SamplingOptions) -> tuple[Int64Array
     Returns:
         Token ids int64 [n], n >= 1, and weights float64 [n], proportional to probabilities.
     """
-    highest = float(logits.max())
-    tokens = np.flatnonzero(logits >= highest - NEGLIGIBLE * options.temperature)
+    highest, T = np.float32(logits.max()), np.float32(options.temperature)
+    k, top_p = options.top_k, options.top_p
+    if top_p < 1 and not 0 < k < logits.size:  # of tens of thousands few can be needed: no more than the sum sees all
+        weights = np.exp((logits - highest) / T)
+        tokens, kept_weights = _nucleus(weights, top_p)
+        return _likely(tokens, kept_weights, options.min_p)
+    tokens = np.flatnonzero(logits >= highest - np.float32(NEGLIGIBLE) * T)
     chosen = logits[tokens]
-    n, k = tokens.size, options.top_k
-    if 0 < k < n:
-        best = np.sort(np.argpartition(chosen, n - k)[n - k :])
+    if 0 < k < tokens.size:
+        best = np.sort(np.argpartition(chosen, tokens.size - k)[tokens.size - k :])
         tokens, chosen = tokens[best], chosen[best]
-    weights = np.exp((chosen - np.float32(highest)) / np.float32(options.temperature)).astype(np.float64)
-    if options.top_p < 1:
-        kept = _nucleus(weights, options.top_p)
-        tokens, weights = tokens[kept], weights[kept]
-    if options.min_p > 0:
-        likely = weights >= options.min_p * weights.max()
-        tokens, weights = tokens[likely], weights[likely]
-    return tokens, weights
+    weights = np.exp((chosen - highest) / T)
+    if top_p < 1:
+        kept, kept_weights = _nucleus(weights, top_p)
+        return _likely(tokens[kept], kept_weights, options.min_p)
+    return _likely(tokens, weights.astype(np.float64), options.min_p)
 
 
-def _nucleus(weights: Float64Array, top_p: float) -> Int64Array:
-    """Indices of the fewest largest weights that reach the share top_p of their sum, ascending.
+def _likely(tokens: Int64Array, weights: Float64Array, min_p: float) -> tuple[Int64Array, Float64Array]:
+    """Tokens that are at least min_p times as likely as the likeliest."""
+    if min_p == 0:
+        return tokens, weights
+    likely = weights >= min_p * weights.max()
+    return tokens[likely], weights[likely]
+
+
+def _nucleus(weights: Float32Array, top_p: float) -> tuple[Int64Array, Float64Array]:
+    """Indices of the fewest largest weights that reach the share top_p of their sum, ascending, and these weights.
 
     Weights under (1 - top_p) / n of the sum cannot be needed: all of them together stay under 1 - top_p. So only the
     others are sorted.
     """
-    total = weights.sum()
+    total = float(weights.sum(dtype=np.float64))
     possible = np.flatnonzero(weights >= (1 - top_p) * total / weights.size)
-    order = possible[np.argsort(-weights[possible], kind="stable")]
-    enough = int(np.searchsorted(weights[order].cumsum(), top_p * total)) + 1
-    kept: Int64Array = np.sort(order[:enough])
-    return kept
+    own = weights[possible].astype(np.float64)
+    order = np.argsort(-own, kind="stable")
+    enough = int(np.searchsorted(own[order].cumsum(), top_p * total)) + 1
+    kept = np.sort(order[:enough])
+    return possible[kept], own[kept]
 
 
 def log_probabilities(logits: Float32Array, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:

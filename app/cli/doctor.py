@@ -82,5 +82,7 @@ def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list
     if report["tuning"] is not None:
         lines.append(f"tuning    {report['tuning']['model']}: {report['tuning']['reason']}")
         lines.append(f"prompts   {report['tuning']['model']}: {report['tuning']['prompts']}")
+        if report["tuning"]["offer"] is not None:
+            lines.append(f"offer     {report['tuning']['model']}: {report['tuning']['offer']}")
     lines.append(f"models    {services.store().root}")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +15,20 @@ from app.cli.errors import CliError
 from app.cli.model import find_checkpoint, quantized
 from app.cli.output import Output
 from app.cli.services import DEMO, services_of
-from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, EXPECTED_K_CHUNK, GOOD_FOR, Method
+from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, EXPECTED_K_CHUNK, GOOD_FOR, QOQ_GROUP_SIZE, Method
 
 METHODS_TOLD = ", ".join(f"{method} ({words})" for method, words in GOOD_FOR.items())
 """The methods and what each is good for."""
+
+
+class Step(StrEnum):
+    """`models.recipe.QOQ_STEPS` as they are written here."""
+
+    ROTATE = "rotate"
+    REORDER = "reorder"
+    SMOOTH_ATTENTION = "smooth-attention"
+    SMOOTH_OUTPUTS = "smooth-outputs"
+    CLIP = "clip"
 
 
 def quantize(
@@ -34,11 +45,22 @@ def quantize(
     ] = 4,
     method: Annotated[Method, typer.Option("--method", help=f"Base quantizer: {METHODS_TOLD}.")] = DEFAULT_METHOD,
     group_size: Annotated[
-        int, typer.Option("--group-size", help="Input channels that share a scale; a multiple of 32.")
-    ] = DEFAULT_GROUP_SIZE,
+        int | None,
+        typer.Option(
+            "--group-size",
+            help=f"Input channels that share a scale, a multiple of 32; {DEFAULT_GROUP_SIZE}, and {QOQ_GROUP_SIZE} for "
+            "qoq, which takes 0 for a scale of a whole output channel, too.",
+            show_default=False,
+        ),
+    ] = None,
     residual_bits: Annotated[
-        int, typer.Option("--residual-bits", help="Bits of the residuals kept in RAM: 0, 2, 4, 8 or 16.")
-    ] = 4,
+        int | None,
+        typer.Option(
+            "--residual-bits",
+            help="Bits of the residuals kept in RAM: 0, 2, 4, 8 or 16; 4, and 0 for qoq.",
+            show_default=False,
+        ),
+    ] = None,
     expect_k_chunk: Annotated[
         int,
         typer.Option(
@@ -49,12 +71,17 @@ def quantize(
         ),
     ] = EXPECTED_K_CHUNK,
     smooth_attention: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--smooth-attention/--no-smooth-attention",
-            help="Even out the channels of keys, for a cache of 4 bits or fewer (--kv int4).",
+            help="Even out the channels of keys, for a cache of 4 bits or fewer (--kv int4). qoq does unless told not.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
+    without: Annotated[
+        list[Step] | None,
+        typer.Option("--without", help="A step of qoq to leave out; may be given several times.", show_default=False),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option("--calibration", metavar="FILE", help="Text to calibrate on; a bundled one if not given."),
@@ -68,14 +95,12 @@ def quantize(
     from models.recipe import Recipe
 
     try:
-        recipe = Recipe(
-            method=method,
-            bits=bits,
-            group_size=group_size,
-            residual_bits=residual_bits,
-            expected_k_chunk=expect_k_chunk,
-            smooth_attention=smooth_attention,
-        )
+        if without and method != "qoq":
+            raise QuantizationError(f"--without is for the method qoq, not for {method}")
+        asked = {"group_size": group_size, "residual_bits": residual_bits, "smooth_attention": smooth_attention}
+        asked |= {step.replace("-", "_"): False for step in without or ()}
+        given = {key: value for key, value in asked.items() if value is not None}
+        recipe = Recipe.usual(method, bits=bits, expected_k_chunk=expect_k_chunk, **given)
     except QuantizationError as error:
         raise typer.BadParameter(str(error)) from error
     if name == DEMO:

@@ -188,6 +188,8 @@ def _entry(info: StoredModelInfo, *, bundled: bool) -> dict[str, Any]:
 
 
 def _details(info: StoredModelInfo) -> dict[str, Any]:
+    from models.recipe import QOQ_STEPS
+
     recipe = info.recipe
     return {
         "source": info.source,
@@ -199,6 +201,7 @@ def _details(info: StoredModelInfo) -> dict[str, Any]:
         "residual_bits": recipe.residual_bits,
         "head_bits": recipe.head_bits,
         "smooth_attention": recipe.smooth_attention,
+        "steps": [step for step in QOQ_STEPS if getattr(recipe, step)] if recipe.per_token else None,
     }
 
 

@@ -17,12 +17,15 @@ from app.cli.errors import CliError
 from app.cli.interrupt import Interrupt
 from app.cli.load import LoadChoices, load_plan
 from app.cli.model import open_model
+from app.cli.offered import as_json as offer_json
+from app.cli.offered import lines, offered
 from app.cli.output import Output
 from app.cli.services import DEMO, Services, services_of
 
 if TYPE_CHECKING:
     from runtime.wire.device import PromptTuning
     from tuner.curve import Curve
+    from tuner.offers import Offers
     from tuner.search import Configuration
     from tuner.shapes import LayerShape
 
@@ -46,6 +49,7 @@ class _Result:
     layers: Sequence[LayerShape]
     curves: Sequence[Curve]
     prompts: PromptTuning | None = None
+    offers: Offers | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The documented object."""
@@ -62,6 +66,7 @@ class _Result:
             "simulated" if simulated else "measured": True,
             "cached": self.cached,
             "prompts": None if self.prompts is None else asdict(self.prompts),
+            "offer": None if self.offers is None else offer_json(self.offers),
         }
 
 
@@ -258,6 +263,7 @@ def _measured(
     finally:
         decoder.close()
     return _Result(
+        offers=offered(stored, decoder.backend, tuning.k_chunk, budgets.decode, choices, services, output, force=force),
         title=f"{stored.name} at {stored.recipe.bits} bits on {tuning.device}",
         device=tuning.device,
         budget_percent=budgets.decode,
@@ -302,6 +308,9 @@ def _show(result: _Result, output: Output) -> None:
     output.text(_verdict(result))
     if result.prompts is not None:
         output.text(result.prompts.words)
+    if result.offers is not None:
+        for line in lines(result.offers):
+            output.text(line)
 
 
 def _between(points: Sequence[tuple[int, float]], k_chunk: int) -> float:

@@ -20,8 +20,9 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         backend_name: The backend that would run it.
 
     Returns:
-        `model`, `budget_percent`, `k_chunk`, `measured_slowdown_percent` and `reason`, and `prompts` in words; None
-        where settings or model can't be read, which other checks tell.
+        `model`, `budget_percent`, `k_chunk`, `measured_slowdown_percent`, `reason`, and in words `prompts` and `offer`,
+        the best way to decode that the budget buys (None where the ways are not measured); None where settings or model
+        can't be read, which other checks tell.
     """
     from app.settings import SettingsError, load
     from models.errors import ModelError
@@ -48,9 +49,12 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         "measured_slowdown_percent": None,
         "reason": "",
         "prompts": "prompts are not compensated",
+        "offer": None,
     }
     runner = backend(backend_name)
     problem = obstacle(runner, model, model.spec.max_context)
+    if problem is None and budget:
+        report["offer"] = _offer(services, runner, model, budget)
     if problem is None and compensation.prompt_percent:
         report["prompts"] = _prompts(services, runner, model, compensation.prompt_percent)
     if budget is None:
@@ -96,3 +100,15 @@ def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_
     if profile is None:
         return f"prompts are not tuned yet for {budget_percent:g} % more time to the first word; done at the first use"
     return prompt_tuning_of(profile, cached=True).words
+
+
+def _offer(services: Services, runner: AnyBackend, model: StoredModel, budget_percent: float) -> str | None:
+    """The best way to decode that a budget buys, in words; None where `tune-device` has not measured the ways."""
+    from runtime.errors import BackendError
+    from runtime.offering import known
+
+    try:
+        found = known(runner.name, model, budget_percent=budget_percent, profiles=services.profiles())
+    except BackendError:
+        return None
+    return None if found is None else found.words(found.chosen)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from models import per_token
 from models.packed import PackedLinear
 from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.recipe import LARGEST_BITS, Recipe
@@ -74,7 +75,8 @@ class ChatLinear:
             bias = None if linear.bias is None else torch.from_numpy(linear.bias)
             weight = torch.from_numpy(dequantize(linear))
             for index in chosen:
-                outputs[index] = torch.nn.functional.linear(inputs[index], weight, bias)
+                seen = per_token.rounded(inputs[index]) if linear.per_token else inputs[index]
+                outputs[index] = torch.nn.functional.linear(seen, weight, bias)
             del weight
             compensated = [index for index in chosen if self._trials[index].k_chunk]
             if linear.residual is None or not compensated:

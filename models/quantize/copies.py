@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from models import per_token
 from models.checkpoint import Checkpoint
 from models.losses import TypeLosses
 from models.oracle import Oracle
@@ -164,7 +165,8 @@ def _compensated(linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
         float32, the same with N for K.
     """
     bias = None if linear.bias is None else torch.from_numpy(linear.bias)
-    y = torch.nn.functional.linear(x, torch.from_numpy(dequantize(linear)), bias)
+    seen = per_token.rounded(x) if linear.per_token else x
+    y = torch.nn.functional.linear(seen, torch.from_numpy(dequantize(linear)), bias)
     assert linear.residual is not None
     residual = torch.from_numpy(dequantize_residual(linear.residual, linear.shape))  # [K, N]
     for k_chunk, part, out in zip(K_CHUNKS, x.chunk(len(K_CHUNKS)), y.chunk(len(K_CHUNKS)), strict=True):
@@ -191,5 +193,6 @@ def _rows(linear: PackedLinear, rows: slice) -> PackedLinear:
         scales=linear.scales[rows],
         zeros=None if linear.zeros is None else linear.zeros[rows],
         codebook=None if linear.codebook is None else linear.codebook[rows],
+        group_scales=None if linear.group_scales is None else linear.group_scales[rows],
         residual=part,
     )

@@ -15,6 +15,7 @@ from models.packing import RUN, pack, packed_width
 from models.quantizers import Codes, quantizer
 from models.quantizers.codebook import CodebookCodes
 from models.quantizers.groups import FloatArray
+from models.quantizers.progressive import ProgressiveCodes, Rounding
 from models.quantizers.residual import quantize_residual
 from models.recipe import Recipe
 from models.store.tensors import Array
@@ -32,6 +33,7 @@ class MatrixQuantizer:
         recipe: How to quantize.
         statistics: Of the layer's inputs, with second moments for a method that needs them.
         sensitivity: Of the loss to each weight [N, K], for a method that needs it.
+        clips: Clip ratio of each row float32 [N], NaN where it is to be searched; for `qoq`.
 
     Raises:
         QuantizationError: the Hessian is missing or damaged.
@@ -45,21 +47,29 @@ class MatrixQuantizer:
         statistics: InputStatistics,
         *,
         sensitivity: npt.NDArray[np.floating] | None = None,
+        clips: FloatArray | None = None,
     ) -> None:
         self.name = name
         self.shape = shape
         self.recipe = recipe
         self.bits = recipe.layer_bits(name)
         try:
-            self._quantize = quantizer(recipe.method, hessian=statistics.hessian, sensitivity=sensitivity)
+            self._quantize = quantizer(
+                recipe.method,
+                hessian=statistics.hessian,
+                sensitivity=sensitivity,
+                rounding=Rounding(two_levels=recipe.progressive, clip=recipe.clip, clips=clips),
+            )
         except QuantizationError as error:
             raise QuantizationError(f"{name}: {error}") from error
         self._statistics = statistics
         self._restored = statistics.restored()
         rows, width = shape
-        groups = 1 if recipe.codebook else -(-width // recipe.group_size)
+        self._group_size = recipe.group_of(width)
+        groups = 1 if recipe.codebook else -(-width // self._group_size)
         self._codes = np.empty((rows, packed_width(width, self.bits)), np.int32)
-        self._scales = np.empty((rows, groups), np.float16)
+        self._scales = np.empty((rows, 1 if recipe.progressive else groups), np.float16)
+        self._group_scales = np.empty((rows, groups), np.uint8) if recipe.progressive else None
         self._zeros = None if recipe.codebook else np.empty((rows, groups), np.uint8)
         self._codebook = np.empty((rows, 2**self.bits), np.int8) if recipe.codebook else None
         self._residual: Array | None = None
@@ -90,7 +100,7 @@ class MatrixQuantizer:
             QuantizationError: a weight is NaN or infinite, or out of range.
         """
         try:
-            found = self._quantize(weight, rows, self.bits, self.recipe.group_size)
+            found = self._quantize(weight, rows, self.bits, self._group_size)
             dequantized = found.dequantize()
             self._codes[rows] = pack(found.codes, self.bits)
             self._scales[rows] = found.scales
@@ -108,6 +118,9 @@ class MatrixQuantizer:
         else:
             assert self._zeros is not None
             self._zeros[rows] = found.zeros
+        if isinstance(found, ProgressiveCodes):
+            assert self._group_scales is not None
+            self._group_scales[rows] = found.group_scales
 
     def _add_residual(self, rows: slice, residual: FloatArray) -> FloatArray | None:
         bits = self.recipe.residual_bits
@@ -136,11 +149,13 @@ class MatrixQuantizer:
             name=self.name,
             shape=self.shape,
             bits=self.bits,
-            group_size=self.recipe.group_size,
+            group_size=self._group_size,
             codes=self._codes,
             scales=self._scales,
             zeros=self._zeros,
             codebook=self._codebook,
+            group_scales=self._group_scales,
+            per_token=self.recipe.per_token,
             bias=None if bias is None else bias.to(torch.float32).numpy(),
             residual=residual,
             rank_maximum=statistics.rank_maximum if keep else None,
@@ -156,6 +171,7 @@ def quantize_matrix(
     statistics: InputStatistics,
     watch: Callable[[], None],
     sensitivity: npt.NDArray[np.floating] | None = None,
+    clips: FloatArray | None = None,
 ) -> PackedLinear:
     """Quantize a whole linear layer.
 
@@ -167,12 +183,13 @@ def quantize_matrix(
         statistics: Of the layer's inputs.
         watch: Called after each piece; may raise to stop.
         sensitivity: Of the loss to each weight [N, K], for a method that needs it.
+        clips: As of `MatrixQuantizer`.
 
     Raises:
         QuantizationError: a weight is NaN or infinite, or out of range, or the statistics lack what the method needs.
     """
     rows, width = weight.shape
-    matrix = MatrixQuantizer(name, (rows, width), recipe, statistics, sensitivity=sensitivity)
+    matrix = MatrixQuantizer(name, (rows, width), recipe, statistics, sensitivity=sensitivity, clips=clips)
     for piece in matrix.pieces():
         matrix.add(piece, weight[piece].to(torch.float32).numpy())
         watch()
@@ -187,6 +204,7 @@ def stored_tensors(linear: PackedLinear) -> dict[str, Array]:
         "scales": linear.scales,
         "zeros": linear.zeros,
         "codebook": linear.codebook,
+        "group_scales": linear.group_scales,
         "bias": linear.bias,
         "residual": None if residual is None else residual.codes,
         "residual_scales": None if residual is None else residual.scales,

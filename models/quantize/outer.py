@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from models import per_token
 from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
@@ -162,7 +163,8 @@ class _Judge:
         for index, trial in enumerate(trials(recipe)):
             x = normed(_answers([batch[index] for batch in streams.low]), norms[1], eps)
             restored = salient(x, trial.k_chunk) * decoded[:, None] if trial.k_chunk else None
-            self._low.append((Likelihood(targets), x, restored))
+            seen = per_token.rounded(x) if recipe.per_token else x
+            self._low.append((Likelihood(targets), seen, restored))
 
     def add(self, rows: slice, weight: torch.Tensor, low: FloatArray, residual: FloatArray | None) -> None:
         """Take in rows of the head: in full precision, Ŵ and R, float32 [n, C] each."""

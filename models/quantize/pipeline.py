@@ -21,7 +21,9 @@ from models.quantize.chat import ChatLinear, finer, trials
 from models.quantize.keys import KeyMoments
 from models.quantize.matrix import quantize_matrix, stored_tensors
 from models.quantize.outer import quantize_outer
+from models.quantize.qoq import prepare
 from models.quantize.quality import Quality, summarize
+from models.quantize.rotated import RotatedCheckpoint
 from models.quantize.scales import scale_block
 from models.quantize.smooth import smooth_attention
 from models.quantize.source import identity_of, read_source
@@ -72,7 +74,8 @@ class Pipeline:
             )
         if calibration is None and recipe.smooth_attention:
             raise QuantizationError("smooth_attention needs a calibration text; give one, or leave it out")
-        self.checkpoint = Checkpoint.open(folder)
+        checkpoint = Checkpoint.open(folder)
+        self.checkpoint = RotatedCheckpoint.of(checkpoint) if recipe.rotate else checkpoint
         self.store = store
         self.recipe = recipe
         self.texts = (calibration, evaluation)
@@ -221,7 +224,10 @@ class Pipeline:
 
         step()
         working = WorkingBlock(checkpoint, layer)
-        if self.recipe.smooth_attention:
+        clips = None
+        if self.recipe.per_token:
+            clips = prepare(working, streams, self.recipe, step)
+        elif self.recipe.smooth_attention:
             smooth_attention(working, streams.largest_keys(working, layer, step))
         if self.recipe.method in SCALED:
             scale_block(working, streams.observe(working, layer, self.recipe, step), self.recipe, step)
@@ -234,7 +240,8 @@ class Pipeline:
             done += 1
             weight, bias = working.linear(name)
             seen, sensitivity = statistics.pop(name), self._sensitivity(work, name)
-            linears[name] = quantize_matrix(name, weight, bias, self.recipe, seen, step, sensitivity)
+            own = clips if name.endswith(".qkv") else None
+            linears[name] = quantize_matrix(name, weight, bias, self.recipe, seen, step, sensitivity, own)
             compared = None if other is None else quantize_matrix(name, weight, bias, other, seen, step)
             if streams.low:
                 tried[name] = ChatLinear(linears[name], compared, trials(self.recipe))

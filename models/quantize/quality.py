@@ -92,7 +92,7 @@ def summarize(spec: ModelSpec, recipe: Recipe, quality: Quality, files: Mapping[
     for file in layout.tensor_files(spec):
         for tensor, (dtype, shape) in layout.file_tensors(spec, recipe, file).items():
             size, kind = dtype.itemsize * math.prod(shape), tensor.rsplit(".", 1)[-1]
-            if kind in ("codes", "scales", "zeros", "codebook"):
+            if kind in ("codes", "scales", "zeros", "codebook", "group_scales"):
                 code_bytes += size
             if kind == "residual":
                 residual_bytes += size

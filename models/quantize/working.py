@@ -70,6 +70,19 @@ class WorkingBlock:
         if bias is not None:
             bias[: len(factors)] *= factors
 
+    def reorder(self, order: npt.NDArray[np.intp]) -> None:
+        """Sort the channels of the MLP: the rows of gate and of up with their biases, and the inputs of `down`.
+
+        Args:
+            order: [intermediate_size], the present number of the channel that is to stand at each place.
+        """
+        prefix, channels = f"layers.{self.layer}", torch.from_numpy(order)
+        rows = torch.cat((channels, len(channels) + channels))
+        weight, bias = self._linears[f"{prefix}.gate_up"]
+        self._linears[f"{prefix}.gate_up"] = (weight[rows], None if bias is None else bias[rows])
+        weight, bias = self._linears[f"{prefix}.down"]
+        self._linears[f"{prefix}.down"] = (weight[:, channels].contiguous(), bias)
+
     def release(self) -> None:
         """Let go of the linear layers; the norms stay."""
         self._linears.clear()

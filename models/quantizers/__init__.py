@@ -11,17 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import QuantizationError
-from models.quantizers import clip, gptq, rtn, squeezellm
+from models.quantizers import clip, gptq, progressive, rtn, squeezellm
 from models.quantizers.codebook import CodebookCodes
 from models.quantizers.groups import FloatArray, GroupCodes
+from models.quantizers.progressive import ProgressiveCodes, Rounding
 from models.recipe import METHODS
 
-Codes = GroupCodes | CodebookCodes
+Codes = GroupCodes | CodebookCodes | ProgressiveCodes
 """What a base method makes of a matrix."""
 Quantizer = Callable[[FloatArray, slice, int, int], Codes]
 """A base method: weight float32 [n, K], which rows of the layer these are, bits, group_size -> codes."""
 
-SECOND_MOMENTS = frozenset({"gptq", "awq", "awq-gptq"})
+SECOND_MOMENTS = frozenset({"gptq", "awq", "awq-gptq", "qoq"})
 """The methods that need the layer's Hessian, the second moments of its inputs."""
 SCALED = frozenset({"awq", "awq-gptq"})
 """The methods whose matrices have their input channels scaled first."""
@@ -30,7 +31,11 @@ SENSITIVITIES = frozenset({"squeezellm"})
 
 
 def quantizer(
-    method: str, *, hessian: FloatArray | None = None, sensitivity: npt.NDArray[np.floating] | None = None
+    method: str,
+    *,
+    hessian: FloatArray | None = None,
+    sensitivity: npt.NDArray[np.floating] | None = None,
+    rounding: Rounding | None = None,
 ) -> Quantizer:
     """The function `quantize(weight, rows, bits, group_size)` of a base method for one layer.
 
@@ -39,6 +44,7 @@ def quantizer(
         hessian: float32 [K, K], see `models.calibration.InputStatistics`; for a method of `SECOND_MOMENTS`. Where the
             matrix has had its channels scaled first, of the scaled inputs.
         sensitivity: floating point [N, K], see `models.quantize.fisher`; for a method of `SENSITIVITIES`.
+        rounding: How `qoq` rounds; None: as `Rounding` has it.
 
     Raises:
         QuantizationError: no such method, or what it needs is missing or damaged.
@@ -54,6 +60,9 @@ def quantizer(
     if method == "rtn":
         return lambda weight, _, bits, group_size: rtn.quantize(weight, bits, group_size)
     assert hessian is not None
+    if method == "qoq":
+        how = Rounding() if rounding is None else rounding
+        return lambda weight, rows, _, group_size: progressive.quantize(weight, group_size, hessian, how.part(rows))
     if method == "awq":
         return lambda weight, _, bits, group_size: clip.quantize(weight, bits, group_size, hessian)
     handed = gptq.feedback(hessian)

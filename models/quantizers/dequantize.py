@@ -18,10 +18,13 @@ def dequantize(linear: PackedLinear) -> npt.NDArray[np.float32]:
         return np.take_along_axis(values, codes.astype(np.intp), axis=1)
     assert linear.zeros is not None
     weight = codes.astype(np.float32)
-    for group in range(linear.scales.shape[1]):
+    scales = linear.scales if linear.group_scales is None else linear.group_scales
+    for group in range(scales.shape[1]):
         part = weight[:, group * linear.group_size : (group + 1) * linear.group_size]
         part -= linear.zeros[:, group, None]
-        part *= linear.scales[:, group, None].astype(np.float32)
+        part *= scales[:, group, None].astype(np.float32)
+    if linear.group_scales is not None:
+        weight *= linear.scales.astype(np.float32)
     return weight
 
 

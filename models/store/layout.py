@@ -55,8 +55,11 @@ def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
     if recipe.codebook:
         tensors |= {f"{name}.scales": (_F16, (rows, 1)), f"{name}.codebook": (_I8, (rows, 2**bits))}
     else:
-        groups = -(-width // recipe.group_size)
-        tensors |= {f"{name}.scales": (_F16, (rows, groups)), f"{name}.zeros": (_U8, (rows, groups))}
+        groups = -(-width // recipe.group_of(width))
+        scales = 1 if recipe.progressive else groups
+        tensors |= {f"{name}.scales": (_F16, (rows, scales)), f"{name}.zeros": (_U8, (rows, groups))}
+        if recipe.progressive:
+            tensors[f"{name}.group_scales"] = (_U8, (rows, groups))
     if spec.has_bias(name):
         tensors[f"{name}.bias"] = (_F32, (rows,))
     if recipe.residual_bits == 0:

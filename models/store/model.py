@@ -114,15 +114,18 @@ class StoredModel:
         if name not in self.spec.linear_names():
             raise KeyError(name)
         file = self._files[layout.file_of(name)]
+        shape = self.spec.linear_shape(name.rsplit(".", 1)[-1])
         return PackedLinear(
             name=name,
-            shape=self.spec.linear_shape(name.rsplit(".", 1)[-1]),
+            shape=shape,
             bits=self.recipe.layer_bits(name),
-            group_size=self.recipe.group_size,
+            group_size=self.recipe.group_of(shape[1]),
             codes=file[f"{name}.codes"],
             scales=file[f"{name}.scales"],
             zeros=file.get(f"{name}.zeros"),
             codebook=file.get(f"{name}.codebook"),
+            group_scales=file.get(f"{name}.group_scales"),
+            per_token=self.recipe.per_token,
             bias=file.get(f"{name}.bias"),
             residual=self._residual(file, name),
             rank_maximum=file.get(f"{name}.rank_maximum"),

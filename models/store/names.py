@@ -7,7 +7,7 @@ from pathlib import Path
 
 from models.catalogue import KNOWN
 from models.errors import StoreError
-from models.recipe import Recipe
+from models.recipe import QOQ_STEPS, Recipe
 
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?")
 _SEPARATOR = "--"
@@ -63,14 +63,17 @@ def default_name(checkpoint: Path, recipe: Recipe) -> str:
 
     For example `english3m-gptq-3bit`, or `org/name-rtn-4bit-g128` for a downloaded checkpoint.
     """
-    usual = Recipe(method=recipe.method, bits=recipe.bits)
+    usual = Recipe.usual(recipe.method, bits=recipe.bits)
     known = source_name(checkpoint).removesuffix(GGUF)
     source = "/".join(filter(None, (_cleaned(part) for part in known.split("/")))) or "model"
     name = f"{source}-{recipe.method}-{recipe.bits:g}bit"
     for letter, field in (("g", "group_size"), ("r", "residual_bits"), ("h", "head_bits"), ("e", "expected_k_chunk")):
         if getattr(recipe, field) != getattr(usual, field):
             name += f"-{letter}{getattr(recipe, field)}"
-    if recipe.smooth_attention:
+    for field in QOQ_STEPS if recipe.per_token else ():
+        if not getattr(recipe, field) and (field != "reorder" or recipe.progressive):
+            name += f"-no-{field.replace('_', '-')}"
+    if recipe.smooth_attention and not recipe.per_token:
         name += "-sa"
     return check_name(name)
 

@@ -9,7 +9,7 @@ shared and copied is decided here, once, and is therefore the same on every back
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -73,6 +73,15 @@ class KVCache(Protocol):
 
     def has_room(self, slot: int, end: int) -> bool:
         """Whether enough pages are free for a slot to go on up to `end` tokens, at most the context."""
+        ...
+
+    def holds_together(self, ends: Mapping[int, int], more: int = 0) -> bool:
+        """Whether slots can all grow to some lengths, if everything else is dropped.
+
+        Args:
+            ends: What each slot is to grow to, in tokens, at most the context.
+            more: Further pages that are wanted beside.
+        """
         ...
 
     @property
@@ -268,12 +277,13 @@ class PagedCache:
 
     def has_room(self, slot: int, end: int) -> bool:
         """See `KVCache.has_room`."""
-        page, count = self._kind.page, self.table.count(slot)
-        needed = self._kind.stored_pages(end) - count
-        last = self._lengths[slot] // page
-        if not self._kind.windowed and last < count and self.table.references(self.table.held(slot)[last]) > 1:
-            needed += 1  # a copy of the page that the next token goes to
-        return needed <= self.table.free
+        return self._lacking(slot, end) <= self.table.free
+
+    def holds_together(self, ends: Mapping[int, int], more: int = 0) -> bool:
+        """See `KVCache.holds_together`."""
+        held = {page for slot in ends for page in self.table.held(slot)}
+        lacking = sum(max(0, self._lacking(slot, end)) for slot, end in ends.items())
+        return len(held) + lacking + more <= self.table.capacity
 
     @property
     def layout(self) -> str | None:
@@ -377,6 +387,15 @@ class PagedCache:
         """See `KVCache.clear`."""
         self.table.truncate(slot, 0)
         self._lengths[slot] = 0
+
+    def _lacking(self, slot: int, end: int) -> int:
+        """Pages that a slot needs to go on up to `end` tokens, beside those that it holds."""
+        page, count = self._kind.page, self.table.count(slot)
+        needed = self._kind.stored_pages(end) - count
+        last = self._lengths[slot] // page
+        if not self._kind.windowed and last < count and self.table.references(self.table.held(slot)[last]) > 1:
+            needed += 1  # a copy of the page that the next token goes to
+        return needed
 
     def _saving(self) -> SavingStore:
         """The store, where its numbers can leave it."""

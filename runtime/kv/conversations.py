@@ -1,9 +1,12 @@
 """Which tokens each slot of a cache holds, and where a prompt begins: the sequences that several chats left there.
 
 A prompt goes on from the slot that has the longest beginning in common with it. Where the prompt begins with all of
-that slot's tokens, the slot's own chat goes on; where it does not (a regenerated answer, a branch, a chat with the same
-system prompt), another slot forks from it, so that both stay, sharing pages. Slots and pages that are needed are taken
-from whoever was not used for longest.
+that slot's tokens and nobody is at work there, the slot's own chat goes on; where not (a regenerated answer, a branch,
+a chat with the same system prompt, one that is being answered), another slot forks from it, so that both stay, sharing
+pages. Slots and pages that are needed are taken from whoever was not used for longest.
+
+A slot is *busy* from `begin` to `release`: its tokens stay, and pages for as many as it may come to have are reserved.
+Idle slots are what a memory that is free anyway is used for; they give way.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ class Conversations:
         self._chats: list[str | None] = [None] * len(self._tokens)
         self._used = [0] * len(self._tokens)
         self._clock = 0
+        self._ends: dict[int, int] = {}  # what each busy slot may grow to
+        self._forgotten: set[int] = set()  # busy slots that are cleared when they are released
         self.saved: SavedCaches | None = None
         """Sequences on disk, where a prompt may begin from too; only with a cache that has a layout."""
 
@@ -40,13 +45,36 @@ class Conversations:
         """What a slot holds; whoever runs a step of the slot appends what has entered the cache."""
         return self._tokens[slot]
 
-    def begin(self, prompt: Sequence[int], chat: str | None = None) -> tuple[int, int]:
+    @property
+    def busy(self) -> int:
+        """Slots that somebody is at work in."""
+        return len(self._ends)
+
+    def has_room_for(self, prompt: Sequence[int], end: int) -> bool:
+        """Whether a prompt can begin now and grow to `end` tokens, whatever the busy slots grow to.
+
+        Args:
+            prompt: Its tokens.
+            end: Tokens that prompt and answer may have together, at most the context.
+        """
+        if self.busy == len(self._tokens):
+            return False
+        if self._cache is None:
+            return True
+        kind, (source, shared) = self._cache.kind, self._longest(prompt[:-1])
+        paged = self._cache.paged_length(source) // kind.page if source in self._ends else 0
+        return self._cache.holds_together(self._ends, kind.stored_pages(end) - min(paged, kind.whole_pages(shared)))
+
+    def begin(self, prompt: Sequence[int], chat: str | None = None, *, end: int | None = None) -> tuple[int, int]:
         """Make a slot hold the beginning of a prompt, as much of it as is known; its last token is never counted.
+
+        The slot is busy until it is released.
 
         Args:
             prompt: Its tokens.
             chat: Whose it is, for `forget`: a name that its client chose. A prompt without one that goes on in a
                 chat's slot leaves it that chat's.
+            end: As `has_room_for` was asked; None: the context.
 
         Returns:
             The slot, and how many of the prompt's tokens it holds.
@@ -58,36 +86,56 @@ class Conversations:
             if found is not None:
                 self._restore(found, self._spare(slot if shared else None))
                 slot, shared = self._longest(wanted)
-        if shared < len(self._tokens[slot]):
+        if shared < len(self._tokens[slot]) or slot in self._ends:
             source, slot = slot, self._spare(slot if shared else None)
             self._fork(source, slot, shared)
         self.cut(slot, shared)
         self._chats[slot] = chat or self._chats[slot]
+        self._ends[slot] = self._context if end is None else end
         self._touch(slot)
         return slot, shared
 
+    def release(self, slot: int) -> None:
+        """Nobody is at work in a slot any longer. What it holds stays as long as there is room."""
+        self.cut(slot, len(self._tokens[slot]))
+        del self._ends[slot]
+        self._touch(slot)
+        if slot in self._forgotten:
+            self.clear(slot)
+
     def make_room(self, slot: int, end: int) -> None:
-        """See to it that a slot can go on up to `end` tokens: others are dropped, those unused for longest first.
+        """See to it that a slot can go on up to `end` tokens: idle ones are dropped, those unused for longest first.
 
         Where nobody is left to be dropped, the step itself is refused.
         """
         cache = self._cache
-        if cache is None:
+        if cache is None or cache.has_room(slot, end):
             return
-        others = sorted((other for other in range(len(self._tokens)) if other != slot), key=self._used.__getitem__)
-        for other in others:
+        for other in sorted(self._idle(but=slot), key=self._used.__getitem__):
+            self.clear(other)
             if cache.has_room(slot, end):
                 return
-            self.clear(other)
 
     def forget(self, chat: str | None = None) -> None:
-        """Drop what belongs to a chat; everything, where none is named. Files stay: see `saved_folder.forget`."""
+        """Drop what belongs to a chat; everything, where none is named. Files stay: see `saved_folder.forget`.
+
+        What is in a busy slot is dropped when it is released.
+        """
         for slot, owner in enumerate(self._chats):
             if chat is None or owner == chat:
-                self.clear(slot)
+                self.forget_slot(slot)
+
+    def forget_slot(self, slot: int) -> None:
+        """Drop a slot's tokens, now or when it is released."""
+        if slot in self._ends:
+            self._forgotten.add(slot)
+        else:
+            self.clear(slot)
 
     def clear(self, slot: int) -> None:
-        """Drop a slot's tokens, and whatever else was written into it."""
+        """Drop a slot's tokens, and whatever else was written into it. It is idle afterwards."""
+        self._ends.pop(slot, None)
+        self._forgotten.discard(slot)
         self._tokens[slot] = []
         self._chats[slot] = None
         if self._cache is not None:
@@ -142,9 +190,13 @@ class Conversations:
         return self._cache is None or length >= self._cache.exact_from(slot)
 
     def _spare(self, source: int | None) -> int:
-        """A slot for other tokens: an empty one, or the one unused for longest; not `source` where there are others."""
-        others = [slot for slot in range(len(self._tokens)) if slot != source] or [0]
+        """An idle slot: an empty one, or the one unused for longest; not `source` where there are others."""
+        others = self._idle(but=source) or self._idle()
         return min(others, key=lambda slot: (bool(self._tokens[slot]), self._used[slot]))
+
+    def _idle(self, but: int | None = None) -> list[int]:
+        """Slots that nobody is at work in, without one."""
+        return [slot for slot in range(len(self._tokens)) if slot not in self._ends and slot != but]
 
     def _fork(self, source: int, target: int, length: int) -> None:
         """Let a slot begin as another does."""
@@ -162,6 +214,8 @@ class Conversations:
         assert self._cache is not None
         self.clear(slot)
         self.make_room(slot, len(found.tokens))
+        if not self._cache.has_room(slot, len(found.tokens)):
+            return
         self._tokens[slot] = self.saved.load(found, self._cache, slot)
         self._chats[slot] = found.chat
         self._touch(slot)

@@ -127,6 +127,10 @@ class CacheKind:
         """Pages that a sequence of `length` tokens has when a step begins after it."""
         return max(0, length - self.unpaged) // self.page if self.windowed else -(-length // self.page)
 
+    def whole_pages(self, length: int) -> int:
+        """Pages that hold nothing but a sequence's first `length` tokens: those that a fork shares for good."""
+        return max(0, length - self.sinks) // self.page
+
 
 def _kinds() -> dict[KVKind, CacheKind]:
     """All kinds by name."""

@@ -8,6 +8,9 @@ import torch
 from models.packed import PackedLinear
 from models.packing import unpack
 
+_EXACT = 1024
+"""Channels whose products, 127 * 127 at most, float32 sums up exactly in any order."""
+
 
 def _codes(linear: PackedLinear) -> torch.Tensor:
     """Unsigned codes of a packed matrix. Returns int32 [N, K]."""
@@ -34,7 +37,49 @@ def dequantize(linear: PackedLinear) -> torch.Tensor:
         values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
         return torch.from_numpy(values).gather(1, _codes(linear).long())
     assert linear.zeros is not None
+    if linear.per_token:
+        return whole(linear) * torch.from_numpy(linear.scales.astype(np.float32))
     return (_codes(linear) - _spread(linear.zeros, linear)) * _spread(linear.scales, linear)
+
+
+def whole(linear: PackedLinear) -> torch.Tensor:
+    """The whole numbers that a W4A8 matrix multiplies: (code - zero) * group scale, or code - zero without groups.
+
+    Args:
+        linear: Packed matrix of shape (N, K) with `per_token`.
+
+    Returns:
+        float32 [N, K], whole numbers in [-127, 127].
+    """
+    assert linear.zeros is not None
+    weights = _codes(linear) - _spread(linear.zeros, linear)
+    return weights if linear.group_scales is None else weights * _spread(linear.group_scales, linear)
+
+
+def gemm_w4a8(codes: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
+    """The product of INT8 tokens with a W4A8 matrix: whole numbers to the end, then two products in float32.
+
+    y[m, n] = float32(sum_k a[m, k] w[n, k]) * (scale[n] * scales[m]) + bias[n]. The sum is exact, so every kernel can
+    reach the same bits, whatever its order of summation.
+
+    Args:
+        codes: int8 [M, K], from `models.per_token.quantize`.
+        scales: float32 [M, 1].
+        weights: float32 [N, K], from `whole`.
+        linear: The packed matrix.
+
+    Returns:
+        float32 [M, N].
+
+    Source: QServe §3.1, App. C; the zero-point's sum is that of the rounded activations, which makes it exact.
+    """
+    total = torch.zeros(codes.shape[0], weights.shape[0], dtype=torch.float64)
+    for start in range(0, codes.shape[1], _EXACT):
+        own = slice(start, start + _EXACT)
+        total += codes[:, own].float() @ weights[:, own].T
+    factors = torch.from_numpy(linear.scales.astype(np.float32))[:, 0] * scales
+    y = total.float() * factors
+    return y if linear.bias is None else y + torch.from_numpy(np.array(linear.bias, np.float32))
 
 
 def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

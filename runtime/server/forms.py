@@ -117,19 +117,14 @@ class ResponseFormat(_Part):
         """What enforces it.
 
         Raises:
-            ApiError: there is no schema.
-            RequestError: it cannot be enforced.
+            RequestError: there is no schema, or it cannot be enforced.
         """
         if self.type == "text":
             return None
         if self.type == "json_object":
             return Grammar.of_schema(ANY_OBJECT)
         if self.json_schema is None or self.json_schema.schema_ is None:
-            raise ApiError(
-                400,
-                "response_format.json_schema.schema is missing: give the JSON schema of the answer",
-                param="response_format",
-            )
+            raise RequestError("its schema is missing: give the JSON schema of the answer")
         return Grammar.of_schema(self.json_schema.schema_)
 
 
@@ -166,7 +161,12 @@ class StructuredOutputs(_Part):
 
 
 def answer_grammar(
-    response_format: ResponseFormat | None, structured: StructuredOutputs | None, tools: Sequence[Tool], *, forced: bool
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    tools: Sequence[Tool],
+    *,
+    forced: bool,
+    named: str = "response_format",
 ) -> Grammar | None:
     """What the answer must look like.
 
@@ -175,12 +175,13 @@ def answer_grammar(
         structured: The same in vLLM's way.
         tools: Tools that may be called.
         forced: Whether one of them has to be.
+        named: What the request calls its `response_format`.
 
     Raises:
         ApiError: the wishes contradict each other, or one cannot be enforced; it names the field.
     """
     asked = {
-        "response_format": response_format if response_format is not None and response_format.type != "text" else None,
+        named: response_format if response_format is not None and response_format.type != "text" else None,
         "structured_outputs": structured,
         "tools": tools if forced else None,
     }
@@ -188,14 +189,13 @@ def answer_grammar(
     if len(fields) > 1:
         raise ApiError(400, f"{' and '.join(fields)} both decide the form of the answer: give one", param=fields[1])
     try:
-        if asked["response_format"] is not None:
-            assert response_format is not None
+        if asked[named] is not None and response_format is not None:
             return response_format.grammar()
         if structured is not None:
             return structured.grammar()
         return demanded(tools) if forced else None
     except RequestError as error:
-        raise ApiError(400, str(error), param=fields[0], code="invalid_value") from error
+        raise ApiError(400, f"{fields[0]}: {error}", param=fields[0], code="invalid_value") from error
 
 
 def chosen_tools(tools: Sequence[ToolSpec] | None, choice: ToolChoice | None) -> tuple[list[Tool], bool]:

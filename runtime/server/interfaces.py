@@ -10,7 +10,7 @@ from models.progress import Cancelled, ProgressCallback
 from runtime.drafting import Speculate
 from runtime.generation import Piece
 from runtime.problem import Problem
-from runtime.sampling import SamplingOptions
+from runtime.sampling import Float32Array, SamplingOptions
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
 from runtime.wire.device import DeviceReport, PromptTuning, Tuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
@@ -47,6 +47,10 @@ class EngineLike(Protocol):
         chat: str | None = None,
     ) -> Iterator[Piece]:
         """Answer a prompt. Refuses at once what it cannot answer; the work is done while iterating."""
+        ...
+
+    def embed(self, tokens: Sequence[int], cancelled: Cancelled) -> Float32Array:
+        """The embedding of a text, float32 [C] of length 1. Refuses what it cannot read."""
         ...
 
     def forget(self, chat: str | None = None) -> None:

@@ -39,13 +39,9 @@ class StoreWorkshop:
         """
         from models.quantize import quantize
 
-        recipe = Recipe(
-            method=request.method,
-            bits=request.bits,
-            group_size=request.group_size,
-            residual_bits=request.residual_bits,
-            smooth_attention=request.smooth_attention,
-        )
+        asked = {name: getattr(request, name) for name in ("group_size", "residual_bits", "smooth_attention")}
+        usual = {name: value for name, value in asked.items() if value != getattr(Recipe(), name)}
+        recipe = Recipe.usual(request.method, bits=request.bits, **usual)
         checkpoint = self._checkpoint(request.source, progress, cancelled)
         with nullcontext() if self._chats is None else forgetting(self._chats, self._store.root):
             info = quantize(

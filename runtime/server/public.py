@@ -14,13 +14,18 @@ from starlette.routing import Route
 from runtime.generation import Piece
 from runtime.lock import program_version
 from runtime.server.answer import json_answer
+from runtime.server.embeddings import EmbeddingsRequest, embeddings_body
 from runtime.server.errors import unknown_model
 from runtime.server.interfaces import EngineLike
+from runtime.server.openapi import document
 from runtime.server.requests import ChatRequest, CompletionRequest, parse
+from runtime.server.response_requests import ResponsesRequest
+from runtime.server.response_writer import ResponseWriter
 from runtime.server.responses import Body, ChatWriter, CompletionWriter, Writer
-from runtime.server.service import Accepted, GenerationRequest, Service
+from runtime.server.security.policy import HEALTH_PATH
+from runtime.server.service import Accepted, Embedded, GenerationRequest, Service
 from runtime.server.streaming import Events, sse, unless_disconnected
-from runtime.tool_calls import CallReader
+from runtime.tool_calls import CallReader, Tool
 from runtime.wire.answers import ModelEntry
 
 
@@ -38,6 +43,10 @@ class PublicInterface:
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route(HEALTH_PATH, self.health, methods=["GET"]),
         ]
 
     async def models(self, _request: Request) -> Response:
@@ -75,16 +84,15 @@ class PublicInterface:
         )
 
         def begin(accepted: Accepted) -> Writer:
-            most = 1 if asked.parallel_tool_calls is False else None
             return ChatWriter(
                 accepted,
                 version=program_version(),
                 with_usage=asked.wants_usage,
                 logprobs=bool(asked.logprobs),
-                calls=CallReader([tool.name for tool in tools], most=most) if tools else None,
+                calls=_reader(tools, asked.parallel_tool_calls),
             )
 
-        return await self._answer(request, wanted, begin, stream=bool(asked.stream), with_usage=asked.wants_usage)
+        return await self._answer(request, wanted, begin, stream=bool(asked.stream))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -105,7 +113,51 @@ class PublicInterface:
                 logprobs=asked.logprobs is not None,
             )
 
-        return await self._answer(request, wanted, begin, stream=bool(asked.stream), with_usage=asked.wants_usage)
+        return await self._answer(request, wanted, begin, stream=bool(asked.stream))
+
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        asked = parse(await request.body(), ResponsesRequest)
+        asked.check()
+        messages, tools = asked.messages, asked.usable_tools
+        options = await asyncio.to_thread(asked.sampling)
+
+        def prompt(engine: EngineLike) -> Sequence[int]:
+            return engine.chat_prompt(messages, tools=tools)
+
+        wanted = GenerationRequest(
+            model=asked.model,
+            prompt=prompt,
+            options=options,
+            chat=True,
+            name=asked.prompt_cache_key,
+            trim=True,
+            field="input",
+        )
+
+        def begin(accepted: Accepted) -> Writer:
+            return ResponseWriter(asked, accepted, _reader(tools, asked.parallel_tool_calls))
+
+        return await self._answer(request, wanted, begin, stream=bool(asked.stream), named=True)
+
+    async def openapi(self, _request: Request) -> Response:
+        """GET /openapi.json: this interface, described for programs."""
+        return json_answer(document())
+
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings."""
+        asked = parse(await request.body(), EmbeddingsRequest)
+        asked.check()
+
+        async def work() -> list[Embedded]:
+            async with aclosing(self.service.embed(asked.model, asked.texts)) as found:
+                return [one async for one in found]
+
+        return json_answer(embeddings_body(asked, await unless_disconnected(request, work)))
+
+    async def health(self, _request: Request) -> Response:
+        """GET /health: that the server answers; needs no token and tells nothing else."""
+        return json_answer({"status": "ok"})
 
     async def _answer(
         self,
@@ -114,16 +166,14 @@ class PublicInterface:
         begin: Callable[[Accepted], Writer],
         *,
         stream: bool,
-        with_usage: bool,
+        named: bool = False,
     ) -> Response:
-        """Answer as a stream or as a whole."""
+        """Answer as a stream, whose events may be named, or as a whole."""
         if stream:
-            return await sse(self._events(wanted, begin, with_usage=with_usage), ping_s=self.ping_s, done=True)
+            return await sse(self._events(wanted, begin), ping_s=self.ping_s, done=not named, named=named)
         return json_answer(await unless_disconnected(request, lambda: self._whole(wanted, begin)))
 
-    async def _events(
-        self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer], *, with_usage: bool
-    ) -> Events:
+    async def _events(self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer]) -> Events:
         """The chunks of a stream."""
         async with aclosing(self.service.generate(wanted)) as items:
             writer = begin(await _accepted(items))
@@ -133,14 +183,19 @@ class PublicInterface:
                 assert isinstance(piece, Piece)
                 for chunk in writer.chunks(piece):
                     yield chunk
-                if piece.usage is not None and with_usage:
-                    yield writer.usage_chunk(piece.usage)
 
     async def _whole(self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer]) -> Body:
         """The body of an answer that does not stream."""
         async with aclosing(self.service.generate(wanted)) as items:
             writer = begin(await _accepted(items))
             return writer.whole([item async for item in items if isinstance(item, Piece)])
+
+
+def _reader(tools: Sequence[Tool], parallel: bool | None) -> CallReader | None:
+    """What finds calls in an answer, where there are tools."""
+    if not tools:
+        return None
+    return CallReader([tool.name for tool in tools], most=1 if parallel is False else None)
 
 
 async def _accepted(items: AsyncGenerator[Accepted | Piece, None]) -> Accepted:

@@ -39,10 +39,6 @@ class Writer(Protocol):
         """The chunks of a piece; none where it has nothing to tell."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> Body:
-        """The chunk of `stream_options.include_usage`."""
-        ...
-
     def whole(self, pieces: Sequence[Piece]) -> Body:
         """The answer of a request that does not stream."""
         ...
@@ -93,8 +89,11 @@ class _Answer:
         body: Body = to_json(timings)
         return body
 
-    def _usage_chunk(self, kind: str, usage: Usage) -> Body:
-        return {"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}
+    def _usage_chunks(self, kind: str, usage: Usage | None) -> list[Body]:
+        """The chunk of `stream_options.include_usage`, behind the last piece."""
+        if usage is None or not self._with_usage:
+            return []
+        return [{"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}]
 
 
 def speculation_record(found: Speculation | None) -> SpeculationRecord | None:
@@ -130,22 +129,20 @@ class ChatWriter(_Answer):
 
     def chunks(self, piece: Piece) -> list[Body]:
         """The chunks of a piece; none where it has nothing to tell."""
-        text, calls = self._read(piece)
+        index = self._calls.count if self._calls is not None else 0
+        text, calls = read_piece(piece, self._calls)
         deltas: list[Body] = [{"content": text}] if text else []
-        deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in calls]
+        deltas += [{"tool_calls": [{"index": index + at, **_call(call)}]} for at, call in enumerate(calls)]
         if not deltas and piece.logprob is None and piece.finish_reason is None:
             return []
         *early, last = deltas or [{}]
-        return [*(self._choice(delta, None) for delta in early), self._choice(last, piece)]
-
-    def usage_chunk(self, usage: Usage) -> Body:
-        """The chunk of `stream_options.include_usage`."""
-        return self._usage_chunk(self.CHUNK, usage)
+        told = [*(self._choice(delta, None) for delta in early), self._choice(last, piece)]
+        return told + self._usage_chunks(self.CHUNK, piece.usage)
 
     def whole(self, pieces: Sequence[Piece]) -> Body:
         """The answer of a request that does not stream."""
-        parts = [self._read(piece) for piece in pieces]
-        text, calls = "".join(text for text, _ in parts), [call for _, found in parts for _, call in found]
+        parts = [read_piece(piece, self._calls) for piece in pieces]
+        text, calls = "".join(text for text, _ in parts), [_call(call) for _, found in parts for call in found]
         message: Body = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
         if calls:
             message["tool_calls"] = calls
@@ -156,17 +153,6 @@ class ChatWriter(_Answer):
             "finish_reason": self._finish(pieces[-1]),
         }
         return self._body(self.BODY, [choice], pieces[-1].usage)
-
-    def _read(self, piece: Piece) -> tuple[str, list[tuple[int, Body]]]:
-        """The text of a piece that is certain to be text, and the calls that are complete with it."""
-        if self._calls is None:
-            return piece.text, []
-        index = self._calls.count
-        text, calls = self._calls.feed(piece.text)
-        if piece.finish_reason is not None:
-            rest, more = self._calls.finish()
-            text, calls = text + rest, [*calls, *more]
-        return text, [(index + at, _call(call)) for at, call in enumerate(calls)]
 
     def _finish(self, piece: Piece) -> str | None:
         """Why the answer ended; None where it goes on."""
@@ -204,11 +190,7 @@ class CompletionWriter(_Answer):
             return []
         logprobs = None if piece.logprob is None else self._completion_logprobs([piece.logprob])
         choice = {"index": 0, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
-        return [self._chunk(self.KIND, choice, piece.usage)]
-
-    def usage_chunk(self, usage: Usage) -> Body:
-        """The chunk of `stream_options.include_usage`."""
-        return self._usage_chunk(self.KIND, usage)
+        return [self._chunk(self.KIND, choice, piece.usage), *self._usage_chunks(self.KIND, piece.usage)]
 
     def whole(self, pieces: Sequence[Piece]) -> Body:
         """The answer of a request that does not stream."""
@@ -233,10 +215,26 @@ class CompletionWriter(_Answer):
         }
 
 
+def read_piece(piece: Piece, calls: CallReader | None) -> tuple[str, list[ToolCall]]:
+    """The text of a piece that is certain to be text, and the calls that are complete with it."""
+    if calls is None:
+        return piece.text, []
+    text, found = calls.feed(piece.text)
+    if piece.finish_reason is not None:
+        rest, more = calls.finish()
+        text, found = text + rest, [*found, *more]
+    return text, found
+
+
+def call_id() -> str:
+    """A name for a call, by which its result will be known."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
 def _call(call: ToolCall) -> Body:
-    """A call as OpenAI writes it, with an id by which its result will be known."""
+    """A call as chat completions write it."""
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": call_id(), "type": "function", "function": function}
 
 
 def _text(pieces: Sequence[Piece]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from models.progress import Progress
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
 from runtime.generation import Piece
-from runtime.sampling import SamplingOptions
+from runtime.sampling import Float32Array, SamplingOptions
 from runtime.server.bridge import Stream, Worker
 from runtime.server.errors import ApiError, api_error, conflict, unavailable
 from runtime.server.interfaces import Catalogue, EngineLike, Inspector, Loader, Workshop
@@ -48,6 +48,18 @@ class GenerationRequest:
     """Whether white space in front of the answer is dropped."""
     field: str = "messages"
     """What the request calls its prompt; named in errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """The embedding of one text."""
+
+    model: str
+    """The model that made it."""
+    tokens: int
+    """Tokens of the text."""
+    vector: Float32Array
+    """[C], of length 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +220,18 @@ class Service:
             async for item in items:
                 yield item
 
+    async def embed(self, model: str, texts: Sequence[str | Sequence[int]]) -> AsyncGenerator[Embedded, None]:
+        """The embeddings of texts, or of their tokens, in their order. Closing the iterator stops the work.
+
+        Raises:
+            ApiError: the model or a text is not acceptable, or the work failed.
+        """
+        stream: Stream[Embedded] = Stream()
+        job = self._job(stream, lambda: self._embed(model, texts, stream))
+        async with aclosing(self._queued(stream, job)) as items:
+            async for item in items:
+                yield item
+
     async def make(self, work: Callable[[Stream[Progress]], object]) -> AsyncGenerator[Progress, None]:
         """Do a long piece of work on stored models in a thread of its own, one at a time.
 
@@ -321,3 +345,14 @@ class Service:
                     stream.put(piece)
             except (RequestError, ContextOverflowError) as error:
                 raise api_error(error, prompt=request.field) from error
+
+    def _embed(self, model: str, texts: Sequence[str | Sequence[int]], stream: Stream[Embedded]) -> None:
+        loaded = self._slot.ensure(model, stream.cancelled)
+        with self._slot.generating():
+            for index, text in enumerate(texts):
+                try:
+                    tokens = loaded.engine.text_prompt(text) if isinstance(text, str) else text
+                    vector = loaded.engine.embed(tokens, stream.cancelled)
+                except (RequestError, ContextOverflowError) as error:
+                    raise api_error(error, prompt=f"input[{index}]" if len(texts) > 1 else "input") from error
+                stream.put(Embedded(model=loaded.name, tokens=len(tokens), vector=vector))

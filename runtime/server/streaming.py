@@ -32,13 +32,16 @@ def encode(body: Any) -> str:
     return json.dumps(body, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
-async def sse(events: Events, *, ping_s: float, done: bool, patience_s: float = PATIENCE_S) -> Response:
+async def sse(
+    events: Events, *, ping_s: float, done: bool, named: bool = False, patience_s: float = PATIENCE_S
+) -> Response:
     """A response that sends events as they come.
 
     Args:
         events: What is sent, as JSON objects. Closed when the client hangs up.
         ping_s: Seconds between comments that keep the connection alive meanwhile.
         done: Whether `[DONE]` ends the stream.
+        named: Whether each event goes by the name of its `type`.
         patience_s: How long an error before the first event can still become the status of the response.
 
     Raises:
@@ -53,7 +56,7 @@ async def sse(events: Events, *, ping_s: float, done: bool, patience_s: float = 
         await _abandon(first, events)
         raise
     return EventSourceResponse(
-        _lines(first, events, done=done),
+        _lines(first, events, done=done, named=named),
         ping=ping_s,
         sep="\n",
         ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
@@ -61,25 +64,26 @@ async def sse(events: Events, *, ping_s: float, done: bool, patience_s: float = 
 
 
 async def _lines(
-    first: asyncio.Future[dict[str, Any] | None], events: Events, *, done: bool
+    first: asyncio.Future[dict[str, Any] | None], events: Events, *, done: bool, named: bool
 ) -> AsyncGenerator[ServerSentEvent, None]:
     """Events as lines of the stream; an error becomes the last of them."""
     try:
         event = await first
         while event is not None:
-            yield _event(encode(event))
+            yield _event(encode(event), event["type"] if named else None)
             event = await _next(events)
         if done:
             yield _event(DONE)
     except Exception as error:  # noqa: BLE001 -- the status is sent already, so the error goes into the stream
-        yield _event(encode(error_body(api_error(error))))
+        body = error_body(api_error(error))
+        yield _event(encode({"type": "error", **body} if named else body), "error" if named else None)
     finally:
         await _abandon(first, events)
 
 
-def _event(data: str) -> ServerSentEvent:
-    """One event: `data: ...` and an empty line."""
-    return ServerSentEvent(data, sep="\n")
+def _event(data: str, name: str | None = None) -> ServerSentEvent:
+    """One event: its name, if it has one, `data: ...` and an empty line."""
+    return ServerSentEvent(data, event=name, sep="\n")
 
 
 async def _next(events: Events) -> dict[str, Any] | None:

@@ -12,7 +12,8 @@ from models.progress import never_cancelled
 from runtime.decoder import Decoder, Float32Array, Step
 from runtime.errors import Cancelled, RequestError
 from runtime.kv.conversations import Conversations
-from runtime.sampling import Sampler, SamplingOptions
+from runtime.rows import run_alone
+from runtime.sampling import Drawn, Sampler, SamplingOptions
 from runtime.speculation.costs import compensate_drafts, measure_costs
 from runtime.speculation.counts import Speculation
 from runtime.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, Gamma, break_even
@@ -116,18 +117,22 @@ def continued(
 
     conversations = Conversations(decoder.cache, slots=decoder.options.slots, context=decoder.options.context)
     conversations.clear(0)
+    place = Place(decoder=decoder, conversations=conversations, slot=0)
+    rounds = Rounds(place, Sampler(sampling, prompt), gamma, ends=())
+    tokens: list[int] = []
+    began = 0.0
+
+    def take(token: int, _own: Float32Array | Drawn) -> bool:
+        nonlocal began
+        check()
+        began = began or time.perf_counter()
+        tokens.append(token)
+        return len(tokens) < count
+
     with decoder.session():
         logits = _prefill(decoder, prompt, check)
         conversations.tokens(0).extend(prompt)
-        place = Place(decoder=decoder, conversations=conversations, slot=0)
-        rounds = Rounds(place, Sampler(sampling, prompt), gamma, ends=(), check=check)
-        tokens: list[int] = []
-        began = 0.0
-        for token, _ in rounds.tokens(logits, lambda: count - len(tokens)):
-            began = began or time.perf_counter()
-            tokens.append(token)
-            if len(tokens) == count:
-                break
+        run_alone(decoder, rounds.decode(logits, take, lambda: count - len(tokens)))
         seconds = time.perf_counter() - began
     return Continuation(tokens=tokens, seconds=seconds, speculation=rounds.counts.result(gamma.current))
 

@@ -1,89 +1,86 @@
-"""Pictures of every screen at several sizes in two themes: `python -m tests.bench.pictures FOLDER [--only NAME]`.
+"""Pictures of the real program for README and documentation: it is started, asked, and drawn as its terminal shows it.
 
-Writes SVG files, `NAME-WIDTHxHEIGHT-THEME.svg`, of the real screens over the scripted runtime of the UI's tests.
+    make pictures MODEL=NAME       or: python -m tests.bench.pictures --model smollm2-135m
+
+Everything in them is real: the model answers, the tuner has measured. The model has to be there already; `demo` is the
+bundled one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import tempfile
-from collections.abc import Mapping
+import re
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from tests.bench.streaming import scripted_runtime
+from textual.pilot import Pilot
 
-SIZES = ((120, 40), (80, 24), (60, 18), (40, 15))
-THEMES = ("dark", "light")
-ANSWER = """<think>
-Which channels have large activations?
-</think>
+from app import paths
+from app.settings import load
+from app.tui.app import ChatApp
 
-A channel with a **large activation** multiplies its `weight error`:
-
-1. few channels are large
-2. they change from token to token
-
-```python
-def error(weights, activations, quantize, scale=1.0, groups=64, symmetric=False, clip=True):
-    return (weights - quantize(weights)) @ activations
-```
-
-| bits | loss |
-|---|---|
-| 3 | 5.1 |
-| 4 | 4.8 |
-"""
-KEYS: Mapping[str, tuple[str, ...]] = {
-    "empty": (), "answer": (), "message": ("ctrl+up", "d"), "chats": ("ctrl+b",), "help": ("f1",), "models": ("f2",),
-    "quantize": ("f2", "q"), "settings": ("f3",), "device": ("f4",), "this-chat": ("f5",), "log": ("f6",),
-    "palette": ("ctrl+p",),
-}  # fmt: skip
-"""What is pressed for each picture."""
+OUT = Path(__file__).resolve().parents[2] / "docs" / "pictures"
+QUESTIONS = ("What is the capital of France?", "Write a Python function that adds two numbers.")
+SIZE = (100, 30)
+PATIENCE_S = 900.0
+_FONT = re.compile(r"@font-face \{.*?\}", re.DOTALL)
 
 
-async def picture(scripted: Any, name: str, size: tuple[int, int], theme: str, folder: Path) -> Path:
-    """Take one picture.
+async def until(pilot: Pilot[None], true: Callable[[], object]) -> None:
+    """Wait, while the program runs, until something holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the program did not get there in time")
+        await pilot.pause(0.1)
 
-    Returns:
-        Its file.
-    """
-    runtime = scripted.Runtime(answers=[ANSWER, "Another answer, beside the first.", ANSWER])
-    with tempfile.TemporaryDirectory() as home:
-        app = scripted.make_app(runtime, kept=Path(home) / "history.db", theme=theme)
-        async with app.run_test(size=size) as pilot:
-            stage = scripted.Stage(app, pilot, runtime)
-            stage.composer.cursor_blink = False
-            await stage.ready()
-            if name != "empty":
-                await stage.ask("Why do activation outliers matter?")
-                await stage.answered()
-                for _ in range(2):
-                    await app.action_regenerate()
-                    await stage.answered()
-            app.clear_notifications()
-            for key in KEYS[name]:
-                await pilot.press(key)
-                await stage.settled()
-            await pilot.pause(0.3)
-            file = folder / f"{name}-{size[0]}x{size[1]}-{theme}.svg"
-            file.write_text(app.export_screenshot(title="lowbit-chat"), encoding="utf-8")
-            return file
+
+def draw(app: ChatApp, file: Path) -> None:
+    """Write what the terminal shows; its letters are those of whoever looks at it, nothing is fetched for it."""
+    text = _FONT.sub("", app.export_screenshot(title="lowbit-chat"))
+    file.write_text(text.replace("Fira Code", "monospace"), encoding="utf-8")
+    print(file)
+
+
+async def ask(app: ChatApp, pilot: Pilot[None], question: str) -> None:
+    """Ask, and wait for the answer."""
+    session = app.session
+    before = session.conversation.head
+    app.chat.composer.load_text(question)
+    await pilot.press("enter")
+    await until(pilot, lambda: session.conversation.head != before and not app.chat.busy)
+    await until(pilot, lambda: session.ready and not session.working)
+    app.clear_notifications()
+
+
+async def pictures(model: str, folder: Path) -> None:
+    """Draw the chat, the models, the settings and the device."""
+    app = ChatApp(load({"model": model}))
+    async with app.run_test(size=SIZE) as pilot:
+        app.chat.composer.cursor_blink = False
+        await until(pilot, lambda: app.session.ready and not app.session.working)
+        for question in QUESTIONS:
+            await ask(app, pilot, question)
+        await pilot.pause(1.0)
+        draw(app, folder / "chat.svg")
+        for key, name in (("f2", "models"), ("f3", "settings"), ("f4", "device")):
+            await pilot.press(key)
+            await pilot.pause(2.0)
+            draw(app, folder / f"{name}.svg")
+            await pilot.press("escape")
+            await pilot.pause(0.5)
 
 
 def main() -> None:
-    """Take the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", choices=sorted(KEYS), help="one screen alone")
-    parsed = parser.parse_args()
-    parsed.folder.mkdir(parents=True, exist_ok=True)
-    scripted = scripted_runtime()
-    for name in [parsed.only] if parsed.only else KEYS:
-        for size in SIZES:
-            for theme in THEMES:
-                print(asyncio.run(picture(scripted, name, size, theme, parsed.folder)))
+    """Draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help=f"a stored model (those in {paths.store_root()})")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the SVG files")
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    asyncio.run(pictures(asked.model, asked.out))
 
 
 if __name__ == "__main__":

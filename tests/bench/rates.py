@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 
 from assets import calibration_text, demo_checkpoint_path
 from models.plain_tokenizer import PLAIN_FILES
-from models.recipe import METHODS, Recipe
+from models.recipe import WEIGHT_ONLY_METHODS as METHODS
+from models.recipe import Recipe
 from models.spec import ModelSpec
 from models.store import Store
 from tests.bench.quality.making import make

@@ -35,6 +35,8 @@ from tests.peers.shape import RandomModel, llama_1b
 
 TARGETS = {"residual": 1024, "compensated": 64, "base": 0}
 """k_chunk of each target."""
+DRAFTS, GAMMAS, TEMPERATURES = (0, 16, 64), (1, 3, 6), (0.0, 1.0)
+"""What acceptance is measured by: k_chunk of the draft, tokens of a round, and how they are drawn."""
 QUESTIONS = (
     "Explain how a bicycle stays upright.",
     "Write a short story about a lighthouse keeper.",
@@ -42,7 +44,7 @@ QUESTIONS = (
 )
 LONG_PROMPT, ANSWER = 1000, 128
 """Tokens of the long prompt, and of an answer."""
-COST_CONTEXTS, SHAPE_CONTEXTS = (512, 1024, 8000), (1024, 8192, 32768)
+COST_CONTEXTS, SHAPE_CONTEXTS = (1024, 8000), (1024, 8192, 32768)
 _ROOM = 32
 DOCUMENT = Path("docs/speculation.md")
 Rows = list[dict[str, Any]]
@@ -64,14 +66,13 @@ def acceptance(name: str, model: StoredModel) -> Iterator[dict[str, Any]]:
     """What is accepted, by target, draft, gamma, temperature and prompt."""
     decoder, prompts = decoder_of(model, LONG_PROMPT + ANSWER), prompts_of(model)
     ways = [
-        ("chat", target, draft, gamma, temperature)
-        for target in ("residual", "compensated")
-        for draft in (0, 16)
-        for gamma in (1, 3, 6)
-        for temperature in (0.0, 1.0)
-    ]
-    ways += [
-        ("1k text", target, draft, 3, 0.0) for target in TARGETS for draft in ((0, 16) if TARGETS[target] else (0,))
+        (where, target, draft, gamma, temperature)
+        for where in prompts
+        for target in TARGETS
+        for draft in DRAFTS
+        if draft < TARGETS[target] or draft == 0
+        for gamma in GAMMAS
+        for temperature in TEMPERATURES
     ]
     for where, target, draft, gamma, temperature in ways:
         decoder.set_k_chunk(TARGETS[target])
@@ -95,16 +96,14 @@ def acceptance(name: str, model: StoredModel) -> Iterator[dict[str, Any]]:
     decoder.close()
 
 
-def costs(
-    name: str, model: Weights, contexts: Sequence[int], targets: Sequence[str], *, planeless: bool
-) -> Iterator[dict[str, Any]]:
+def costs(name: str, model: Weights, contexts: Sequence[int], targets: Sequence[str]) -> Iterator[dict[str, Any]]:
     """What steps cost by context and target; of the residual target also what the draft of each half would.
 
     `both` drafts by low-bit weights and the upper plane, `weights` by low-bit weights from a cache of 8 bits without
     planes, `kv` by the target's weights and the upper plane (QuantSpec, Fig. 5).
     """
     ways: list[tuple[KVKind, str, str]] = [("hierarchical", "both", target) for target in targets]
-    ways += [("hierarchical", "kv", "residual"), *([("int8", "weights", "residual")] if planeless else [])]
+    ways += [("hierarchical", "kv", "residual"), ("int8", "weights", "residual")]
     for kv in dict.fromkeys(own for own, *_ in ways):
         decoder = decoder_of(model, max(contexts) + _ROOM, kv)
         for context in contexts:
@@ -167,23 +166,16 @@ def read_costs(row: dict[str, Any]) -> Costs:
 
 
 def acceptance_table(rows: Rows) -> str:
-    """As the paper's Table 6."""
-    return table(
-        ("model", "prompt", "target", "draft's k_chunk", "γ", "temperature", "accepted", "tokens a verify"),
-        (
-            (
-                row["model"],
-                row["prompt"],
-                row["target"],
-                row["draft_k_chunk"],
-                row["gamma"],
-                f"{row['temperature']:g}",
-                f"{100 * row['acceptance_rate']:.0f} %",
-                f"{row['tokens_per_verify']:.2f}",
-            )
-            for row in rows
-        ),
-    )
+    """As the paper's Table 6: what is accepted, and tokens a verification."""
+    columns = [(gamma, temperature) for temperature in TEMPERATURES for gamma in GAMMAS]
+    cells: dict[tuple[str, ...], dict[tuple[int, float], str]] = {}
+    for row in rows:
+        names = (row["model"], row["prompt"], row["target"], str(row["draft_k_chunk"]))
+        found = f"{100 * row['acceptance_rate']:.0f} % · {row['tokens_per_verify']:.2f}"
+        cells.setdefault(names, {})[row["gamma"], row["temperature"]] = found
+    head = [f"γ {gamma}, T {temperature:g}" for gamma, temperature in columns]
+    body = ((*names, *(own.get(column, "") for column in columns)) for names, own in cells.items())
+    return table(("model", "prompt", "target", "draft's k_chunk", *head), body)
 
 
 def costs_table(rows: Rows) -> str:
@@ -235,12 +227,12 @@ def measure(part: str, stored: Sequence[tuple[str, StoredModel]], shape_bits: Se
         elif part == "speed":
             rows += speed(name, model, rounds)
         else:
-            rows += costs(name, model, COST_CONTEXTS, tuple(TARGETS), planeless=True)
+            rows += costs(name, model, COST_CONTEXTS, tuple(TARGETS))
     if part == "costs":
         for bits in shape_bits:
             spec = replace(llama_1b(), max_context=SHAPE_CONTEXTS[-1] + _ROOM)
             shape = RandomModel(spec, bits, residuals=True)
-            rows += costs(f"1.1 B shape, {bits} bits", shape, SHAPE_CONTEXTS, ("residual", "base"), planeless=False)
+            rows += costs(f"1.1 B shape, {bits} bits", shape, SHAPE_CONTEXTS, ("residual", "base"))
     return rows
 
 

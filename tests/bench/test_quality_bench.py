@@ -115,7 +115,7 @@ def _others(found: Results) -> None:
     blocks = [{"stream": [500.0, 5.0], "attention": 0.4, **dict.fromkeys(kinds, sizes)} for _ in range(3)]
     found.add("massive", 0, CODE, {"model": REAL, "blocks": blocks})
     found.add("same", 0, CODE, {"method": "rtn", "same": True})
-    said = {"question": "Who?", "full": "I.", "plain": "a | b", "compensated": "You.\nThey."}
+    said = {"question": answers.SHORT[0], "full": "I.", "plain": "a | b", "compensated": "You.\nThey."}
     about = {"model": REAL, "method": DEFAULT_METHOD, "bits": 3, "group_size": CASE.group_size, "k_chunk": 64}
     code = measure.digest([measure.point_code("weights", CODE), CODE])
     found.add("answers", 0, code, {**about, "answers": [said]})
@@ -311,7 +311,7 @@ def test_the_readme_is_written_between_its_markers(tmp_path: Path) -> None:
     assert text.startswith("before\n\n<!-- quality: begin -->")
     assert text.endswith("<!-- answers: end -->\n\nafter")
     assert "old" not in text
-    assert "| Who? | I. | a \\| b | You.<br>They. |" in text
+    assert f"| {answers.SHORT[0]} | I. | a \\| b | You.<br>They. |" in text
     assert "| llama.cpp Q3_K_M | 90.0 |" in text
     assert "At k_chunk 64 our 3 bits are ahead of all of these." in text
     next(iter(found.sections["peers"].values()))["rows"][0]["chat"]["perplexity"] = 20.1

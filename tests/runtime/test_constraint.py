@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def constraints(tokenizer: Tokenizer) -> Constraints:
     assert tokenizer.eos_token_id is not None
-    return Constraints(tokenizer.to_json, vocab_size=tokenizer.vocab_size + 3, eos=[tokenizer.eos_token_id])
+    return Constraints(tokenizer, vocab_size=tokenizer.vocab_size + 3, eos=[tokenizer.eos_token_id])
 
 
 def drawn(constraint: Constraint, tokenizer: Tokenizer, seed: int, most: int = 300, **options: Any) -> str | None:
@@ -122,7 +123,7 @@ def test_what_cannot_be_enforced_is_refused(make: Any, said: str) -> None:
 def test_an_unusual_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
     made = json.loads(tokenizer.to_json())
     made["decoder"] = None
-    unusual = Constraints(lambda: json.dumps(made), vocab_size=tokenizer.vocab_size, eos=[0])
+    unusual = Constraints(SimpleNamespace(to_json=lambda: json.dumps(made)), vocab_size=tokenizer.vocab_size, eos=[0])
     with pytest.raises(RequestError, match="cannot be constrained"):
         unusual.begin(Grammar.of_schema(ANY_OBJECT))
 

@@ -242,7 +242,7 @@ def test_a_failing_step_gives_the_turn_back(spec: ModelSpec, tokenizer: Tokenize
     assert text_of(list(engine.generate([50] * 5, greedy()))) == "abcdefgh"
 
 
-def test_one_generation_at_a_time_and_waiting_can_be_cancelled(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+def test_one_generation_in_one_slot_and_waiting_can_be_cancelled(spec: ModelSpec, tokenizer: Tokenizer) -> None:
     engine, script = make(spec, tokenizer, "abcdefgh")
     first = engine.generate([50] * 5, greedy())
     next(first)
@@ -256,14 +256,14 @@ def test_one_generation_at_a_time_and_waiting_can_be_cancelled(spec: ModelSpec, 
     assert asked.is_set()
     results: list[str] = []
     waiting = threading.Thread(target=lambda: results.append(text_of(list(engine.generate([51] * 5, greedy())))))
-    waiting.start()
     steps = len(script.steps)
+    waiting.start()
     rest = text_of(list(first))
     waiting.join(20)
     assert rest == "bcdefgh"
     assert results == ["abcdefgh"]
     tokens = [step.tokens[0] for step in script.steps[steps:]]
-    assert tokens.index(51) == len(script.answer)  # all of the first answer before any of the second
+    assert tokens.index(51) == tokens.index(script.answer[-1]) + 1  # all of the first answer before any of the second
 
 
 def test_close_ends_the_running_generation_and_refuses_the_next(spec: ModelSpec, tokenizer: Tokenizer) -> None:
@@ -272,7 +272,7 @@ def test_close_ends_the_running_generation_and_refuses_the_next(spec: ModelSpec,
     next(running)
     closing = threading.Thread(target=engine.close)
     closing.start()
-    while not engine._closed:
+    while not engine._turns.closed:
         pass
     assert [piece.finish_reason for piece in running] == ["cancelled"]
     closing.join(20)
@@ -471,12 +471,15 @@ def test_what_is_measured_costs_no_conversation(
     answers = [ask(engine, chat)[0] for chat in CHATS]
     longer = [[*chat, *answer, 5] for chat, answer in zip(CHATS, answers, strict=True)]
     cached = [len(chat) - 2 for chat in longer]
+    busy: list[bool] = []
     with engine.lent() as decoder:
         for position in range(LENT_TOKENS):
             row = np.array([position], np.int32)
             decoder.forward(Step(tokens=row, slots=0 * row, positions=row, logit_rows=0 * row, compensate=True))
-        engine_is_busy = not engine._turn.acquire(blocking=False)
-    assert engine_is_busy
+        waiting = threading.Thread(target=lambda: busy.append(not engine._turns._turn.acquire(blocking=False)))
+        waiting.start()
+        waiting.join()
+    assert busy == [True]
     assert engine.decoder.cache is not None
     assert engine.decoder.cache.length(0) == 0, "what was measured holds no pages"
     assert len(list(tmp_path.iterdir())) == {1: 1, 2: 1, 4: 0}[slots], "the one without a place is on disk"

@@ -105,7 +105,7 @@ def test_a_call_can_be_demanded() -> None:
     loose = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     grammar = demanded([Tool(name="weather", parameters=place), Tool(name="add", parameters=loose)])
     tokenizer = Tokenizer(demo_path())
-    constraints = Constraints(tokenizer.to_json, vocab_size=tokenizer.vocab_size, eos=[tokenizer.eos_token_id or 0])
+    constraints = Constraints(tokenizer, vocab_size=tokenizer.vocab_size, eos=[tokenizer.eos_token_id or 0])
     names = set()
     for seed in range(12):
         sampler = Sampler(SamplingOptions(seed=seed, temperature=1.0), [], constraints.begin(grammar))

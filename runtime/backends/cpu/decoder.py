@@ -26,6 +26,10 @@ from runtime.weights import Weights
 
 _PROGRAMS = 9
 """Recorded programs that are kept."""
+NOT_FINITE = (
+    "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or the checkpoint was "
+    "quantized from a broken one; run `lowbit-chat show NAME --verify`"
+)
 FEW_ROWS = 16
 """Up to so many rows of a prompt are compensated by a product of their own with the residuals; more pay for a panel."""
 
@@ -110,17 +114,24 @@ class CpuDecoder:
             program = self._prompts[M <= FEW_ROWS]
         parameters["compensate"], parameters["draft"] = way != "none", step.draft
         control[sync.FAILED] = 0
-        self._pool.step(program.words, token=M == 1)
+        self._pool.step(program.words, token=M == 1, draft=step.draft)
         logits = program.logits[:R, : self.spec.vocab_size]
         if control[sync.FAILED]:
-            raise InvalidActivationError(
-                "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or the "
-                "checkpoint was quantized from a broken one; run `lowbit-chat show NAME --verify`"
-            )
+            raise InvalidActivationError(NOT_FINITE)
         if way != "none" and self.options.measure_recall:
             blocks, head = program.selections
             self._selections += M * blocks + R * head
         return logits
+
+    def hidden(self, step: Step) -> Float32Array:
+        """See `runtime.decoder.Decoder.hidden`. A program has the final norm in its head, so it is done here."""
+        self.forward(step)
+        x = self._plan.stream[: step.tokens.size, : self.spec.hidden_size].astype(np.float64)
+        scale = 1 / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + self.spec.norm_eps)
+        hidden: Float32Array = (x * scale * self._plan.final_norm).astype(np.float32)
+        if not np.isfinite(hidden).all():
+            raise InvalidActivationError(NOT_FINITE)
+        return hidden
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """See `runtime.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""

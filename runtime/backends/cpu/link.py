@@ -22,6 +22,7 @@ from runtime.backends.cpu.units import (
     repacking,
     residuals,
     selection,
+    w4a8,
 )
 from runtime.kv.kinds import CacheKind
 from runtime.weights import Weights
@@ -36,7 +37,9 @@ _INPUTS = {
 }
 _UNIFORM = {3: products.multiply_uniform_3, 4: products.multiply_uniform_4}
 _CODEBOOK = {3: products.multiply_codebook_3, 4: products.multiply_codebook_4}
+_W4A8 = {4: w4a8.multiply_w4a8}
 _STORED, _STORED_CODEBOOK = (_UNIFORM, repacking.UNIFORM), (_CODEBOOK, repacking.CODEBOOK)
+_STORED_W4A8 = (_W4A8, repacking.UNIFORM)
 """What a matrix needs, by its bits: to be multiplied, and to be repacked first."""
 _COMPENSATE = {
     2: products.compensate_2,
@@ -78,7 +81,7 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
     found = {*needed(kind)}
     for name in model.spec.linear_names():
         linear = model.linear(name)
-        stored = _STORED if linear.codebook is None else _STORED_CODEBOOK
+        stored = _STORED_W4A8 if linear.per_token else _STORED if linear.codebook is None else _STORED_CODEBOOK
         found |= {own[linear.bits] for own in stored if linear.bits in own}
         if compensated and linear.residual is not None:
             found |= {_COMPENSATE[linear.residual.bits], _SELECT[SELECT_APPROX]}
@@ -121,8 +124,11 @@ def is_linked(program: npt.NDArray[np.int64]) -> bool:
 def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
     """The unit that runs an instruction, and the one that this calls."""
     match instruction:
-        case op.Linear(weights=weights, total=total, residual=residual, kept=kept):
-            own = (_CODEBOOK if weights.codebooks else _UNIFORM)[weights.bits]
+        case op.Linear(weights=weights, total=total, residual=residual, kept=kept, whole=whole):
+            stored = _W4A8 if weights.group_scales else _CODEBOOK if weights.codebooks else _UNIFORM
+            own = stored[weights.bits]
+            if whole.codes:
+                return own, products.add_whole
             return own, _SHARE[residual.bits] if kept else _COMPENSATE[residual.bits] if total else None
         case op.Panel(residual=residual):
             return panels.multiply_panel, _PANEL[residual.bits]

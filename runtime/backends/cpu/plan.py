@@ -25,7 +25,7 @@ from runtime.backends.cpu.kernels.gemv import BLOCK
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.machine.emit import LANES
-from runtime.backends.cpu.tiles import TiledLinear, padded, tile_linear
+from runtime.backends.cpu.tiles import TiledLinear, padded, tile_linear, tile_residual
 from runtime.backends.cpu.units.attention import RUN_ROWS
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
@@ -99,6 +99,7 @@ class PlanOperations:
         self._arena = Arena()
         self._constants: dict[str, npt.NDArray[Any]] = {}
         self._tiles: dict[str, TiledLinear] = {}
+        self._wholes: dict[str, TiledLinear] = {}
         self._buffers: dict[str, npt.NDArray[Any]] = {}
         self._rows = padded(options.max_rows, ROW_PADDING)
         self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
@@ -141,6 +142,16 @@ class PlanOperations:
         """Bytes of the repacked matrices."""
         return sum(tiled.nbytes for tiled in self._tiles.values())
 
+    @property
+    def stream(self) -> npt.NDArray[np.float32]:
+        """float32 [rows, C], the residual stream: after a step what the last block left."""
+        return self._buffers["stream"]
+
+    @property
+    def final_norm(self) -> npt.NDArray[np.float32]:
+        """float32 [C], the weight of the norm before the head."""
+        return np.asarray(self._model.vector("norm"), np.float32)
+
     # Operations, in the order of models.architecture.Operations
 
     def embed(self) -> Activations:
@@ -168,7 +179,7 @@ class PlanOperations:
                 "quantize the model again with residual bits"
             )
         values = self._prepare(x, tiled)
-        if shared and not self._few:
+        if shared and not self._few and not packed.per_token:
             return self._panel(packed, tiled, shared)
         if k_chunk == CHUNK and not self._options.measure_recall:  # nothing to choose: read side by side, for all rows
             return self._product(values, packed, tiled, 0, CHUNK)
@@ -268,12 +279,14 @@ class PlanOperations:
         """Write the instruction that makes x float32 and INT8: norm, gate, or merge of attention's splits."""
         assert tiled.groups == -(-padded(x.width, BLOCK) // (BLOCK * tiled.group_blocks))
         out = replace(self._matrix("input", self._widest()), width=x.width, wanted=x.wanted)
+        per_token, rounded = tiled.group_scales is not None, self._rounded()
         to = op.Input(
             width=x.width,
             wanted=x.wanted,
             out=out.place,
-            rounded=self._rounded(),
+            rounded=rounded if per_token else rounded._replace(sums=0),
             group_blocks=tiled.group_blocks,
+            per_token=per_token,
         )
         if x.partial:
             self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim))
@@ -287,7 +300,8 @@ class PlanOperations:
         """The buffers of INT8 activations, with room for groups of one block."""
         width = padded(self._widest(), BLOCK)
         codes = self._buffer("codes", (self._rows, width), np.int8)
-        factors = (self._buffer(name, (self._rows, width // BLOCK), np.float32) for name in ("scales", "shifts"))
+        kinds = {"scales": np.float32, "shifts": np.float32, "sums": np.int32}
+        factors = (self._buffer(name, (self._rows, width // BLOCK), kind) for name, kind in kinds.items())
         return op.Quantized(_address(codes), *map(_address, factors))
 
     def _select(self, values: Activations, packed: PackedLinear, k_chunk: int, total: int) -> None:
@@ -322,6 +336,9 @@ class PlanOperations:
         self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int, shared: int
     ) -> Activations:
         kind, columns = layer_kind(packed.name), tiled.tiles * LANES
+        whole = packed.residual if shared == CHUNK and not self._few else None
+        if whole is not None and whole.bits != op.WHOLE_BITS:
+            whole = None
         out = replace(self._matrix("logits" if kind == "head" else kind, packed.shape[0]), wanted=values.wanted)
         linear = op.Linear(
             weights=tiled.weights,
@@ -334,6 +351,8 @@ class PlanOperations:
         if total and packed.residual is not None:
             residual = self._residual(packed.name, packed.residual, columns)
             linear = linear._replace(total=total, residual=residual, values=values.place, chosen=self._chosen())
+        elif whole is not None:
+            linear = linear._replace(whole=self._whole(packed.name, whole, tiled))
         elif shared:
             linear = linear._replace(residual=self._scaled(packed, columns), kept=self._kept(packed, shared))
         self._emit(linear, kind=kind)
@@ -356,6 +375,13 @@ class PlanOperations:
             kind=kind,
         )
         return replace(out, instruction=len(self._program) - 1)
+
+    def _whole(self, name: str, residual: PackedResidual, tiled: TiledLinear) -> op.Whole:
+        """A matrix's residuals as tiles; repacked the first time only."""
+        if name not in self._wholes:
+            self._wholes[name] = tile_residual(residual, tiled, self._arena)
+        weights = self._wholes[name].weights
+        return op.Whole(weights.codes, weights.scales, weights.zeros)
 
     def _kept(self, packed: PackedLinear, k_chunk: int) -> int:
         """Address of what says which channels the rows of a prompt share: uint8 [K padded to 32], 255 or 0."""

@@ -41,7 +41,7 @@ class Pool:
         self._control, self.threads = control, threads
         self._address = int(control.ctypes.data)
         self._parameters = parameters_of(control)
-        self._crew = Crew(threads)
+        self._crew, self._drafting = Crew(threads), Crew(threads)
         self._depth = 0
         self._program: npt.NDArray[np.int64] | None = None
         self._workers: list[threading.Thread] = []
@@ -64,7 +64,7 @@ class Pool:
             if self._depth == 0:
                 self._stop()
 
-    def step(self, program: npt.NDArray[np.int64], *, token: bool = False) -> None:
+    def step(self, program: npt.NDArray[np.int64], *, token: bool = False, draft: bool = False) -> None:
         """Run a program once.
 
         Args:
@@ -73,14 +73,16 @@ class Pool:
                 it himself.
             token: Whether it decodes one token, as all that are said to do. As many threads share it as make these
                 come fastest, and all of them any other program.
+            draft: Whether that token is a draft. It takes less time than another, so the two are not compared.
         """
         if program is not self._program:
             self._take(program)
+        crew = None if not token else self._drafting if draft else self._crew
         if self._depth:
-            self._run(token=token)
+            self._run(crew)
         else:
             with self.session():
-                self._run(token=token)
+                self._run(crew)
 
     def _take(self, program: npt.NDArray[np.int64]) -> None:
         """Make a program the one that threads run."""
@@ -90,15 +92,15 @@ class Pool:
         self._parameters["program"], self._parameters["instructions"] = int(program.ctypes.data), len(program)
         self._program = program
 
-    def _run(self, *, token: bool) -> None:
-        wanted = self._crew.size if token else self.threads
+    def _run(self, crew: Crew | None) -> None:
+        wanted = crew.size if crew else self.threads
         if self._control[sync.ACTIVE] != wanted:
             set_active(self._address, wanted)
         self._parameters["first"] = (int(self._control[sync.TURN]) >> 32) + 1 & 0xFFFFFFFF
         began = time.perf_counter()
         execute(self._address, 0)
-        if token:
-            self._crew.token(time.perf_counter() - began)
+        if crew:
+            crew.token(time.perf_counter() - began)
 
     def _start(self) -> None:
         self._control[[sync.DONE, sync.SLEEPERS]] = 0

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from models.architecture import Operations, forward
+from models.architecture import Operations, body, forward
 from models.packed import PackedLinear
 from models.rope import tables
 from runtime.backends.reference.cache import ReferenceCache
@@ -31,7 +31,7 @@ from runtime.weights import Weights
 
 def _packed_bytes(linear: PackedLinear) -> int:
     """Bytes that one product with the matrix reads, bias included, residuals not."""
-    parts = (linear.codes, linear.scales, linear.zeros, linear.codebook, linear.bias)
+    parts = (linear.codes, linear.scales, linear.zeros, linear.codebook, linear.group_scales, linear.bias)
     return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -96,12 +96,14 @@ class ReferenceDecoder:
         check_step(step, self.spec, self.options)
         with torch.inference_mode():
             logits = forward(_Pass(self, step), self.spec)
-        if not bool(torch.isfinite(logits).all()):
-            raise InvalidActivationError(
-                f"a NaN or infinity reached the logits of position {int(step.positions.max(initial=0))}; the model is "
-                "damaged or its numbers left the range of its format: verify it, or quantize it again"
-            )
-        return logits.numpy()
+        return _finite(logits, step)
+
+    def hidden(self, step: Step) -> Float32Array:
+        """See `runtime.decoder.Decoder.hidden`."""
+        check_step(step, self.spec, self.options)
+        with torch.inference_mode():
+            run = _Pass(self, step)
+            return _finite(run.norm(body(run, self.spec), "norm"), step)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """See `runtime.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
@@ -129,6 +131,16 @@ class ReferenceDecoder:
         """Release the buffers. Safe to call twice."""
         self.linears.clear()
         self.cache.close()
+
+
+def _finite(found: torch.Tensor, step: Step) -> Float32Array:
+    """A step's outcome, if it is one."""
+    if not bool(torch.isfinite(found).all()):
+        raise InvalidActivationError(
+            f"a NaN or infinity reached the logits of position {int(step.positions.max(initial=0))}; the model is "
+            "damaged or its numbers left the range of its format: verify it, or quantize it again"
+        )
+    return found.numpy()
 
 
 def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.Tensor]]:

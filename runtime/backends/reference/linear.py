@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from models import per_token
 from models.packed import PackedLinear
 from runtime.decoder import DecoderOptions, Way
 from runtime.errors import RequestError
 from runtime.operations import channels as budget
 from runtime.operations.compensate import compensate, compensate_together, dequantize_residual
-from runtime.operations.linear import dequantize, gemv
+from runtime.operations.linear import dequantize, gemm_w4a8, gemv, whole
 from runtime.operations.select import approximate, exact
 
 
@@ -42,7 +43,7 @@ class ReferenceLinear:
         self._index = index
         self._by_rows = budget.layer_kind(packed.name) == "head"  # in prompts as well
         self._options = options
-        self._weight = dequantize(packed)
+        self._weight = whole(packed) if packed.per_token else dequantize(packed)
         self._bias = None if packed.bias is None else torch.from_numpy(np.array(packed.bias, np.float32))
         self._packed = packed
         self._residual: torch.Tensor | None = None
@@ -134,7 +135,7 @@ class ReferenceLinear:
         Raises:
             InvalidActivationError: a NaN or infinity where channels are to be selected.
         """
-        base = gemv(x, self._weight, self._bias)
+        base = self._product(x)
         if way == "none" or self._residual is None:
             return base
         if way == "together" and not self._by_rows:
@@ -148,6 +149,12 @@ class ReferenceLinear:
             self.recall_sum += sum(budget.recall(row, chosen) for row, chosen in pairs)
             self.selections += x.shape[0]
         return compensate(base, x, channels, self._residual)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output without compensation, float32 [M, N]."""
+        if self._packed.per_token:
+            return gemm_w4a8(*per_token.quantize(x), self._weight, self._packed)
+        return gemv(x, self._weight, self._bias)
 
     def _select(self, own: _ByRow, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Selected channels of every row. Returns int64 [M, k]."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from triton.errors import TritonError
 
-from models.architecture import forward
+from models.architecture import body, forward
 from runtime.backends.triton.failures import explained, first_line
 from runtime.backends.triton.forward import Buffers, Pass
 from runtime.backends.triton.kernels.select import Selection, recall, select
@@ -27,6 +27,10 @@ from runtime.operations.channels import LAYER_KINDS, k_chunk_of
 from runtime.sampling import Draw, Drawn
 from runtime.weights import Weights
 
+_NOT_FINITE = (
+    "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its activations "
+    "leave the range of half precision; run `lowbit-chat show NAME --verify`, or use the CPU backend"
+)
 _GRAPHS = 8
 """Captured steps that are kept, so that a timer can go back and forth between two settings, and a draft between its own
 and the model's."""
@@ -143,6 +147,17 @@ class TritonDecoder:
         return host.numpy()
 
     @_explained
+    def hidden(self, step: Step) -> Float32Array:
+        """See `runtime.decoder.Decoder.hidden`."""
+        check_step(step, self.spec, self.options)
+        self.cache.begin(step.slots, step.positions, flush=step.flush)
+        run = self._pass(step)
+        found = run.norm(body(run, self.spec), "norm").tensor.to("cpu", torch.float32)
+        if not bool(torch.isfinite(found).all()):
+            raise InvalidActivationError(_NOT_FINITE)
+        return found.numpy()
+
+    @_explained
     def draw(self, step: Step, draws: Sequence[Draw]) -> list[Drawn]:
         """See `runtime.decoder.DrawsTokens.draw`."""
         if len(draws) != step.logit_rows.size:
@@ -169,11 +184,7 @@ class TritonDecoder:
             torch.cuda.current_stream(self._device).synchronize()
         if int(self._flag[0]):
             self._buffers.flag.zero_()
-            raise InvalidActivationError(
-                "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its "
-                "activations leave the range of half precision; run `lowbit-chat show NAME --verify`, or use the CPU "
-                "backend"
-            )
+            raise InvalidActivationError(_NOT_FINITE)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """See `runtime.decoder.Decoder.set_k_chunk`."""
@@ -238,13 +249,20 @@ class TritonDecoder:
 
     def _launch(self, step: Step) -> torch.Tensor:
         """Any step, kernel by kernel."""
+        run = self._pass(step)
+        logits = run.finish(forward(run, self.spec))
+        self._flag.copy_(self._buffers.flag, non_blocking=True)
+        return logits
+
+    def _pass(self, step: Step) -> Pass:
+        """What launches the kernels of a step, whose numbers are put on the device."""
         M, R = step.tokens.size, step.logit_rows.size
         buffers = self._buffers
         inputs = (buffers.tokens, buffers.slots, buffers.positions, buffers.logit_rows)
         for to, values in zip(inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             to[: values.size].copy_(torch.from_numpy(np.ascontiguousarray(values)))
         watch = self._measure if self.options.measure_recall else None
-        run = Pass(
+        return Pass(
             self._model,
             buffers,
             M=M,
@@ -254,9 +272,6 @@ class TritonDecoder:
             side=self._side,
             watch=watch,
         )
-        logits = run.finish(forward(run, self.spec))
-        self._flag.copy_(buffers.flag, non_blocking=True)
-        return logits
 
     def _measure(self, linear: Linear, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Compare a selection with exact top-k."""

@@ -100,6 +100,8 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
             bias=packed.bias,
             device=device,
         )
+    if packed.per_token:
+        raise BackendError(f"{packed.name} is made by qoq, which the GPU backend does not run; the CPU backend does")
     N, K = packed.shape
     assert packed.zeros is not None
     if packed.group_size <= 0 or packed.group_size % PIECE:

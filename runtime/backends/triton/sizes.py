@@ -93,7 +93,7 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
     total += 4 * spec.hidden_size
     for name in spec.linear_names():
         shape = spec.linear_shape(layer_kind(name))
-        group_size = 0 if recipe.codebook else recipe.group_size
+        group_size = 0 if recipe.codebook else recipe.group_of(shape[1])
         total += linear_bytes(shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name))
         total += 2 * shape[0] if compensated and recipe.residual_bits not in (0, 16) else 0
     return total

@@ -13,6 +13,8 @@ from runtime.errors import RequestError
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Largest body of a request."""
+HEALTH_PATH = "/health"
+"""Demands no token and tells nothing but that the server is there, for programs that wait for it."""
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _TOKEN = re.compile(r"[\x21-\x7e]{1,512}")
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -91,6 +93,8 @@ class Security:
 
     def wanted_token(self, path: str) -> str | None:
         """The token that a path demands; None demands none. Paths that do not exist count as public."""
+        if path == HEALTH_PATH:
+            return None
         return self.management_token if is_management(path) else self.token
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +154,7 @@ def test_the_profile_that_is_used(
     assert found["measured_slowdown_percent"] == 30
     assert found["k_chunk"].keys() == {"qkv", "o", "gate_up", "down", "head"}
     assert "30.0 % of 60 % slowdown measured" in run("doctor").stdout
+    assert re.search(r"offer     demo: perplexity .* at .* x the low-bit speed \(low bits", run("doctor").stdout)
 
 
 def test_little_memory(answer: Answer, machine: Any) -> None:

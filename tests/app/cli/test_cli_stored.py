@@ -69,6 +69,7 @@ def test_show(answer: Answer, stored: str, services: Any) -> None:
         "residual_bits",
         "head_bits",
         "smooth_attention",
+        "steps",
         "verified",
     }
     assert found["path"] == str(services.store().root / stored)

@@ -30,6 +30,7 @@ FIELDS = {
     "seconds",
     "cached",
     "prompts",
+    "offer",
 }
 SIMULATED = ("--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--bits", 3, "--method", "awq")
 
@@ -63,6 +64,9 @@ def test_the_json_object_has_exactly_the_documented_fields(answer: Answer, clock
     found = answer("tune-device", "demo", "--budget", 8)
     assert found.keys() == FIELDS | {"measured"}
     assert (found["prompts"]["budget_percent"], found["prompts"]["k_chunk"] in (0, 1024)) == (20, True)
+    offer = found["offer"]
+    assert offer["words"] in [way["words"] for way in offer["ways"]]
+    assert {way["target"] for way in offer["ways"]} == {"plain", "compensated", "residual"}
     assert (found["budget_percent"], found["n_tb_max"], found["cached"]) == (8, None, False)
     assert found["n_tb"] == dict.fromkeys(KINDS, 0)
     assert set(found["k_chunk"]) == set(KINDS)
@@ -102,6 +106,7 @@ def test_a_simulated_device(answer: Answer, run: Callable[..., Any], tmp_path: P
     found = answer("tune-device", *SIMULATED, "--budget", 2.5)
     assert found.keys() == FIELDS | {"simulated"}
     assert found["prompts"] is None
+    assert found["offer"] is None
     assert (found["device"], found["budget_percent"]) == ("rtx-4050m", 2.5)
     assert found["measured_slowdown_percent"] is None
     assert set(found["k_chunk"]) == set(found["n_tb"]) == {"qkv", "o", "gate_up", "down"}

@@ -21,7 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from models.recipe import DEFAULT_METHOD, METHODS
+from models.recipe import DEFAULT_METHOD
+from models.recipe import WEIGHT_ONLY_METHODS as METHODS
 from models.store import Store
 from runtime.tokenizer import Tokenizer
 from tests.bench.quality import answers, llama, making, massive, outliers, peers, readme

@@ -29,6 +29,8 @@ QUESTIONS = (
     "Name three animals that can fly.",
     "Explain in one sentence what a computer program is.",
 )
+SHORT = (QUESTIONS[1], QUESTIONS[3])
+"""Those of the README: one where compensation helps, one where the model is wrong in any precision."""
 TOKENS = 60
 """Longest answer."""
 BITS = 3
@@ -124,17 +126,19 @@ def _chat(question: str) -> list[Mapping[str, str]]:
     return [{"role": "user", "content": question}]
 
 
-def as_table(entry: Entry) -> str:
+def as_table(entry: Entry, questions: Sequence[str] = QUESTIONS) -> str:
     """The answers side by side, in Markdown.
 
     Args:
         entry: Result of `measure`.
+        questions: Those that are shown.
     """
     low = f"{entry['bits']:g} bits"
     head = ("question", "full precision", f"{low}, not compensated", f"{low}, k_chunk {entry['k_chunk']}")
     rows = [
         tuple(_cell(answer[name]) for name in ("question", "full", "plain", "compensated"))
         for answer in entry["answers"]
+        if answer["question"] in questions
     ]
     return table(head, rows)
 

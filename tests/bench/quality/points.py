@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, METHODS, Recipe
+from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, Recipe
+from models.recipe import WEIGHT_ONLY_METHODS as METHODS
 from runtime.backends.cpu.backend import CpuBackend
 from runtime.decoder import Selector
 from tests.bench.reporting.cases import CASES, SMOLLM2, Case

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from models.recipe import DEFAULT_METHOD, METHODS
+from models.recipe import DEFAULT_METHOD
+from models.recipe import WEIGHT_ONLY_METHODS as METHODS
 from tests.bench.quality.points import BUDGET, REAL, REFERENCE_K
 from tests.bench.quality.view import View
 from tests.bench.reporting.cases import Case

@@ -36,7 +36,7 @@ def write(view: View, file: Path) -> None:
         text = between(text, "quality", _quality(view, view.real))
     found = next((entry for entry in view.results.all("answers") if entry["model"] == REAL), None)
     if found is not None:
-        parts = [answers.as_table(found), *([_OLD] if view.mark(found) else [])]
+        parts = [answers.as_table(found, answers.SHORT), *([_OLD] if view.mark(found) else [])]
         text = between(text, "answers", "\n\n".join(parts))
     file.write_text(text, encoding="utf-8")
 

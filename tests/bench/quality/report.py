@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.recipe import DEFAULT_METHOD
-from tests.bench.quality import judge, massive, promises, sizes
+from tests.bench.quality import answers, judge, massive, promises, sizes
 from tests.bench.quality.outliers import SHARES
 from tests.bench.quality.plots import draw
 from tests.bench.quality.points import ALL_RESIDUALS, REAL, RESIDUALS, SELECTORS
@@ -36,6 +36,7 @@ def write(view: View, file: Path) -> None:
     parts = [
         _opening(view),
         _promises(view, found),
+        _answers(view),
         _curves(view, pictures),
         _budgets(view),
         sizes.section(view, pictures.get("bytes")),
@@ -46,7 +47,15 @@ def write(view: View, file: Path) -> None:
         _residuals(view),
         _left_out(view),
     ]
-    file.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    w4a8 = _w4a8(file)
+    file.write_text("\n\n".join(part for part in (*parts, w4a8) if part) + "\n", encoding="utf-8")
+
+
+def _w4a8(file: Path) -> str:
+    """The section between the markers of `tests.bench.w4a8`, as it is; empty where there is none."""
+    begin, end = "<!-- w4a8: begin -->", "<!-- w4a8: end -->"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return text[text.index(begin) : text.index(end) + len(end)] if begin in text and end in text else ""
 
 
 def _opening(view: View) -> str:
@@ -141,6 +150,18 @@ def _behind(found: Sequence[Claim], only: Verdict | None = None) -> str:
         ]
         parts.append("\n".join([f"**{claim.text}**\n", *lines]))
     return "\n\n".join(parts)
+
+
+def _answers(view: View) -> str:
+    entry = next((entry for entry in view.results.all("answers") if entry["model"] == REAL), None)
+    if entry is None:
+        return ""
+    old = f"\n\n{OLD} of an older version of the code." if view.mark(entry) else ""
+    return f"""## Answers
+
+Five questions, answered greedily, {answers.TOKENS} tokens at most, by the default method.
+
+{answers.as_table(entry)}{old}"""
 
 
 def _curves(view: View, pictures: dict[str, str]) -> str:

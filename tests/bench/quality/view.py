@@ -9,7 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from models.recipe import DEFAULT_METHOD, METHODS
+from models.recipe import DEFAULT_METHOD
+from models.recipe import WEIGHT_ONLY_METHODS as METHODS
 from tests.bench.quality import measure, peers
 from tests.bench.quality.points import REAL, Point, chat
 from tests.bench.reporting.cases import Case

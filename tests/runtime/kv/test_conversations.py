@@ -55,6 +55,7 @@ class Chats:
             self.known.make_room(slot, len(tokens) + 1)
             self.cache.begin(np.array([slot], np.int32), np.array([len(tokens)], np.int32))
             tokens.append(token)
+        self.known.release(slot)
         return slot, cached
 
     def held(self) -> list[list[int]]:
@@ -270,10 +271,12 @@ def test_without_a_cache_there_is_one_sequence() -> None:
     for prompt, cached in (([1, 2, 3], 0), ([1, 2, 4], 2), ([1, 2, 4], 2), ([7], 0)):
         assert known.begin(prompt) == (0, cached)
         known.tokens(0).extend(prompt[cached:])
+        known.release(0)
     known.make_room(0, CONTEXT)
     known.save()
     known.forget("somebody")
     assert known.begin([7, 8]) == (0, 1)
+    known.release(0)
     known.vacate(0, CONTEXT)
     assert known.begin([7, 8]) == (0, 0)
 

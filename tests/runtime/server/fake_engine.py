@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from models.errors import StoreError
 from models.progress import Progress
 from runtime.errors import (
@@ -133,6 +135,14 @@ class FakeEngine:
             decode_tokens_per_s=40.0 + 0 * began,
         )
         yield Piece(text=stops.flush(), finish_reason=finish, usage=usage)  # type: ignore[arg-type]
+
+    def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> np.ndarray:
+        if max(tokens) > 10_000:
+            raise RequestError("the prompt holds a token outside the model's vocabulary of 10000")
+        if len(tokens) + 1 > self.context:
+            raise ContextOverflowError(f"the prompt has {len(tokens)} tokens and the context holds {self.context}")
+        vector = np.array([len(tokens), 1, 0, 0], np.float32)
+        return vector / np.linalg.norm(vector)
 
     def forget(self, chat: str | None = None) -> None:
         self.forgotten.append(chat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from runtime.decoder import DecoderOptions, Step
 from runtime.errors import Cancelled
 from runtime.kv.conversations import Conversations
 from runtime.kv.kinds import KVKind
+from runtime.rows import run_alone
 from runtime.sampling import Draw, Drawn, Sampler, SamplingOptions, log_probabilities
 from runtime.speculation.gamma import FixedGamma
 from runtime.speculation.rounds import Place, Rounds
@@ -25,6 +25,17 @@ V = 96
 PROMPT = np.random.default_rng(3).integers(0, V, 300).tolist()
 GREEDY = SamplingOptions(temperature=0)
 Factory = Callable[..., Any]
+
+
+class Checked:
+    """A decoder that asks before each step whether to go on."""
+
+    def __init__(self, decoder: Any, check: Callable[[], None]) -> None:
+        self._decoder, self._check = decoder, check
+
+    def forward(self, step: Step) -> Any:
+        self._check()
+        return self._decoder.forward(step)
 
 
 class Bench:
@@ -53,6 +64,7 @@ class Bench:
             )
             logits = self.decoder.forward(step)
             self.conversations.tokens(0).extend(rows)
+        self.conversations.release(0)
         return logits[0]
 
     def run(
@@ -60,15 +72,17 @@ class Bench:
     ) -> tuple[list[int], list[np.ndarray[Any, Any]], Rounds]:
         """`count` tokens, the logits that they were drawn from, and what counted them."""
         place = Place(decoder=self.decoder, conversations=self.conversations, slot=0)
-        rounds = Rounds(place, Sampler(self.sampling, self.prompt), FixedGamma(gamma), ends=ends, check=check)
+        rounds = Rounds(place, Sampler(self.sampling, self.prompt), FixedGamma(gamma), ends=ends)
         tokens: list[int] = []
         logits: list[np.ndarray[Any, Any]] = []
-        for token, own in rounds.tokens(self.logits(), lambda: count - len(tokens)):
+
+        def take(token: int, own: np.ndarray[Any, Any]) -> bool:
             tokens.append(token)
             logits.append(own.copy())
             assert self.conversations.tokens(0) == [*self.prompt, *tokens[:-1]]
-            if len(tokens) == count:
-                break
+            return len(tokens) < count
+
+        run_alone(Checked(self.decoder, check), rounds.decode(self.logits(), take, lambda: count - len(tokens)))
         return tokens, logits, rounds
 
 
@@ -152,11 +166,11 @@ def test_nothing_is_drafted_beyond_what_is_wanted_or_behind_an_end(model: Any) -
     bench.decoder.forward = noted
     tokens, _, rounds = bench.run(4, 8)
     # the first token comes of the prompt; then a round of 5, then one of the 2 that are missing
-    assert [(step.draft, step.tokens.size, step.flush) for step in steps if not step.prefill] == [
-        *[(True, 1, index == 0) for index in range(4)],
-        (False, 5, False),
-        (True, 1, True),
-        (False, 2, False),
+    assert [(step.draft, step.tokens.size) for step in steps if not step.prefill] == [
+        *[(True, 1)] * 4,
+        (False, 5),
+        (True, 1),
+        (False, 2),
     ]
     assert (rounds.counts.drafted, rounds.counts.accepted) == (5, 5)
     steps.clear()
@@ -186,6 +200,7 @@ def test_an_interrupted_round_leaves_what_was_known(model: Any, after: int) -> N
     slot, shared = bench.conversations.begin([*held, 7])
     assert (slot, shared) == (0, len(held))
     assert bench.decoder.cache.length(0) == len(held)
+    bench.conversations.release(0)
     bench.prompt = PROMPT[:250]
     assert bench.run(3, 30)[0] == alone
 
@@ -219,6 +234,18 @@ class Odd:
     def take(self, token: int) -> None: ...
 
 
+def taken(bench: Bench, rounds: Rounds, count: int) -> list[tuple[int, Any]]:
+    """So many tokens, and what came with each."""
+    given: list[tuple[int, Any]] = []
+
+    def take(token: int, own: Any) -> bool:
+        given.append((token, own))
+        return len(given) < count
+
+    run_alone(bench.decoder, rounds.decode(bench.logits(), take, lambda: count - len(given)))
+    return given
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_decoder_that_draws_is_asked_for_tokens_alone(model: Any, temperature: float) -> None:
     """The same tokens from the same stream, penalties included; logits stay where they are."""
@@ -229,9 +256,9 @@ def test_a_decoder_that_draws_is_asked_for_tokens_alone(model: Any, temperature:
         bench.decoder = wrap(bench.decoder)
         rounds = Rounds(
             Place(decoder=bench.decoder, conversations=bench.conversations, slot=0),
-            Sampler(sampling, bench.prompt), FixedGamma(0), ends=(), check=lambda: None,
+            Sampler(sampling, bench.prompt), FixedGamma(0), ends=(),
         )  # fmt: skip
-        given = list(itertools.islice(rounds.tokens(bench.logits(), lambda: 60), 60))
+        given = taken(bench, rounds, 60)
         place.append([token for token, _ in given])
     assert place[0] == place[1]
     assert bench.decoder.drawn == 59
@@ -244,8 +271,9 @@ def test_a_grammar_decides_on_the_host(model: Any) -> None:
     sampler = Sampler(GREEDY, (), Odd())
     rounds = Rounds(
         Place(decoder=decoder, conversations=bench.conversations, slot=0),
-        sampler, FixedGamma(0), ends=(), check=lambda: None,
+        sampler, FixedGamma(0), ends=(),
     )  # fmt: skip
-    tokens = [token for token, _ in itertools.islice(rounds.tokens(bench.logits(), lambda: 10), 10)]
+    bench.decoder = decoder
+    tokens = [token for token, _ in taken(bench, rounds, 10)]
     assert decoder.drawn == 0
     assert all(token % 2 for token in tokens)

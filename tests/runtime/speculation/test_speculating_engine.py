@@ -134,6 +134,24 @@ def test_conversations_go_on_from_what_speculation_left() -> None:
     assert talk(5) == talk(None)
 
 
+def test_another_budget_in_the_middle_of_a_chat() -> None:
+    """Compensation that changes between answers changes the target, alone and with drafts alike."""
+
+    def talk(gamma: int | None) -> list[Any]:
+        found, text = [], TEXT
+        with opened(gamma=gamma) as engine:
+            for k_chunk in (512, 0, 1024, 64):
+                with engine.lent(LEAST_CONTEXT) as decoder:
+                    decoder.set_k_chunk(k_chunk)
+                    compensate_drafts(decoder)
+                pieces = said(engine, text, greedy(max_tokens=40), "chat")
+                text += "".join(piece.text for piece in pieces)
+                found.append(gist(pieces))
+        return found
+
+    assert talk(4) == talk(None)
+
+
 def test_a_cancelled_round_leaves_a_conversation_that_goes_on(plain_pieces: list[Piece]) -> None:
     with opened(gamma=4) as engine:
         for after in range(1, 9):

@@ -17,6 +17,8 @@ from runtime.backends.cpu.machine.view import record_of, view
 
 WIDTH: Final = 40
 """Words of an instruction."""
+WHOLE_BITS: Final = 4
+"""Bits of residuals that have tiles as weights have them."""
 BESIDE: Final = -1
 """Parts of a SELECT that has no turn of its own, see `runtime.backends.cpu.units.products`."""
 
@@ -57,6 +59,8 @@ class Quantized(NamedTuple):
     """Address of float32."""
     shifts: int
     """Address of float32."""
+    sums: int = 0
+    """Address of int32; 0: not wanted."""
 
 
 class Embed(NamedTuple):
@@ -103,6 +107,8 @@ class Input(NamedTuple):
     """The same in INT8."""
     group_blocks: int
     """Blocks of 32 channels that share a scale."""
+    per_token: bool = False
+    """Whether all groups of a row share one scale."""
 
 
 class Norm(NamedTuple):
@@ -203,6 +209,8 @@ class Weights(NamedTuple):
     """Of the activations, and of uniform weights."""
     group_blocks: int
     """Blocks of a group."""
+    group_scales: int = 0
+    """uint8, of a matrix that is multiplied in whole numbers; its `zeros` are multiplied with them. 0: of others."""
 
 
 class Residual(NamedTuple):
@@ -218,6 +226,17 @@ class Residual(NamedTuple):
     """Bytes from one input channel's row to the next."""
     rows: int = 0
     """K, rows."""
+
+
+class Whole(NamedTuple):
+    """All residuals of a matrix as another one of 4 bits, in tiles like its own: addresses."""
+
+    codes: int = 0
+    """Of the first tile; 0: there is none."""
+    scales: int = 0
+    """float16."""
+    zeros: int = 0
+    """uint8."""
 
 
 class Linear(NamedTuple):
@@ -245,6 +264,8 @@ class Linear(NamedTuple):
     """int32, the channels."""
     kept: int = 0
     """As of `Panel`, where all rows are compensated by the same channels; 0: each by its own."""
+    whole: Whole = Whole()
+    """All residuals, where each row is compensated by all of them."""
 
 
 class Panel(NamedTuple):

@@ -1,4 +1,4 @@
-"""Per-group INT8 quantization of activations, laid out for the integer dot product.
+"""INT8 quantization of activations, group by group or with one scale for a token, laid out for the integer dot product.
 
 Four consecutive channels of a row form a quad of bytes; the quads of `row_block` rows stand side by side, so that the
 matrix product finds the same channels of all its rows next to each other:
@@ -6,11 +6,12 @@ matrix product finds the same channels of all its rows next to each other:
     codes   int8  [rows / row_block, K / 4, row_block, 4]
     scales  fp32  [rows / row_block, G, row_block]
     shifts  fp32  [rows / row_block, G, row_block] = -scale * sum of the group's codes, which a zero-point multiplies
+    sums    int32 [rows / row_block, G, row_block] = sum of the group's codes, where all groups share a token's scale
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 
@@ -24,6 +25,7 @@ from runtime.backends.cpu.machine.vector import (
     mul,
     rounded,
     set_float,
+    set_int,
     store_quads,
     sum_lanes,
     zero_floats,
@@ -41,22 +43,29 @@ class GroupPlace(NamedTuple):
     """Address of its scale."""
     shift: int
     """Address of its shift."""
+    sum: int
+    """Address of the sum of its codes; 0: it is not wanted."""
 
 
 @numba.njit(nogil=True)
-def quantize_group(x: int, width: int, to: GroupPlace) -> None:
-    """Quantize one group of one row: scale = max |x| / 127, codes rounded to nearest even.
+def step_of(x: int, width: int) -> Any:
+    """The scale of float32 [width] at address x, a multiple of 16 channels: max |x| / 127."""
+    largest = zero_floats()
+    for i in range(0, width, 16):
+        largest = maximum(largest, absolute(load_floats(x + 4 * i)))
+    return numba.float32(max_lanes(largest) / numba.float32(127.0))
+
+
+@numba.njit(nogil=True)
+def quantize_group(x: int, width: int, step: Any, to: GroupPlace) -> None:
+    """Quantize one group of one row, codes rounded to nearest even.
 
     Args:
         x: Address of float32 [width].
         width: Channels, a multiple of 16.
+        step: float32, its scale: `step_of` the group, or of the whole row.
         to: Where it goes.
     """
-    largest = zero_floats()
-    for i in range(0, width, 16):
-        largest = maximum(largest, absolute(load_floats(x + 4 * i)))
-    top = max_lanes(largest)
-    step = numba.float32(top / numba.float32(127.0))
     inverse = numba.float32(0.0)
     if step > numba.float32(1.1754944e-38):
         inverse = numba.float32(numba.float32(1.0) / step)
@@ -67,4 +76,7 @@ def quantize_group(x: int, width: int, to: GroupPlace) -> None:
         total = add(total, code)
         store_quads(to.codes + (i // 4) * to.stride, to.stride, code)
     set_float(to.scale, step)
-    set_float(to.shift, numba.float32(-step * sum_lanes(total)))
+    whole = sum_lanes(total)
+    set_float(to.shift, numba.float32(-step * whole))
+    if to.sum != 0:
+        set_int(to.sum, numba.int32(whole))

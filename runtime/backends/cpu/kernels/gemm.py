@@ -50,7 +50,7 @@ from runtime.backends.cpu.machine.vector import (
 
 ROW_BLOCKS = (1, 4, 8, 16)
 """Rows that a product handles at once."""
-_CHAINS = 16
+CHAINS = 16
 """Sums that are independent of each other, several of a row where there are few rows: a dot product takes its place in
 a sum only when the one before it is done."""
 
@@ -65,21 +65,26 @@ def row_block(rows: int) -> int:
     return 8 if rows <= 8 else 16
 
 
-def _zeros() -> Any:
-    def emit(_b: Builder) -> Any:
-        return ir.Constant(ir.ArrayType(WORDS, _CHAINS), [constant(WORDS, 0)] * _CHAINS)
-
-    emit.__name__ = "zeros"
-    emit.__doc__ = "All sums, zero."
-    return define(types.UniTuple(words16, _CHAINS))(emit)
+@define(types.UniTuple(words16, CHAINS))
+def no_sums(_b: Builder) -> Any:
+    """All sums, zero."""
+    return ir.Constant(ir.ArrayType(WORDS, CHAINS), [constant(WORDS, 0)] * CHAINS)
 
 
-def _multiply(bits: int, rows: int) -> Any:
-    """Bits 8 stands for decoded entries of codebooks."""
+def emit_whole_sum(b: Builder, sums: Any, row: int, rows: int) -> Any:
+    """What the chains of a row add up to."""
+    whole = b.extract_value(sums, row)
+    for chain in range(row + rows, CHAINS, rows):
+        whole = b.add(whole, b.extract_value(sums, chain))
+    return whole
+
+
+def sums_of_block(bits: int, rows: int) -> Any:
+    """Adds the products of one block of codes with every row to sums; bits 8 stands for decoded entries."""
     dot = emit_dot4_entries if bits == 8 else emit_dot4
 
     def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
-        totals = [b.extract_value(sums, chain) for chain in range(_CHAINS)]
+        totals = [b.extract_value(sums, chain) for chain in range(CHAINS)]
         if bits == 8:
             vectors = [load(b, BYTES, offset(b, codes, 64 * j), 64) for j in range(8)]
         else:
@@ -87,7 +92,7 @@ def _multiply(bits: int, rows: int) -> Any:
         for j, vector in enumerate(vectors):
             for m in range(rows):
                 word = load(b, I32, offset(b, x, 4 * (rows * j + m)), 4)
-                chain = (rows * j + m) % _CHAINS
+                chain = (rows * j + m) % CHAINS
                 totals[chain] = dot(b, totals[chain], vector, b.bitcast(splat(b, word, WORDS), BYTES))
         for chain, total in enumerate(totals):
             sums = b.insert_value(sums, total, chain)
@@ -95,7 +100,7 @@ def _multiply(bits: int, rows: int) -> Any:
 
     emit.__name__ = f"multiply{bits}x{rows}"
     emit.__doc__ = "Add the products of one block of codes with every row."
-    tuple_type = types.UniTuple(words16, _CHAINS)
+    tuple_type = types.UniTuple(words16, CHAINS)
     return define(tuple_type, tuple_type, types.int64, types.int64)(emit)
 
 
@@ -105,16 +110,13 @@ def _finish(rows: int) -> Any:
             address = offset(b, out, 64 * m)
             x_scale = splat(b, load(b, FLOAT, offset(b, x_scales, 4 * m), 4), FLOATS)
             x_shift = splat(b, load(b, FLOAT, offset(b, x_shifts, 4 * m), 4), FLOATS)
-            whole = b.extract_value(sums, m)
-            for chain in range(m + rows, _CHAINS, rows):
-                whole = b.add(whole, b.extract_value(sums, chain))
-            products = b.sitofp(whole, FLOATS)
+            products = b.sitofp(emit_whole_sum(b, sums, m, rows), FLOATS)
             total = emit_fma(b, products, b.fmul(scale, x_scale), load(b, FLOATS, address, 64))
             b.store(emit_fma(b, scaled_zero, x_shift, total), pointer(b, address), align=64)
 
     emit.__name__ = f"finish{rows}"
     emit.__doc__ = "Scale a group's sums and add them to the tile's totals, float32 [rows, 16] at `out`."
-    sums_type = types.UniTuple(words16, _CHAINS)
+    sums_type = types.UniTuple(words16, CHAINS)
     return define(types.void, sums_type, floats16, floats16, types.int64, types.int64, types.int64)(emit)
 
 
@@ -126,7 +128,7 @@ def _tile(bits: int, rows: int, factors: Any) -> Any:
         rows: Of the block.
         factors: Takes the tile and a group for the scales and the scaled zeros of its outputs.
     """
-    zeros_of, multiply, finish = _zeros(), _multiply(bits, rows), _finish(rows)
+    multiply, finish = sums_of_block(bits, rows), _finish(rows)
     block_bytes = ENTRY_BYTES if bits == 8 else BLOCK_BYTES[bits]
     lines = 0 if bits == 8 else block_bytes  # entries were written a moment ago
 
@@ -137,7 +139,7 @@ def _tile(bits: int, rows: int, factors: Any) -> Any:
         start, group, blocks = 0, 0, tile.blocks
         while start < blocks:
             stop = min(start + tile.group_blocks, blocks)
-            sums = zeros_of()
+            sums = no_sums()
             for block in range(start, stop):
                 codes = tile.codes + block * block_bytes
                 for line in range(0, lines, 64):

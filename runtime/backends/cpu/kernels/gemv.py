@@ -119,8 +119,11 @@ def _unpack(bits: int) -> Any:
     return define(types.UniTuple(bytes64, 8), types.int64)(emit)
 
 
+unpack_4 = _unpack(4)
+
+
 def _tile(bits: int) -> Any:
-    unpack = _unpack(bits)
+    unpack = unpack_4 if bits == 4 else _unpack(bits)
     block_bytes = BLOCK_BYTES[bits]
 
     @numba.njit(nogil=True)

@@ -9,7 +9,7 @@ import numba
 
 from runtime.backends.cpu.data.instructions import Input, embed_at, gate_at, gather_at, merge_at, norm_at
 from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of
-from runtime.backends.cpu.kernels.activation import GroupPlace, quantize_group
+from runtime.backends.cpu.kernels.activation import GroupPlace, quantize_group, step_of
 from runtime.backends.cpu.kernels.attention.run import part_bytes
 from runtime.backends.cpu.kernels.attention.span import merge_splits
 from runtime.backends.cpu.kernels.gate import gate as gate_channels
@@ -64,15 +64,23 @@ def _sizes(to: Input) -> tuple[int, int, int]:
 
 @numba.njit(nogil=True)
 def _round(to: Input, row: int, rows: int, start: int, stop: int) -> None:
-    """Quantize groups start .. stop - 1 of a row of `to` into the layout of its row block."""
+    """Quantize groups start .. stop - 1 of a row of `to` into the layout of its row block.
+
+    Where groups share a scale the whole row has to be there.
+    """
     padded, group, groups = _sizes(to)
     side, x = row_block(rows), to.out.at + row * to.out.stride
     block, lane = row // side, row % side
     codes = to.rounded.codes + block * side * padded + 4 * lane
+    shared = step_of(x, padded) if to.per_token != 0 else numba.float32(0.0)
     for g in range(start, stop):
         at, factor = g * group, 4 * (side * (block * groups + g) + lane)
-        place = GroupPlace(codes + side * at, 4 * side, to.rounded.scales + factor, to.rounded.shifts + factor)
-        quantize_group(x + 4 * at, min(group, padded - at), place)
+        own, width, total = to.rounded, min(group, padded - at), 0
+        if own.sums != 0:
+            total = own.sums + factor
+        place = GroupPlace(codes + side * at, 4 * side, own.scales + factor, own.shifts + factor, total)
+        step = shared if to.per_token != 0 else step_of(x + 4 * at, width)
+        quantize_group(x + 4 * at, width, step, place)
 
 
 @compiled_unit
@@ -82,7 +90,7 @@ def norm(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     to, rows = norm.to, rows_of(control, norm.to.wanted)
     padded, group, groups = _sizes(to)
     # Few rows: every thread computes the sum of squares, and takes its share of the groups.
-    alone = rows >= parts
+    alone = rows >= parts or to.per_token != 0
     first, last = share_of(rows, part, parts) if alone else (0, rows)
     g0, g1 = (0, groups) if alone else share_of(groups, part, parts)
     for row in range(first, last):
@@ -98,6 +106,15 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     gate = gate_at(i)
     to, rows = gate.to, rows_of(control, gate.to.wanted)
     padded, group, groups = _sizes(to)
+    if to.per_token != 0:  # a token's scale has to know all its channels
+        first, last = share_of(rows, part, parts)
+        for row in range(first, last):
+            source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
+            gate_channels(source, source + 4 * to.width, out, 0, padded)
+            for c in range(to.width, padded):
+                set_float(out + 4 * c, numba.float32(0.0))
+            _round(to, row, rows, 0, groups)
+        return
     first, last = share_of(rows * groups, part, parts)
     for item in range(first, last):
         row, g = item // groups, item % groups

@@ -13,7 +13,7 @@ from typing import Any
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data.instructions import Linear, Quantized, Weights, header_at, linear_at
+from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Quantized, Weights, header_at, linear_at
 from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, share_of_weights, tiles_of_line
 from runtime.backends.cpu.kernels.compensate import (
     Columns,
@@ -57,15 +57,14 @@ from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
 from runtime.backends.cpu.units.selection import MADE_BEFORE, Choice, choose, is_made
 
 TILE_BYTES = 16 * 64
-"""Bytes at the start of the scratch that hold a tile of 16 rows of outputs. After them, one after the other, a tile's
-decoded entries and compensation's sums."""
+"""Bytes at the start of the scratch: a tile of 16 rows of outputs. A tile's entries and compensation's sums follow."""
 
 
 def linear_scratch(linear: Linear) -> int:
     """Bytes of scratch that a thread needs for the instruction."""
     entries = ENTRY_BYTES * linear.weights.blocks if linear.weights.codebooks else 0
     sums = sums_bytes(16 * linear.weights.tiles) if linear.total else SUMS_BYTES if linear.kept else 0
-    return TILE_BYTES + max(entries, sums)
+    return TILE_BYTES + max(entries, sums, TILE_BYTES if linear.whole.codes else 0)
 
 
 @numba.njit(nogil=True)
@@ -84,7 +83,7 @@ def row_block_at(linear: Linear, row: int) -> Quantized:
     """The activations of the row block that begins at a row."""
     x, weights = linear.x, linear.weights
     groups = 4 * row * weights.groups
-    return Quantized(x.codes + row * weights.blocks * BLOCK, x.scales + groups, x.shifts + groups)
+    return Quantized(x.codes + row * weights.blocks * BLOCK, x.scales + groups, x.shifts + groups, x.sums + groups)
 
 
 @numba.njit(nogil=True)
@@ -120,7 +119,7 @@ def times_rows(four: Any, eight: Any, sixteen: Any) -> Any:
     return all_rows
 
 
-def _product(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> tuple[Any, Any]:
+def product_of(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> tuple[Any, Any]:
     """The product with one row of activations, and with several.
 
     Args:
@@ -168,7 +167,7 @@ def _uniform(bits: int, *kernels: Any) -> tuple[Any, Any]:
     def prepare(tile: Tile, _scratch: int) -> Tile:
         return tile
 
-    return _product(tile_of, prepare, kernels)
+    return product_of(tile_of, prepare, kernels)
 
 
 def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
@@ -185,7 +184,7 @@ def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
         decode(tile.codes, tile.levels, tile.blocks, entries)
         return Tile(entries, tile.scales, tile.levels, tile.blocks, tile.group_blocks)
 
-    return _product(tile_of, prepare, (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16))
+    return product_of(tile_of, prepare, (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16))
 
 
 _one_3, _several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
@@ -206,13 +205,12 @@ def _tiles(linear: Linear, rows: int, part: int, parts: int) -> tuple[int, int]:
 
 
 @numba.njit(nogil=True)
-def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, parts: int, scratch: int) -> None:
+def multiply_linear(one_row: Any, several_rows: Any, i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run a LINEAR instruction: a part is a range of whole tiles of 16 output channels."""
     linear = linear_at(i)
     rows = rows_of(control, linear.wanted)
     first, last = _tiles(linear, rows, part, parts)
-    compensate = parameters_at(control).compensate != 0
-    choice = MADE_BEFORE
+    compensate, choice = parameters_at(control).compensate != 0, MADE_BEFORE
     if rows == 1:
         compensated = compensate and linear.total > 0
         if compensated:
@@ -222,7 +220,7 @@ def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, 
         several_rows(linear, first, last, rows, scratch)
     if not compensate or first == last:
         return
-    if linear.kept != 0:
+    if linear.kept != 0 or linear.whole.codes != 0:
         call_5(header_at(i).inner, i, rows, first, last, scratch + TILE_BYTES)
     elif linear.total > 0:
         if choice.at != 0:
@@ -234,25 +232,39 @@ def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, 
 @compiled_unit
 def multiply_uniform_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: uniform codes of 3 bits."""
-    _multiply(_one_3, _several_3, i, control, part, parts, scratch)
+    multiply_linear(_one_3, _several_3, i, control, part, parts, scratch)
 
 
 @compiled_unit
 def multiply_uniform_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: uniform codes of 4 bits."""
-    _multiply(_one_4, _several_4, i, control, part, parts, scratch)
+    multiply_linear(_one_4, _several_4, i, control, part, parts, scratch)
 
 
 @compiled_unit
 def multiply_codebook_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codebooks of 8 entries."""
-    _multiply(_one_codebook_3, _several_codebook_3, i, control, part, parts, scratch)
+    multiply_linear(_one_codebook_3, _several_codebook_3, i, control, part, parts, scratch)
 
 
 @compiled_unit
 def multiply_codebook_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codebooks of 16 entries."""
-    _multiply(_one_codebook_4, _several_codebook_4, i, control, part, parts, scratch)
+    multiply_linear(_one_codebook_4, _several_codebook_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def add_whole(i: int, rows: int, first: int, last: int, scratch: int) -> None:
+    """Add the products of tiles first .. last - 1 of all residuals of the LINEAR instruction at address i."""
+    of = linear_at(i)
+    own, by = of.weights, of.whole
+    sizes = (WHOLE_BITS, own.tiles, own.blocks, own.groups, own.group_blocks)
+    weights = Weights(by.codes, by.scales, by.zeros, 0, *sizes, 0)
+    linear = Linear(weights, of.x, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, by)
+    if rows == 1:
+        _one_4(linear, first, last, False, MADE_BEFORE)
+    else:
+        _several_4(linear, first, last, rows, scratch)
 
 
 @compiled_unit

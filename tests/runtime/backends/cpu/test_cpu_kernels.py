@@ -26,7 +26,7 @@ from runtime.backends.cpu.arena import Arena, aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
-from runtime.backends.cpu.tiles import padded, tile_linear
+from runtime.backends.cpu.tiles import padded, tile_linear, tile_residual
 from runtime.operations import activation
 from runtime.operations import channels as budget
 from runtime.operations import compensate as compensation
@@ -455,6 +455,49 @@ def product_beside(
     assert np.isnan(out[rows:]).all()
     found: npt.NDArray[np.float32] = out[:rows, :N]
     return found
+
+
+@pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize(("N", "K", "group"), [(16, 32, 32), (100, 200, 64), (72, 1100, 128)])
+def test_all_residuals_as_tiles(
+    machine: Callable[..., Any],
+    request: pytest.FixtureRequest,
+    kind: str,
+    bits: int,
+    N: int,
+    K: int,
+    group: int,
+) -> None:
+    """The same sums as by reading all rows; with uniform codes the same bits among other rows as alone."""
+    rng = np.random.default_rng(N)
+    linear = request.getfixturevalue(kind)(
+        rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=4
+    )
+    rounded = activation.quantize(torch.from_numpy(rng.standard_normal((7, K)).astype(np.float32)), group)
+    before = rng.standard_normal((7, N)).astype(np.float32)
+    tiled = tile_linear(linear, Arena())
+    residual = tile_residual(linear.residual, tiled, Arena())
+    whole = residual.weights
+
+    def product(first: int, last: int) -> npt.NDArray[np.float32]:
+        codes, scales = (part.numpy()[first:last] for part in rounded)
+        inputs = Activations(last - first, K)
+        inputs.fill(codes, scales, group)
+        out = wide(before[first:last], last - first)
+        own = op.Linear(tiled.weights, inputs.places, False, matrix(out), 0, True)
+        machine(last - first).run(own._replace(whole=op.Whole(whole.codes, whole.scales, whole.zeros)))
+        assert np.isnan(out[last - first :]).all()
+        found: npt.NDArray[np.float32] = out[: last - first, :N].copy()
+        return found
+
+    together = product(0, 7)
+    assert_close(together, product_beside(machine, linear, rounded, np.arange(K), before), "sums")
+    assert np.array_equal(together[2:5], product(2, 5))
+    for row in range(7):
+        alone = product(row, row + 1)[0]
+        assert_close(alone, together[row], "sums")
+        assert np.array_equal(alone, together[row]) or linear.codebook is not None
 
 
 @pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])

@@ -17,9 +17,9 @@ from runtime.backends.cpu.machine import sync
 from runtime.decoder import DecoderOptions, Step
 
 
-def decode(decoder: CpuDecoder, position: int) -> np.ndarray[Any, Any]:
+def decode(decoder: CpuDecoder, position: int, *, draft: bool = False) -> np.ndarray[Any, Any]:
     row = np.zeros(1, np.int32)
-    step = Step(tokens=row + 7 * position % 50, slots=row, positions=row + position, logit_rows=row)
+    step = Step(tokens=row + 7 * position % 50, slots=row, positions=row + position, logit_rows=row, draft=draft)
     return decoder.forward(step).copy()
 
 
@@ -37,6 +37,17 @@ def test_crews_of_any_size_give_the_same_numbers(decoder: CpuDecoder, tiny_model
             for position in range(40):
                 decoder._pool._crew.size = decoder._pool._crew._kept = int(rng.integers(1, 6))
                 np.testing.assert_array_equal(decode(decoder, position), wanted[position])
+
+
+def test_drafts_are_not_taken_for_fast_tokens(decoder: CpuDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many threads share a token is judged among its like."""
+    timed: list[str] = []
+    pool = decoder._pool
+    monkeypatch.setattr(pool._crew, "token", lambda _: timed.append("token"))
+    monkeypatch.setattr(pool._drafting, "token", lambda _: timed.append("draft"))
+    for position, draft in enumerate((True, False, True)):
+        decode(decoder, position, draft=draft)
+    assert timed == ["draft", "token", "draft"]
 
 
 def test_threads_that_slept_are_woken(decoder: CpuDecoder) -> None:

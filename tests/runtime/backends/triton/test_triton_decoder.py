@@ -275,6 +275,19 @@ def test_a_number_that_is_not_finite_is_an_error_and_leaves_no_trace(
     assert np.array_equal(before, decoder.forward(step([1], 0)))
 
 
+def test_rows_behind_the_final_norm_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+    model = tiny_model(tiny_spec(**SMALL), bits=3)
+    model.table[7] = np.nan
+    options = DecoderOptions(context=16, max_rows=6)
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    for one in (step([5, 9, 3], 0, rows=[], prefill=True), step([47], 3, rows=[], prefill=True)):
+        found, wanted = ours.hidden(one), theirs.hidden(one)
+        assert found.shape == wanted.shape == (one.tokens.size, ours.spec.hidden_size)
+        assert_logits(found, wanted)
+    with pytest.raises(InvalidActivationError, match="not finite"):
+        ours.hidden(step([7], 4, rows=[], prefill=True))
+
+
 def test_what_cannot_be_run_is_refused(tiny_model: Any, tiny_spec: Any, device: str) -> None:
     model = tiny_model(tiny_spec(**SMALL), bits=4, residual_bits=0)
     for options, words in (

@@ -1,0 +1,57 @@
+"""A checkpoint whose residual stream is rotated: it computes the same, and no channel of the stream stands out.
+
+The stream x becomes x Q with an orthogonal Q. What writes to it (embedding table, `o`, `down`, with their biases) is
+multiplied by Q, what reads from it (`qkv`, `gate_up`, the head) by its transpose, once the weights of the norms in
+between, which act on single channels, are folded into what reads. A norm's root mean square is that of x Q as well.
+
+Source: QServe App. B.2.1, Fig. 14.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from models.checkpoint import Checkpoint
+from models.hadamard import Rotation, rotation
+
+_NORMS = {"qkv": "input_norm", "gate_up": "post_norm"}
+
+
+@dataclass(slots=True, kw_only=True)
+class RotatedCheckpoint(Checkpoint):
+    """The same model in another basis. Weights are float32, computed anew whenever they are asked for.
+
+    Norms before linear layers have weights of one. Norms of queries and keys are untouched.
+    """
+
+    turn: Rotation = field(init=False)
+    """The rotation of the residual stream."""
+
+    def __post_init__(self) -> None:
+        self.turn = rotation(self.spec.hidden_size)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> RotatedCheckpoint:
+        """The rotated form of a checkpoint."""
+        return cls(files=checkpoint.files, spec=checkpoint.spec)
+
+    def vector(self, name: str) -> torch.Tensor:
+        """See `Checkpoint.vector`."""
+        weight = Checkpoint.vector(self, name)
+        return weight if name.endswith(("q_norm", "k_norm")) else torch.ones_like(weight)
+
+    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Checkpoint.linear`; float32."""
+        plain, bias = Checkpoint.linear(self, name)
+        weight = plain.to(torch.float32)
+        owner, _, kind = name.rpartition(".")
+        if kind in ("o", "down"):
+            return self.turn.outputs(weight), None if bias is None else self.turn(bias)
+        norm = Checkpoint.vector(self, f"{owner}.{_NORMS[kind]}" if owner else "norm")
+        return self.turn(weight * norm), bias
+
+    def embedding(self) -> torch.Tensor:
+        """See `Checkpoint.embedding`; float32."""
+        return self.turn(Checkpoint.embedding(self))

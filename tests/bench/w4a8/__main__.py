@@ -1,0 +1,119 @@
+"""QoQ's promise on real models: perplexity by method, and what each step brings; docs/quality.md's section on W4A8.
+
+    python -m tests.bench.w4a8 --smollm2 FOLDER              all, a quarter of an hour on an idle machine
+    python -m tests.bench.w4a8 --report                      write the section again from what was measured
+
+Numbers are kept in docs/quality/w4a8.json; a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from models.quantize import quantize
+from models.recipe import Recipe
+from models.store import Store
+from runtime.decoder import DecoderOptions, KVKind
+from runtime.evaluate import full_precision_perplexity, perplexity
+from runtime.open import open_decoder
+from tests.bench.reporting.cases import CASES, ROOT, SMOLLM2, Case, smollm2
+from tests.bench.reporting.losses import numbers
+from tests.bench.reporting.markdown import between
+from tests.bench.reporting.results import Entry, Results, digest
+from tests.bench.reporting.run import about_run, teller
+from tests.bench.w4a8.models import ablation, alone, compared
+from tests.bench.w4a8.report import section
+
+RESULTS = ROOT / "docs" / "quality" / "w4a8.json"
+REPORT = ROOT / "docs" / "quality.md"
+_CALIBRATION = 6000
+"""Characters of the calibration text that models are made by: a quarter of what `quantize` would use, in a quarter of
+the time."""
+CODE = "1"
+"""Raised where the program gives other numbers for the same recipe."""
+
+
+def main() -> None:
+    """Measure what is missing and write the section."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--models", default="smollm2,english3m,babyllama105,stories260k", help="names, with commas")
+    parser.add_argument("--store", type=Path, default=ROOT / "build" / "w4a8", help="where models are kept")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    given = parser.parse_args()
+    results = Results(RESULTS)
+    cases = {case.name: case for case in (smollm2(given.smollm2), *CASES)}
+    if not given.report:
+        for name in given.models.split(","):
+            if cases[name].there():
+                measure(cases[name], results, Store(given.store))
+        results.save()
+    text = REPORT.read_text(encoding="utf-8")
+    REPORT.write_text(between(text, "w4a8", section(results, RESULTS.parent)), encoding="utf-8")
+
+
+def wanted(case: Case) -> Iterator[tuple[Recipe, KVKind, bool, str]]:
+    """Recipe, cache, whether as a chat, and backend, of everything that is measured of a model."""
+    real, group = case.name == "smollm2", 128 if case.group_size >= 64 else case.group_size
+    for variant in compared(group):
+        for kv in ("fp16", "int4"):
+            for as_chat in (False, True) if real else (False,):
+                yield variant.recipe, kv, as_chat, variant.backend  # type: ignore[misc]
+    if real:
+        for step in ablation(group):
+            for as_chat in (False, True):
+                yield step.recipe, step.kv, as_chat, "cpu"  # type: ignore[misc]
+        for recipe in alone(group).values():
+            yield recipe, "int4", False, "cpu"
+
+
+def measure(case: Case, results: Results, store: Store) -> None:
+    """Fill the gaps of one model."""
+    tell = teller(time.monotonic())
+    tokens = case.text()
+    for as_chat in (False, True):
+        if results.find("full", [case.name, as_chat], CODE) is None:
+            from models.checkpoint import Checkpoint
+
+            found = full_precision_perplexity(
+                Checkpoint.open(case.folder), tokens, case.window, case.stride, as_chat=as_chat
+            )
+            about = {"model": case.name, "as_chat": as_chat}
+            results.add("full", [case.name, as_chat], CODE, {**about, **numbers(found)})
+    for recipe, kv, as_chat, backend in wanted(case):
+        identity = key(case, recipe, kv, as_chat=as_chat)
+        if results.find("points", identity, CODE) is None:
+            entry = point(case, store, recipe, kv, as_chat=as_chat, backend=backend, tokens=tokens)
+            results.add("points", identity, CODE, entry)
+            results.about = about_run("python -m tests.bench.w4a8")
+            results.save()
+            tell(f"{case.name} {recipe.to_json()} {kv} {'chat' if as_chat else 'plain'}: {entry['perplexity']}")
+
+
+def key(case: Case, recipe: Recipe, kv: str, *, as_chat: bool) -> list[object]:
+    """What decides a number."""
+    return [case.name, case.window, case.stride, recipe.to_json(), kv, as_chat]
+
+
+def point(
+    case: Case, store: Store, recipe: Recipe, kv: KVKind, *, as_chat: bool, backend: str, tokens: list[int]
+) -> Entry:
+    """Perplexity of one model with one cache."""
+    name = f"{case.name}-{digest(recipe.to_json())}"
+    if name not in store:
+        quantize(case.folder, store, recipe, name=name, calibration=case.calibration()[:_CALIBRATION])
+    model = store.open(name)
+    decoder, _ = open_decoder(model, DecoderOptions(context=case.window, kv=kv), backend)
+    try:
+        found = perplexity(decoder, tokens, case.window, case.stride, as_chat=as_chat)
+    finally:
+        decoder.close()
+    about = {"model": case.name, "recipe": recipe.to_json(), "kv": kv, "as_chat": as_chat, "backend": backend}
+    return {**about, "bits_per_weight": model.info.summary.bits_per_weight, **numbers(found)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The models that are compared, as data: Table 2's order of methods and Fig. 12's order of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from models.recipe import QOQ_STEPS, Recipe
+
+OFF: Mapping[str, bool] = dict.fromkeys(QOQ_STEPS, False)
+"""No step of QoQ: round-to-nearest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A way to make the low-bit model."""
+
+    name: str
+    """What the report calls it."""
+    recipe: Recipe
+    """How it is made."""
+    backend: str = "cpu"
+    """What runs it."""
+
+
+def _qoq(group_size: int, *steps: str) -> Recipe:
+    return Recipe.usual("qoq", group_size=group_size, **{**OFF, **dict.fromkeys(steps, True)})
+
+
+def compared(group_size: int) -> Sequence[Variant]:
+    """Table 2's order, the best first.
+
+    Args:
+        group_size: Of the variants with groups.
+    """
+    awq = Recipe(method="awq", group_size=group_size, residual_bits=0)
+    return (
+        Variant(name="W4A16 AWQ, groups", recipe=awq, backend="reference"),
+        Variant(name="W4A8 QoQ, groups", recipe=Recipe.usual("qoq", group_size=group_size)),
+        Variant(name="W4A8 QoQ, per channel", recipe=Recipe.usual("qoq", group_size=0)),
+        Variant(name="W4A8 RTN, groups", recipe=_qoq(group_size)),
+        Variant(name="W4A8 RTN, per channel", recipe=_qoq(0)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step of the ablation."""
+
+    name: str
+    """What is added."""
+    recipe: Recipe
+    """The model with it."""
+    kv: str
+    """Its cache."""
+
+
+def ablation(group_size: int) -> Sequence[Step]:
+    """Fig. 12's order, from round-to-nearest to all of QoQ.
+
+    Args:
+        group_size: Of the last steps.
+    """
+    blocks = ("rotate", "smooth_outputs")
+    channels = (*blocks, "clip")
+    steps: list[tuple[str, Recipe, str]] = [
+        ("W4A8, round to nearest, per channel", _qoq(0), "fp16"),
+        ("+ rotated block inputs", _qoq(0, "rotate"), "fp16"),
+        ("+ smoothed block outputs", _qoq(0, *blocks), "fp16"),
+        ("+ clipping", _qoq(0, *channels), "fp16"),
+        ("+ KV4", _qoq(0, *channels), "int4"),
+        ("+ SmoothAttention", _qoq(0, *channels, "smooth_attention"), "int4"),
+        ("+ progressive groups", _qoq(group_size, *channels, "smooth_attention"), "int4"),
+        ("+ reordered channels", _qoq(group_size, *channels, "smooth_attention", "reorder"), "int4"),
+    ]
+    return [Step(name=name, recipe=recipe, kv=kv) for name, recipe, kv in steps]
+
+
+def alone(group_size: int) -> Mapping[str, Recipe]:
+    """Each step switched off in the whole recipe with groups."""
+    whole: dict[str, Any] = dict.fromkeys(QOQ_STEPS, True)
+    return {
+        f"without {step.replace('_', ' ')}": Recipe.usual("qoq", group_size=group_size, **{**whole, step: False})
+        for step in QOQ_STEPS
+    }

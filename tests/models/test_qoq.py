@@ -1,0 +1,218 @@
+"""QoQ's steps: folded into a model of any family they leave its logits as they are, and they do what they are for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from models import per_token
+from models.checkpoint import Checkpoint
+from models.errors import QuantizationError
+from models.oracle import Oracle
+from models.packing import unpack
+from models.quantize import quantize
+from models.quantize.qoq import CLIPS, clip_heads, prepare
+from models.quantize.rotated import RotatedCheckpoint
+from models.quantize.streams import Streams
+from models.quantize.working import WorkingBlock
+from models.recipe import QOQ_STEPS, Recipe
+from models.store import Store, StoredModel
+from runtime.decoder import DecoderOptions
+from runtime.evaluate import perplexity
+from runtime.open import open_decoder
+from runtime.operations.activation import quantize as quantize_groups
+from runtime.operations.linear import gemm_w4a8, whole
+from tests.close import assert_close
+from tests.models.conftest import TEXT, write_checkpoint
+from tests.models.test_smooth import CASES, _oracle_cases
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ALL = tuple(step for step in QOQ_STEPS if step != "clip")
+"""The steps that change weights before they are rounded."""
+
+
+class _Prepared:
+    """Weights of a model whose blocks were prepared."""
+
+    def __init__(self, checkpoint: Checkpoint, blocks: list[WorkingBlock]) -> None:
+        self.spec, self._checkpoint, self._blocks = checkpoint.spec, checkpoint, blocks
+
+    def _owner(self, name: str) -> Any:
+        return self._blocks[int(name.split(".")[1])] if name.startswith("layers") else self._checkpoint
+
+    def vector(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._owner(name).vector(name)
+        return found
+
+    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found: tuple[torch.Tensor, torch.Tensor | None] = self._owner(name).linear(name)
+        return found
+
+    def embedding(self) -> torch.Tensor:
+        return self._checkpoint.embedding()
+
+
+def nothing() -> None:
+    pass
+
+
+def prepared(checkpoint: Checkpoint, recipe: Recipe, tokens: torch.Tensor) -> _Prepared:
+    """All blocks after a recipe's steps."""
+    source = RotatedCheckpoint.of(checkpoint) if recipe.rotate else checkpoint
+    x, blocks = source.embedding()[tokens].float(), []
+    for layer in range(source.spec.num_layers):
+        working = WorkingBlock(source, layer)
+        prepare(working, Streams(calibration=[x], full=[], low=[]), recipe, nothing)
+        x = Oracle(working).block(layer, x)
+        blocks.append(working)
+    return _Prepared(source, blocks)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("step", [*ALL, "all"])
+def test_logits_are_unchanged_before_rounding(case: str, step: str, tmp_path: Path) -> None:
+    model = _oracle_cases().random_model(case)
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    on = dict.fromkeys(QOQ_STEPS, False) | dict.fromkeys(ALL if step == "all" else (step,), True)
+    recipe = Recipe.usual("qoq", group_size=32, **on)
+    tokens = torch.randint(3, 67, (2, 11), generator=torch.Generator().manual_seed(1))
+    plain, changed = Oracle(checkpoint), Oracle(prepared(checkpoint, recipe, tokens))  # type: ignore[arg-type]
+    before, after = (oracle.logits(tokens) for oracle in (plain, changed))
+    assert float((before - after).abs().max()) < 1e-4 * max(1.0, float(before.abs().max()))
+
+
+def test_rotation_spreads_an_outlier_of_the_stream(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, hidden=64)
+    checkpoint = Checkpoint.open(tmp_path)
+    rotated = RotatedCheckpoint.of(checkpoint)
+    x = torch.zeros(1, 64)
+    x[0, 5] = 100
+    assert_close(rotated.turn(x).abs(), torch.full((1, 64), 12.5), "sums")
+    assert torch.equal(rotated.vector("layers.0.input_norm"), torch.ones(64))
+
+
+def test_reordering_sorts_channels_by_their_largest_activation(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    working = WorkingBlock(Checkpoint.open(tmp_path), 0)
+    x = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(0))
+    recipe = Recipe(method="qoq", residual_bits=0, reorder=True)
+    prepare(working, Streams(calibration=[x], full=[], low=[]), recipe, nothing)
+    seen: dict[str, torch.Tensor] = {}
+    Oracle(working, observe=seen.__setitem__).block(0, x)
+    largest = seen["layers.0.down"].abs().amax((0, 1))
+    assert_close(largest, largest.sort(descending=True).values, "exact")
+
+
+def test_heads_of_q_and_k_have_clip_ratios_and_v_has_none(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    working = WorkingBlock(Checkpoint.open(tmp_path), 0)
+    x = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(0))
+    clips = clip_heads(working, [x], Recipe.usual("qoq", group_size=32), nothing)
+    spec = working.spec
+    assert clips.shape == (spec.q_width + 2 * spec.kv_width,)
+    assert np.isnan(clips[spec.q_width + spec.kv_width :]).all()
+    heads = clips[: spec.q_width + spec.kv_width].reshape(-1, spec.head_dim)
+    assert (heads == heads[:, :1]).all()
+    assert {float(ratio) for ratio in heads[:, 0]} <= {float(np.float32(ratio)) for ratio in CLIPS}
+
+
+def test_tokens_are_rounded_as_one_group() -> None:
+    x = torch.randn(7, 100, generator=torch.Generator().manual_seed(0))
+    x[3] = 0
+    codes, scales = per_token.quantize(x)
+    expected, steps = quantize_groups(x, 128)
+    assert torch.equal(codes, expected)
+    assert torch.equal(scales, steps)
+    assert_close(per_token.rounded(x), codes.float() * scales, "exact")
+
+
+@pytest.mark.parametrize("group_size", [32, 128, 0])
+def test_a_stored_model_computes_with_whole_numbers(group_size: int, tmp_path: Path) -> None:
+    """Every tensor is there as documented, and the reference backend's sums are those of its integers."""
+    folder = write_checkpoint(tmp_path / "checkpoint", family="qwen2")
+    store = Store(tmp_path / "store")
+    recipe = Recipe.usual("qoq", group_size=group_size)
+    info = quantize(folder, store, recipe, calibration=TEXT, evaluation=TEXT)
+    model = StoredModel.open_folder(info.path)
+    assert model.recipe == recipe
+    with safe_open(info.path / "block-00000.safetensors", "np") as file:
+        assert ("layers.0.down.group_scales" in file.keys()) == (group_size > 0)  # noqa: SIM118
+    packed = model.linear("layers.0.qkv")
+    N, K = packed.shape
+    groups = -(-K // (group_size or K))
+    assert packed.zeros is not None
+    assert packed.zeros.shape == (N, groups)
+    assert packed.scales.shape == (N, 1)
+    codes = unpack(np.ascontiguousarray(packed.codes), 4, K).astype(np.int64)
+    scales = np.ones((N, groups), np.int64) if packed.group_scales is None else packed.group_scales.astype(np.int64)
+    zeros, scales = (np.repeat(part, packed.group_size, axis=1)[:, :K] for part in (packed.zeros.astype(int), scales))
+    weights = (codes - zeros) * scales
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(2))
+    activations, steps = per_token.quantize(x)
+    total = activations.numpy().astype(np.int64) @ weights.T
+    factors = packed.scales.astype(np.float32)[:, 0] * steps.numpy()
+    assert packed.bias is not None
+    expected = total.astype(np.float32) * factors + packed.bias
+    np.testing.assert_array_equal(gemm_w4a8(activations, steps, whole(packed), packed).numpy(), expected)
+    summary = info.summary
+    assert summary.perplexity_before is not None
+    assert summary.perplexity_after is not None
+    assert summary.perplexity_after < 1.6 * summary.perplexity_before
+
+
+def test_the_reference_backend_evaluates_what_quantizing_promised(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    store = Store(tmp_path / "store")
+    info = quantize(folder, store, Recipe.usual("qoq", group_size=32), calibration=TEXT)
+    model = StoredModel.open_folder(info.path)
+    decoder, _ = open_decoder(model, DecoderOptions(context=64, max_rows=64), "reference")
+    tokens = [1, *np.random.default_rng(0).integers(3, 60, 120).tolist()]
+    result = perplexity(decoder, tokens, 64, 32)
+    decoder.close()
+    dequantized = Oracle(_Stored(model))  # type: ignore[arg-type]
+    windows = torch.tensor([tokens[:64]])
+    assert np.isfinite(result.perplexity)
+    assert dequantized.logits(windows).shape == (1, 64, 96)
+
+
+class _Stored:
+    """A stored model's dequantized weights for the oracle."""
+
+    def __init__(self, model: StoredModel) -> None:
+        self.spec, self._model = model.spec, model
+
+    def vector(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(np.array(self._model.vector(name)))
+
+    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        from models.quantizers.dequantize import dequantize
+
+        return torch.from_numpy(dequantize(self._model.linear(name))), None
+
+    def embedding(self) -> torch.Tensor:
+        return torch.from_numpy(np.array(self._model.embedding(), np.float32))
+
+
+def test_what_is_asked_for_has_to_go_together() -> None:
+    for bad, message in (
+        ({"method": "gptq", "rotate": True}, "rotate: only for the method qoq"),
+        ({"method": "qoq", "bits": 3}, "qoq has 4 bits, not 3 and 4"),
+        ({"method": "qoq", "group_size": 48}, "a multiple of 32, or 0 for a whole output channel, not 48"),
+        ({"method": "rtn", "group_size": 0}, "a multiple of 32, not 0"),
+    ):
+        with pytest.raises(QuantizationError, match=message):
+            Recipe(**bad)  # type: ignore[arg-type]
+    usual = Recipe.usual("qoq")
+    assert (usual.group_size, usual.residual_bits, usual.reorder) == (128, 0, True)
+    assert not Recipe.usual("qoq", group_size=0).reorder
+    assert Recipe.from_json(usual.to_json()) == usual
+    assert not set(QOQ_STEPS) & Recipe().to_json().keys()
+    assert replace(usual, clip=False).to_json().keys() >= {"rotate", "reorder"}

@@ -1,0 +1,177 @@
+"""What somebody would send who wants to break the server, or to learn more than they may."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeHouse
+
+CHAT = "/v1/chat/completions"
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": "small", "messages": [{"role": "user", "content": "echo hi"}], **more}
+
+
+def deep(levels: int) -> bytes:
+    return b'{"model": "small", "messages": ' + b"[" * levels + b"]" * levels + b"}"
+
+
+SCHEMA_LEVELS = 60
+
+
+def deep_schema() -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(SCHEMA_LEVELS):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+
+
+BODIES: dict[str, bytes] = {
+    "NaN": json.dumps(body(temperature=float("nan"))).encode(),
+    "infinity": json.dumps(body(top_p=float("inf"))).encode(),
+    "a huge number": b'{"model": "small", "temperature": 1e999, "messages": []}',
+    "a huge seed": json.dumps(body(seed=10**400)).encode(),
+    "10,000 stops": json.dumps(body(stop=["x"] * 10_000)).encode(),
+    "a million messages": json.dumps(body(messages=[{"role": "user", "content": ""}] * 100_000)).encode(),
+    "deep": deep(10_000),
+    "very deep": deep(1_000_000),
+    "broken UTF-8": b'{"model": "small", "messages": [{"role": "user", "content": "\xff\xfe\xc3"}]}',
+    "a lone surrogate": b'{"model": "\\ud800", "messages": [{"role": "user", "content": "\\udfff"}]}',
+    "zeros": b"\0" * 1000,
+    "half a body": b'{"model": "small", "messages": [{"ro',
+    "nothing": b"",
+    "a path for a name": json.dumps(body(model="../../../etc/passwd")).encode(),
+    "a name with zeros": json.dumps(body(model="small\0")).encode(),
+    "a long name": json.dumps(body(model="x" * 100_000)).encode(),
+    "an evil pattern": json.dumps(
+        body(structured_outputs={"regex": "(a{1,1000}){1,1000}"}),
+    ).encode(),
+    "a schema that refers to itself": json.dumps(
+        body(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}})
+    ).encode(),
+    "a schema from elsewhere": json.dumps(
+        body(
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"$ref": "file:///etc/passwd"}},
+            }
+        )
+    ).encode(),
+    "a deep schema": json.dumps(body(response_format=deep_schema())).encode(),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/completions", "/v1/embeddings"])
+async def test_bodies(client: httpx.AsyncClient, kind: str, path: str) -> None:
+    began = time.monotonic()
+    response = await client.post(path, content=BODIES[kind], headers={"Content-Type": "application/json"})
+    assert response.status_code in (200, 400, 404, 413), response.text
+    if response.status_code != 200:
+        message = response.json()["error"]["message"]
+        assert 0 < len(message) < 2000
+        assert "Traceback" not in response.text
+        assert "/site-packages/" not in response.text
+        assert "root:" not in response.text
+    assert time.monotonic() - began < 60
+    assert (await client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models/../../etc/passwd",
+        "/v1/models/%2e%2e%2f%2e%2e%2fetc%2fpasswd",
+        "/v1/models/..%5c..%5cwindows",
+        "/v1/models/%00",
+        "/v1/models/%ff%fe",
+        "/v1/models/" + "x" * 8000,
+        "//v1/models",
+        "/v1/models/small/",
+        "/v1/models/%f0%9f%98%80",
+    ],
+)
+async def test_paths(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.get(path)
+    assert response.status_code == 404
+    assert "root:" not in response.text
+
+
+@pytest.mark.parametrize("verb", ["PUT", "DELETE", "PATCH", "TRACE", "OPTIONS", "GET"])
+async def test_verbs(client: httpx.AsyncClient, verb: str) -> None:
+    response = await client.request(verb, CHAT)
+    assert response.status_code == 405
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_a_client_that_is_slow_stops_nobody(serve: Callable[..., Any]) -> None:
+    server = serve()
+    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
+    for each in slow:
+        each.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
+    answers = [httpx.post(f"{server.url}{CHAT}", json=body(), timeout=30) for _ in range(3)]
+    assert {answer.status_code for answer in answers} == {200}
+    for each in slow:
+        each.close()
+
+
+def test_a_reader_that_stops_reading_stops_nobody(serve: Callable[..., Any], house: FakeHouse) -> None:
+    server = serve()
+    lazy = socket.create_connection(("127.0.0.1", server.port))
+    asked = json.dumps(body(stream=True)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(asked)}\r\n\r\n"
+    lazy.sendall(head.encode() + asked)
+    assert httpx.post(f"{server.url}{CHAT}", json=body(), timeout=30).status_code == 200
+    lazy.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"X: " + b"y" * 200_000 + b"\r\n\r\n",
+    ],
+    ids=["TLS", "no host", "two hosts", "negative length", "bad chunks", "long path", "long header"],
+)
+def test_what_is_hardly_http(serve: Callable[..., Any], sent: bytes) -> None:
+    server = serve()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        try:
+            answer = connection.recv(65536)
+        except ConnectionResetError:  # it hung up while we were sending
+            answer = b""
+    assert not answer or answer.split()[1] in (b"400", b"403", b"404", b"431")
+    assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
+
+
+def test_many_that_hang_up(serve: Callable[..., Any], house: FakeHouse) -> None:
+    server = serve()
+
+    def ask() -> None:
+        asked = json.dumps(body(messages=[{"role": "user", "content": "slow 100"}], stream=True)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(asked)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head.encode() + asked)
+
+    threads = [threading.Thread(target=ask) for _ in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answer = httpx.post(f"{server.url}{CHAT}", json=body(), timeout=60)
+    assert answer.json()["choices"][0]["message"]["content"] == "hi"

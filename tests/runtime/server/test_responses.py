@@ -1,0 +1,163 @@
+"""OpenAI's Responses interface, through the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_engine import FakeHouse
+from pydantic import BaseModel
+
+from runtime.constraint import Grammar
+from runtime.server.errors import ApiError
+from runtime.server.requests import parse
+from runtime.server.response_requests import ResponsesRequest
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
+
+
+class Sum(BaseModel):
+    total: int
+
+
+def read(body: dict[str, Any]) -> None:
+    asked = parse(json.dumps(body).encode(), ResponsesRequest)
+    asked.check()
+    assert asked.messages
+    asked.sampling()
+
+
+@pytest.fixture
+def client(serve: Callable[..., Any]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{serve().url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def test_a_text(client: openai.OpenAI, house: FakeHouse) -> None:
+    answer = client.responses.create(
+        model="small",
+        instructions="Be brief.",
+        input="echo a b",
+        max_output_tokens=9,
+        temperature=0.5,
+        metadata={"k": "v"},
+    )
+    assert (answer.output_text, answer.status, answer.metadata) == ("a b", "completed", {"k": "v"})
+    assert answer.usage is not None
+    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (5, 2, 7)
+    assert answer.usage.input_tokens_details.cached_tokens == 2
+    options = house.engine.options[-1]
+    assert (options.temperature, options.max_tokens) == (0.5, 9)
+    assert options.stop == ("<turn>",)
+
+
+def test_a_cut_text_is_incomplete(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="small", input="count 9", max_output_tokens=3)
+    assert (answer.status, answer.output_text) == ("incomplete", "0 1 2")
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_conversation_with_a_tool(client: openai.OpenAI, house: FakeHouse) -> None:
+    first: Any = [{"role": "user", "content": [{"type": "input_text", "text": f"echo well {CALL}"}]}]
+    asked = client.responses.create(model="small", input=first, tools=[ADD])
+    message, call = asked.output
+    assert (message.type, asked.output_text.strip()) == ("message", "well")
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1})
+    assert [tool.name for tool in house.engine.tools] == ["add"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+    items = [*first, *(item.model_dump() for item in asked.output), result, {"role": "user", "content": "echo done"}]
+    assert client.responses.create(model="small", input=items, tools=[ADD]).output_text == "done"
+
+
+def test_events_of_a_stream(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="small", input=f"echo well {CALL} {CALL}", tools=[ADD]) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.done") == 3
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == final.output_text
+    assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
+    assert final.usage is not None
+
+
+def test_an_empty_answer_still_is_a_message(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="small", input="echo")
+    assert [item.type for item in answer.output] == ["message"]
+    assert answer.output_text == ""
+
+
+def test_the_lines_of_a_stream(client: openai.OpenAI) -> None:
+    body = {"model": "small", "input": "echo a BREAK", "stream": True}
+    text = httpx.post(f"{client.base_url}responses", json=body, headers={"Authorization": "Bearer x"}).text
+    blocks = [block.split("\n") for block in text.strip().split("\n\n")]
+    for name, data in blocks:
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+    assert json.loads(blocks[-1][1].removeprefix("data: "))["error"]["message"].startswith("NaN")
+    with pytest.raises(openai.APIError, match="NaN"):
+        list(client.responses.create(model="small", input="echo a BREAK", stream=True))
+
+
+def test_forms_of_the_answer(client: openai.OpenAI, house: FakeHouse) -> None:
+    with pytest.raises(ValueError, match="Invalid JSON"):  # the scripted model says what it is told
+        client.responses.parse(model="small", input="echo x", text_format=Sum)
+    given = house.engine.options[-1].grammar
+    assert given is not None
+    assert given != Grammar.of_schema({"type": "object"})
+    client.responses.create(model="small", input="echo x", text={"format": {"type": "json_object"}})
+    assert house.engine.options[-1].grammar == Grammar.of_schema({"type": "object"})
+    client.responses.create(model="small", input="echo x", tools=[ADD], tool_choice={"type": "function", "name": "add"})
+    assert house.engine.options[-1].grammar is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": [{"type": "message", "role": "user"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "messages[0].tool_call_id"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no"}}}}, "text.format"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"temperature": 3}, "temperature"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], param: str) -> None:
+    body = {"model": "m", "input": "hi", **change}
+    with pytest.raises(ApiError) as failure:
+        read(body)
+    assert (failure.value.status, failure.value.record.param) == (400, param)
+
+
+async def test_health_needs_no_token(serve: Callable[..., Any]) -> None:
+    server = serve(token="secret")
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        answer = await client.get("/health")
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+        assert (await client.get("/v1/models")).status_code == 401
+        assert (await client.get("/health", headers={"Host": "evil.example"})).status_code == 403

@@ -1,0 +1,66 @@
+"""The described interface: asked what fits its description and what does not, it never breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from fake_engine import make_service
+from hypothesis import HealthCheck, given, settings
+from schemathesis import Case
+from schemathesis.generation import GenerationMode
+
+from runtime.server.app import create_app
+from runtime.server.openapi import document
+from runtime.server.security import Security
+
+EXAMPLES = 60
+SIMPLE = frozenset({"model", "stream", "temperature", "top_p", "seed", "stop", "tools"})
+PLAIN: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "echo x"}]},
+    "/v1/completions": {"prompt": "echo x"},
+    "/v1/responses": {"input": "echo x"},
+    "/v1/embeddings": {"input": ["one", "two"]},
+}
+BOTH = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+OPERATIONS = [
+    (path, method, mode)
+    for path, item in document()["paths"].items()
+    for method in item
+    for mode in (BOTH if method == "post" or "{" in path else BOTH[:1])  # without parameters nothing can be wrong
+]
+
+
+@pytest.fixture(scope="module")
+def interface() -> Iterator[Any]:
+    service, _ = make_service()
+    app = create_app(service, Security(hosts=frozenset({"testserver"})))
+    yield schemathesis.openapi.from_asgi("/openapi.json", app)
+    assert service.close()
+
+
+@pytest.mark.parametrize(("path", "method", "mode"), OPERATIONS)
+def test_nothing_that_is_asked_breaks_it(interface: Any, path: str, method: str, mode: GenerationMode) -> None:
+    operation = interface[path][method]
+    statuses = set()
+
+    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: Case) -> None:
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+            case.body["model"] = "small"  # which no random name would be
+            if len(case.body) % 2:  # most bodies with everything in them contradict themselves
+                case.body = {field: case.body[field] for field in SIMPLE & case.body.keys()} | PLAIN[path]
+        response = case.call(headers={"Host": "testserver"})
+        statuses.add(response.status_code)
+        assert response.status_code < 500 or response.status_code == 503, (case.body, response.text)
+        if response.status_code >= 400:
+            error = response.json()["error"]
+            assert error["message"]
+            assert "Traceback" not in response.text
+        assert str(response.status_code) in operation.definition.raw["responses"], (case.body, response.text)
+
+    ask()
+    assert statuses if mode is GenerationMode.NEGATIVE or "{" in path else 200 in statuses

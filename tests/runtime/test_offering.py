@@ -1,0 +1,98 @@
+"""Measuring the ways to decode: the bundled model on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from assets import demo_path, evaluation_text
+from models.store import StoredModel, StoredModelInfo
+from runtime import offering
+from runtime.decoder import Decoder, DecoderOptions
+from runtime.errors import Cancelled, RequestError
+from runtime.open import open_decoder
+from runtime.sampling import SamplingOptions
+from runtime.speculation.gamma import FixedGamma
+from runtime.speculation.measure import continued
+from runtime.tokenizer import Tokenizer
+from tuner.profiles import ProfileStore
+
+
+@pytest.fixture(scope="module")
+def stored() -> StoredModel:
+    return StoredModel.open_folder(demo_path(), "demo")
+
+
+@pytest.fixture(scope="module")
+def decoder(stored: StoredModel) -> Iterator[Decoder]:
+    opened = open_decoder(stored, DecoderOptions(kv="hierarchical", context=300, k_chunk=64), "cpu")[0]
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def tokens(stored: StoredModel, decoder: Decoder) -> list[int]:
+    """Texts as the model itself writes them with all residuals: others are too far from what the bundled one knows."""
+    prompt, text = Tokenizer(stored.tokenizer_path).encode("The keeper of the lighthouse"), []
+    decoder.set_k_chunk(1024)
+    for seed in range(4):
+        drawn = continued(decoder, prompt, 256 - len(prompt), SamplingOptions(seed=seed), FixedGamma(0)).tokens
+        text += [*prompt, *drawn]
+    decoder.set_k_chunk(64)
+    return text
+
+
+def test_full_precision_is_known_of_the_same_text_alone(stored: StoredModel, tmp_path: Path) -> None:
+    assert offering.full_precision(stored, evaluation_text()) is None, "the bundled model was judged on another text"
+    folder = shutil.copytree(stored.path, tmp_path / "copy")
+    file, own = folder / "recipe.json", hashlib.sha256(evaluation_text().encode()).hexdigest()
+    recipe = file.read_text()
+    file.write_text(recipe.replace(json.loads(recipe)["texts"]["evaluation"]["sha256"], own))
+    before = StoredModelInfo.read(folder, "copy").summary.perplexity_before
+    copy: Any = SimpleNamespace(path=folder, name="copy")
+    assert before is not None
+    assert offering.full_precision(copy, evaluation_text()) == before
+
+
+def test_every_way_is_measured_once(decoder: Decoder, stored: StoredModel, tokens: list[int], tmp_path: Path) -> None:
+    """More compensation loses less; drafts change no loss; what was measured is kept, and the decoder as it was."""
+    common: dict[str, Any] = {"budget_percent": 50.0, "full": 9.0, "profiles": ProfileStore(tmp_path)}
+    found = offering.offers(decoder, stored, tokens, **common)
+    assert decoder.options.k_chunk == 64
+    alone = {way.target: way for way in found.ways if not way.gamma}
+    assert list(alone) == ["plain", "compensated", "residual"]
+    assert alone["plain"].perplexity > alone["compensated"].perplexity > alone["residual"].perplexity
+    for way in found.ways:
+        assert way.perplexity == alone[way.target].perplexity
+        if way.gamma:
+            assert way.seconds < alone[way.target].seconds
+            assert 0 < (way.acceptance_rate or 0) <= 1
+    saved: dict[str, Any] = {"profiles": common["profiles"]}
+    assert offering.known("cpu", stored, budget_percent=50.0, **saved) == found
+    assert offering.known("cpu", stored, budget_percent=5.0, **saved) is None
+
+
+def test_it_can_be_stopped_and_leaves_the_decoder_as_it_was(
+    decoder: Decoder, stored: StoredModel, tokens: list[int], tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {"budget_percent": 50.0, "full": None, "profiles": ProfileStore(tmp_path)}
+    with pytest.raises(Cancelled):
+        offering.offers(decoder, stored, tokens, cancelled=lambda: True, **common)
+    assert decoder.options.k_chunk == 64
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{"kv": "fp16", "context": 300}, {"kv": "hierarchical", "context": 100}])
+def test_a_cache_without_drafts_is_refused(
+    stored: StoredModel, tokens: list[int], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    opened = open_decoder(stored, DecoderOptions(**options), "reference")[0]
+    with pytest.raises(RequestError, match="hierarchical cache of 256"):
+        offering.offers(opened, stored, tokens, budget_percent=5, full=None, profiles=ProfileStore(tmp_path))
