@@ -176,6 +176,13 @@ class Settings:
         None, int, "longest answer in tokens; auto: what fits", low=1, high=10_000_000, optional=True
     )
     system_prompt: str = _setting("", str, "said to the model before every chat")
+    overflow: str = _setting(
+        "drop",
+        str,
+        "what happens when a chat is longer than the context: its oldest messages are no longer read (drop), are "
+        "summarized, or you are asked each time",
+        choices=("drop", "summarize", "ask"),
+    )
     history: str = _setting(
         "on", str, "whether chats are kept on this machine, to be found again", choices=("on", "off")
     )
