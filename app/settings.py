@@ -156,6 +156,15 @@ class Settings:
         optional=True,
         reload=True,
     )
+    num_parallel: int | None = _setting(
+        None,
+        int,
+        "requests answered at the same time; auto: up to 4, as memory allows",
+        low=1,
+        high=64,
+        optional=True,
+        reload=True,
+    )
     backend: str = _setting(
         "auto", str, "what runs the model", choices=("auto", "triton", "cpu", "reference"), reload=True
     )

@@ -294,6 +294,7 @@ class Session:
             budget=wanted.budget_percent,
             prompt_budget=wanted.prompt_budget_percent,
             context=settings.context,
+            num_parallel=settings.num_parallel,
             backend=settings.backend,
         )
         loaded = await self._run(f"Loading {name}", connection.client.load(request))

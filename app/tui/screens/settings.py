@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport
 
 GROUPS = {
-    "Quality and speed": ("budget", "prompt_budget", "k_chunk", "speculate", "gamma"),
+    "Quality and speed": ("budget", "prompt_budget", "k_chunk", "speculate", "gamma", "num_parallel"),
     "Memory": ("kv", "context"),
     "Chat": ("system_prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "overflow", "history"),
     "Look": ("theme",),
