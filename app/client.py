@@ -164,7 +164,7 @@ class RuntimeClient:
             async for event in events:
                 for choice in read_items(event.get("choices")):
                     finished = finished or choice.get("finish_reason") is not None
-                    yield read_delta(choice, event.get("timings"))
+                    yield read_delta(choice, event.get("timings"), event.get("model"))
         if not finished:
             raise ConnectionLostError("the answer broke off: the runtime stopped before the end")
 

@@ -18,6 +18,8 @@ def _now() -> datetime:
     return datetime.now().astimezone()
 
 
+REASONING = ("<think>", "</think>")
+"""What reasoning models write around what they think before they answer."""
 Role = Literal["user", "assistant"]
 State = Literal["streaming", "done", "stopped", "failed"]
 
@@ -49,6 +51,10 @@ class Statistics:
     tokens_per_verify: float | None = None
     """Tokens that a round of speculation gave."""
     memory_bytes: int | None = None
+    cut: bool = False
+    """Whether the answer ended because no more tokens were allowed or fit."""
+    left_out: int | None = None
+    """Messages at the beginning of the chat that the model was not given, because they did not fit."""
     estimated: bool = False
     """Whether the UI counted itself, because the answer ended before the runtime could report."""
 
@@ -73,7 +79,24 @@ class Message:
     @property
     def resumable(self) -> bool:
         """Whether it is an answer that ended early and can be continued."""
-        return self.role == "assistant" and self.state in ("stopped", "failed")
+        cut = self.statistics is not None and self.statistics.cut
+        return self.role == "assistant" and (self.state in ("stopped", "failed") or cut)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What belongs to a conversation beside its messages."""
+
+    model: str | None = None
+    """The model that it is had with; None while nobody chose."""
+    settings: Mapping[str, str | int | float | None] = field(default_factory=dict)
+    """Settings of this conversation alone, by key: system prompt and sampling."""
+    draft: str = ""
+    """What was typed and not sent."""
+    since: str | None = None
+    """The first message that the model still reads; what is before it no longer fits. None: all."""
+    summary: str = ""
+    """What the model is told of the messages before `since`."""
 
 
 class Conversation:
@@ -87,8 +110,7 @@ class Conversation:
         self.id = uuid.uuid4().hex
         """What the runtime knows it by; nothing said can be told from it."""
         self.head: str | None = None
-        self.model: str | None = None
-        """The model that it is had with; None while nobody chose."""
+        self.extras = Extras()
 
     def another(self) -> Conversation:
         """An empty conversation beside this one."""
@@ -96,6 +118,9 @@ class Conversation:
 
     def __len__(self) -> int:
         return len(self._messages)
+
+    def __contains__(self, message_id: str) -> bool:
+        return message_id in self._messages
 
     def __getitem__(self, message_id: str) -> Message:
         return self._messages[message_id]
@@ -144,6 +169,40 @@ class Conversation:
         parent = self._messages[message_id].parent
         return [message for message in self._messages.values() if message.parent == parent]
 
+    def branches(self) -> Mapping[str | None, list[str]]:
+        """The ids of the messages that follow each message, oldest first; those that begin under None."""
+        found: dict[str | None, list[str]] = {}
+        for message in self._messages.values():
+            found.setdefault(message.parent, []).append(message.id)
+        return found
+
+    def leaf(self, message_id: str) -> str:
+        """The last message of the newest path that leads on from a message."""
+        followed: dict[str, str] = {}
+        for message in self._messages.values():
+            if message.parent is not None:
+                followed[message.parent] = message.id
+        while message_id in followed:
+            message_id = followed[message_id]
+        return message_id
+
+    def walk(self, message_id: str, step: int) -> bool:
+        """Look at the branch beside a message.
+
+        Args:
+            message_id: the message, one of the path that is shown.
+            step: -1 for the sibling before it, 1 for the one after it.
+
+        Returns:
+            Whether there is one; the path then leads through it.
+        """
+        siblings = [message.id for message in self.siblings(message_id)]
+        at = siblings.index(message_id) + step
+        if not 0 <= at < len(siblings):
+            return False
+        self.head = self.leaf(siblings[at])
+        return True
+
     def restore(self, conversation_id: str, messages: Sequence[Message], head: str | None) -> None:
         """Become a conversation that was had before.
 
@@ -173,8 +232,17 @@ def prompt_of(path: Sequence[Message], system_prompt: str = "") -> list[Mapping[
     for message in path:
         if message.role == "assistant" and not message.text:
             continue
-        content = message.text
+        content = message.text if message is path[-1] or message.role == "user" else split_reasoning(message.text)[1]
         if prompt and prompt[-1]["role"] == message.role:
             content = f"{prompt.pop()['content']}\n\n{content}"
         prompt.append({"role": message.role, "content": content})
     return prompt
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """What a model thought before its answer, and the answer. Reasoning that has not ended yet is all reasoning."""
+    if not text.lstrip().startswith(REASONING[0]):
+        return "", text
+    inside = text.lstrip().removeprefix(REASONING[0])
+    thought, ended, answer = inside.partition(REASONING[1])
+    return thought.strip("\n"), answer.lstrip("\n") if ended else ""

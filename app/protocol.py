@@ -52,6 +52,8 @@ class ChatDelta:
     """`stop` or `length`, in the last piece."""
     timings: Timings | None = None
     """In the last piece."""
+    model: str | None = None
+    """The model that answers."""
 
 
 def status_error(status: int, content: bytes) -> ClientError:
@@ -113,7 +115,7 @@ def read(kind: type[R], value: object) -> R:
         raise ProtocolError(f"the runtime's answer cannot be read: {error}") from error
 
 
-def read_delta(choice: Mapping[str, Any], timings: object) -> ChatDelta:
+def read_delta(choice: Mapping[str, Any], timings: object, model: object = None) -> ChatDelta:
     """One choice of a chunk."""
     delta, finish = choice.get("delta"), choice.get("finish_reason")
     text = delta.get("content") if isinstance(delta, dict) else None
@@ -121,4 +123,5 @@ def read_delta(choice: Mapping[str, Any], timings: object) -> ChatDelta:
         text=text if isinstance(text, str) else "",
         finish_reason=finish if isinstance(finish, str) else None,
         timings=read(Timings, timings) if isinstance(timings, dict) else None,
+        model=model if isinstance(model, str) else None,
     )

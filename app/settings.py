@@ -156,6 +156,15 @@ class Settings:
         optional=True,
         reload=True,
     )
+    num_parallel: int | None = _setting(
+        None,
+        int,
+        "requests answered at the same time; auto: up to 4, as memory allows",
+        low=1,
+        high=64,
+        optional=True,
+        reload=True,
+    )
     backend: str = _setting(
         "auto", str, "what runs the model", choices=("auto", "triton", "cpu", "reference"), reload=True
     )
@@ -167,6 +176,13 @@ class Settings:
         None, int, "longest answer in tokens; auto: what fits", low=1, high=10_000_000, optional=True
     )
     system_prompt: str = _setting("", str, "said to the model before every chat")
+    overflow: str = _setting(
+        "drop",
+        str,
+        "what happens when a chat is longer than the context: its oldest messages are no longer read (drop), are "
+        "summarized, or you are asked each time",
+        choices=("drop", "summarize", "ask"),
+    )
     history: str = _setting(
         "on", str, "whether chats are kept on this machine, to be found again", choices=("on", "off")
     )

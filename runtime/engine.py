@@ -73,6 +73,15 @@ class Engine:
         self._turns = Turns(self._scheduler, decoder.session)
 
     @property
+    def parallel(self) -> int:
+        """Requests that are answered at the same time; as many as the decoder has slots, if not set."""
+        return self._scheduler.most
+
+    @parallel.setter
+    def parallel(self, most: int) -> None:
+        self._scheduler.most = most
+
+    @property
     def running(self) -> int:
         """Requests that are being answered; may be asked in any thread, as `waiting`."""
         return len(self._scheduler.running)
@@ -141,17 +150,11 @@ class Engine:
         trim: bool = False,
         chat: str | None = None,
     ) -> None:
-        """Let a prompt be answered by the calls of `step` that follow.
+        """Let a prompt be answered by the calls of `step` that follow. Arguments are as for `generate`, but for one.
 
-        Args:
-            prompt: As for `generate`, like those that are not explained here.
-            options: How to draw and when to end.
-            receive: Gets the pieces in the thread that runs the steps. The last has `finish_reason` and `usage`; or
-                an error comes in its place: an InvalidActivationError where the model's numbers broke down, an
-                OutOfMemoryError where the cache is too small.
-            cancelled: Asked between steps.
-            trim: Whether white space at the beginning is left out.
-            chat: The conversation.
+        `receive` gets the pieces in the thread that runs the steps. The last has `finish_reason` and `usage`; or an
+        error comes in its place: an InvalidActivationError where the model's numbers broke down, an OutOfMemoryError
+        where the cache is too small.
 
         Raises:
             RequestError: the prompt is empty or holds a token that the model does not have, or the answer cannot be
@@ -209,8 +212,8 @@ class Engine:
     def lent(self, tokens: int = LENT_TOKENS) -> Iterator[Decoder]:
         """While entered, the decoder is the caller's, who may put so many tokens into slot 0; requests wait.
 
-        Begins when all requests have ended. Conversations stay: what was in slot 0 moves to another one. Where all are
-        in use, the one unused for longest gives way, and is written to disk first if it is worth a file.
+        Begins when all have ended. Conversations stay: what was in slot 0 moves to another one. Where all are in use,
+        the one unused for longest gives way, and is written to disk first if it is worth a file.
         """
         with self._turns.alone():
             self._conversations.vacate(0, min(self.context, tokens))
@@ -275,10 +278,7 @@ class Engine:
         return tokens
 
     def _rounds(self, run: Run, slot: int) -> Rounds:
-        """What decodes after the prompt: no drafts under a grammar.
-
-        Draws of a given seed must hang neither on the clock, as gamma does, nor on other requests.
-        """
+        """What decodes: no drafts under a grammar; draws of a seed hang neither on the clock nor on other requests."""
         sampler, gamma = Sampler(run.options, run.prompt, run.constraint), self._gamma or FixedGamma(0)
         seeded = run.options.seed is not None and not sampler.greedy
         if sampler.constrained:

@@ -59,6 +59,7 @@ def plan_load(
     asked: str = AUTO,
     select: Selector = "approx",
     slots: int = 1,
+    parallel: int = 1,
     memory: MemoryInfo | None = None,
 ) -> LoadPlan:
     """Choose the backend that a model fits: one that does not fit the GPU may fit the CPU.
@@ -72,6 +73,7 @@ def plan_load(
         select: How salient channels are chosen.
         slots: Sequences that keep a cache at the same time, sharing the pages of one context; fewer where memory does
             not suffice.
+        parallel: Contexts whose pages they share, at most; fewer where memory is short.
         memory: Main memory; looked up if None.
 
     Raises:
@@ -93,6 +95,7 @@ def plan_load(
                 context=context,
                 slots=slots,
                 shared=True,
+                parallel=parallel,
                 rows=backend.step_rows,
                 memory=free or memory,
             )

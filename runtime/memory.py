@@ -14,7 +14,7 @@ from models.spec import ModelSpec
 from runtime.backend import Footprint
 from runtime.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError
-from runtime.kv.kinds import KINDS, CacheKind, bytes_per_token, cache_bytes
+from runtime.kv.kinds import KINDS, CacheKind, bytes_per_token, cache_bytes, page_bytes
 from runtime.wire.answers import CacheFacts
 from tuner.detect import MemoryInfo, detect_memory
 
@@ -26,6 +26,10 @@ SMALLEST_CONTEXT = 256
 """A model that can't have this many tokens of context (or its own maximum, if that is less) is not loaded."""
 CONVERSATIONS = 4
 """Sequences whose cache stays at hand where a person chats, if memory allows; they share the pages of one context."""
+PARALLEL = 4
+"""Requests that are answered at the same time, where nobody asks for another number."""
+_SHARE_OF_SPARE = 2
+"""Pages for more than one context take at most this part of what the plan would leave: one half."""
 _STEP = 64
 """A planned context is a multiple of this, unless it is the model's own maximum."""
 _ADVISED: tuple[KVKind, ...] = ("int8", "int4")
@@ -50,6 +54,8 @@ class MemoryPlan:
     """Sequences that keep a cache at the same time."""
     pages: int | None
     """Pages that the slots share; None = each has its own."""
+    contexts: int
+    """Contexts that these pages are enough for."""
     weight_bytes: int
     """The weights in the backend's own layout."""
     residual_bytes: int
@@ -96,6 +102,7 @@ def plan(
     context: int | None = None,
     slots: int = 1,
     shared: bool = False,
+    parallel: int = 1,
     rows: int = 128,
     memory: MemoryInfo | None = None,
 ) -> MemoryPlan:
@@ -109,6 +116,7 @@ def plan(
         slots: Sequences that keep a cache at the same time.
         shared: Whether the slots share the pages of one context, so that only their windows add up; where even that is
             too much, there are fewer slots.
+        parallel: Contexts whose pages slots are to share, at most; as many as fit into half of what would be left.
         rows: Most rows of one step.
         memory: What is free where weights and cache have to fit; main memory, looked up, if None.
 
@@ -124,12 +132,13 @@ def plan(
     kind = KINDS[kv]
     buffers = footprint.buffer_bytes or (lambda tokens, most: buffer_bytes(spec, tokens, most))
 
-    def with_slots(tokens: int, count: int) -> MemoryPlan:
-        pages = kind.max_pages(tokens) if shared else None
+    def with_slots(tokens: int, count: int, contexts: int = 1) -> MemoryPlan:
+        pages = contexts * kind.max_pages(tokens) if shared else None
         return MemoryPlan(
             context=tokens,
             slots=count,
             pages=pages,
+            contexts=contexts if shared else count,
             weight_bytes=footprint.weight_bytes,
             residual_bytes=footprint.residual_bytes,
             residuals_beside=footprint.residuals_beside,
@@ -143,7 +152,10 @@ def plan(
         found = with_slots(tokens, slots)
         while shared and not found.fits and found.slots > 1:
             found = with_slots(tokens, found.slots - 1)
-        return found
+        one = max(1, kind.max_pages(tokens) * page_bytes(kind, spec))
+        spare = max(0, found.available_bytes - found.needed_bytes) // _SHARE_OF_SPARE
+        more = min(parallel - 1, found.slots - 1, spare // one)
+        return with_slots(tokens, found.slots, 1 + more) if shared and more > 0 else found
 
     wanted = context if context is not None else min(spec.max_context, DEFAULT_CONTEXT)
     if at(wanted).fits:
@@ -190,9 +202,10 @@ def describe(planned: MemoryPlan) -> str:
     residuals = f"residuals {size(planned.residual_bytes)}" if planned.residual_bytes else ""
     inside = f", {residuals}" if residuals and planned.residuals_beside else ""
     mapped = f", beside it {residuals}" if residuals and not planned.residuals_beside else ""
+    times = f"{planned.contexts} x " if planned.pages is not None and planned.contexts > 1 else ""
     return (
         f"{size(planned.needed_bytes)} (weights {size(planned.weight_bytes)}{inside}, "
-        f"cache {size(planned.kv_bytes)} for {planned.context} tokens, buffers {size(planned.buffer_bytes)}, "
+        f"cache {size(planned.kv_bytes)} for {times}{planned.context} tokens, buffers {size(planned.buffer_bytes)}, "
         f"margin {size(planned.margin_bytes)}{mapped})"
     )
 

@@ -50,6 +50,7 @@ def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
                 "backend": status.backend,
                 "context": status.context,
                 "memory_bytes": status.memory_bytes,
+                "answering": status.running,
                 "waiting": status.waiting,
                 "saved_chats": caches.files,
                 "saved_bytes": caches.bytes,
@@ -61,7 +62,9 @@ def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
     memory = "-" if status.memory_bytes is None else byte_count(status.memory_bytes)
     saved = f"{caches.files} ({byte_count(caches.bytes)})"
     when = f"{since:%Y-%m-%d %H:%M}"
-    rows.append((str(record.pid), status.state, status.model or "-", status.backend or "-", memory, saved, when))
+    state = f"{status.state}, {status.running} answered" if status.running else status.state
+    state += f", {status.waiting} waiting" if status.waiting else ""
+    rows.append((str(record.pid), state, status.model or "-", status.backend or "-", memory, saved, when))
     output.table(rows)
 
 

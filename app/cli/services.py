@@ -129,8 +129,10 @@ class Services:
                 cancelled=cancelled,
             )
 
-    def service(self, compensation: Compensation, speculation: Speculate | None = None) -> Service:
-        """What a server serves: the stored models and the bundled one, compensated and drafted like this."""
+    def service(
+        self, compensation: Compensation, speculation: Speculate | None = None, parallel: int | None = None
+    ) -> Service:
+        """What a server serves: the stored models and the bundled one, compensated, drafted and shared like this."""
         prepare_folders()
         from app.paths import home
         from assets import demo_path
@@ -138,7 +140,11 @@ class Services:
         from runtime.server.loading import open_service
 
         return open_service(
-            home(), Bundle(models={DEMO: demo_path()}), compensation=compensation, speculation=speculation
+            home(),
+            Bundle(models={DEMO: demo_path()}),
+            compensation=compensation,
+            speculation=speculation,
+            parallel=parallel,
         )
 
     def open_engine(self, plan: LoadPlan, progress: ProgressCallback) -> Engine:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from app.conversation import Message
+from app.conversation import Extras, Message
 from app.errors import HistoryError
 from app.history.store import History
 
@@ -25,6 +25,7 @@ class Recorder:
     def __init__(self, path: Path, on_error: Callable[[str], object]) -> None:
         self._path, self._on_error = path, on_error
         self._waiting: dict[tuple[str, str], tuple[str | None, Message]] = {}
+        self._notes: dict[str, tuple[str | None, Extras]] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._hurry = False
@@ -36,20 +37,37 @@ class Recorder:
         with self._changed:
             if self._closed:
                 return
-            idle = not self._waiting  # else the thread knows, and need not wake for every word
+            idle = not self._due  # else the thread knows, and need not wake for every word
             self._waiting[chat, message.id] = (head, message)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="history", daemon=True)
-                self._thread.start()
-            if idle:
-                self._changed.notify_all()
+            self._wake(idle=idle)
+
+    def note(self, chat: str, head: str | None, extras: Extras) -> None:
+        """Keep which message of a chat is shown last, and what belongs to it beside its messages, soon."""
+        with self._changed:
+            if self._closed:
+                return
+            idle = not self._due
+            self._notes[chat] = (head, extras)
+            self._wake(idle=idle)
+
+    @property
+    def _due(self) -> bool:
+        return bool(self._waiting or self._notes)
+
+    def _wake(self, *, idle: bool) -> None:
+        """Let the thread write; the lock is held."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="history", daemon=True)
+            self._thread.start()
+        if idle:
+            self._changed.notify_all()
 
     def flush(self) -> None:
         """Wait until all that was recorded is written, or can't be."""
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not (self._waiting or self._writing))
+            self._changed.wait_for(lambda: not (self._due or self._writing))
             self._hurry = False
 
     def close(self) -> None:
@@ -70,6 +88,7 @@ class Recorder:
             with self._changed:
                 self._closed, self._writing = True, False
                 self._waiting.clear()
+                self._notes.clear()
                 self._changed.notify_all()
             self._on_error(str(error))
         finally:
@@ -79,15 +98,18 @@ class Recorder:
     def _write(self, history: History) -> bool:
         """Write what waits; whether there may be more to come."""
         with self._changed:
-            while not (self._waiting or self._closed):
+            while not (self._due or self._closed):
                 self._changed.wait()
             waiting, self._waiting = self._waiting, {}
+            notes, self._notes = self._notes, {}
             self._writing = True
         for chat in dict.fromkeys(chat for chat, _ in waiting):
             own = [value for (other, _), value in waiting.items() if other == chat]
             history.record(chat, own[-1][0], [message for _, message in own])
+        for chat, (head, extras) in notes.items():
+            history.note(chat, head, extras)
         with self._changed:
             self._writing = False
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._closed or self._hurry, INTERVAL_S)
-            return bool(self._waiting) or not self._closed
+            return self._due or not self._closed

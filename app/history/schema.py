@@ -55,6 +55,10 @@ MIGRATIONS: Sequence[str] = (
         INSERT INTO words (rowid, text) VALUES (new.number, new.text);
     END;
     """,
+    """
+    ALTER TABLE chats ADD COLUMN extras TEXT;
+    CREATE INDEX messages_by_role ON messages (role, number);
+    """,
 )
 """What leads from each version to the next; an empty file is version 0."""
 

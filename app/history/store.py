@@ -12,12 +12,12 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from app.conversation import Message, Statistics
+from app.conversation import Extras, Message, Statistics
 from app.errors import HistoryError
 from app.history.schema import open_database, told
 
@@ -29,7 +29,7 @@ UNNAMED = "New chat"
 """The title of a chat in which nobody has said anything."""
 _FIRST_IDEOGRAPH = "\u2e80"
 """Scripts from here on write words without spaces; their text is searched letter by letter."""
-_COLUMNS = "chats.id, chats.title, chats.model, pinned, chats.created, updated, head"
+_COLUMNS = "chats.id, chats.title, chats.model, pinned, chats.created, updated, head, extras"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,8 @@ class Chat:
     """When something was said last."""
     head: str | None
     """The message that is shown last."""
+    extras: Extras = field(default_factory=Extras)
+    """What belongs to it beside its messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,30 @@ class History:
                 "state = excluded.state, error = excluded.error, model = excluded.model, "
                 "statistics = excluded.statistics",
                 [_row(chat, message) for message in kept],
+            )
+
+    def note(self, chat: str, head: str | None, extras: Extras) -> None:
+        """Keep which message of a chat is shown last, and what belongs to it beside its messages.
+
+        A chat that is not kept yet is made if there is a draft in it.
+        """
+        packed = json.dumps(dataclasses.asdict(extras))
+        with self._writing() as database:
+            changed = database.execute("UPDATE chats SET head = ?, extras = ? WHERE id = ?", (head, packed, chat))
+            if not changed.rowcount and extras.draft.strip():
+                now = _now()
+                database.execute(
+                    "INSERT INTO chats (id, title, model, created, updated, extras) VALUES (?, ?, ?, ?, ?, ?)",
+                    (chat, UNNAMED, extras.model, now, now, packed),
+                )
+
+    def drop_empty(self) -> None:
+        """Delete chats in which nothing was said and nothing is left to be sent."""
+        with self._writing() as database:
+            database.execute(
+                "DELETE FROM chats WHERE title = ? AND coalesce(json_extract(extras, '$.draft'), '') = '' "
+                "AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.chat = chats.id)",
+                (UNNAMED,),
             )
 
     def rename(self, chat: str, title: str) -> None:
@@ -199,6 +225,14 @@ class History:
             "ORDER BY number"
         )
         return [_message(row) for row in self._read(query, (chat,))]
+
+    def prompts(self, limit: int = 200) -> list[str]:
+        """What the person said last, the newest last, each text once."""
+        query = (
+            "SELECT text FROM messages JOIN chats ON chats.id = messages.chat WHERE role = 'user' "
+            "AND deleted IS NULL ORDER BY number DESC LIMIT ?"
+        )
+        return list(dict.fromkeys(str(row[0]) for row in self._read(query, (limit,))))[::-1]
 
     def knows(self, messages: Sequence[str]) -> bool:
         """Whether any of these ids is one of a message that is kept."""
@@ -306,6 +340,13 @@ def statistics_of(found: object) -> Statistics | None:
     return Statistics(**{name: value for name, value in found.items() if name in names})
 
 
+def extras_of(packed: str | None) -> Extras:
+    """Undo what `History.note` writes; what is not understood is left out."""
+    found = json.loads(packed) if packed else {}
+    names = {one.name for one in dataclasses.fields(Extras)}
+    return Extras(**{name: value for name, value in found.items() if name in names})
+
+
 def _message(row: tuple[Any, ...]) -> Message:
     number, parent, role, text, state, error, model, statistics, created = row
     return Message(
@@ -322,17 +363,19 @@ def _message(row: tuple[Any, ...]) -> Message:
 
 
 def _chat(row: tuple[Any, ...]) -> Chat:
-    number, title, model, pinned, created, updated, head = row[:7]
+    number, title, model, pinned, created, updated, head, extras = row[:8]
+    more = extras_of(extras)
     return Chat(
         id=number,
-        title=title,
+        title=title_of(more.draft) if title == UNNAMED and more.draft.strip() else title,
         model=model,
         pinned=bool(pinned),
         created=datetime.fromisoformat(created),
         updated=datetime.fromisoformat(updated),
         head=head,
+        extras=more,
     )
 
 
 def _found(row: tuple[Any, ...]) -> Found:
-    return Found(chat=_chat(row), message=row[7], snippet=" ".join(str(row[8]).split()))
+    return Found(chat=_chat(row), message=row[8], snippet=" ".join(str(row[9]).split()))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from app.conversation import Conversation, Message, State
-from app.errors import ClientError
+from app.errors import ClientError, ContextLengthError
 from app.tui.connection import Connection
 from app.tui.recent import Recent
 from app.tui.tally import Tally, reported, tallied
@@ -44,8 +45,9 @@ class Answers:
         recent: Recent,
         clock: Callable[[], float],
         *,
-        ready: Callable[[], Awaitable[str | None]],
-        prompt: Callable[[Conversation, str, bool], Prompt],
+        ready: Callable[[Conversation], Awaitable[str | None]],
+        prompt: Callable[[Conversation, str, bool], Awaitable[Prompt]],
+        shorten: Callable[[Conversation, str], bool],
         ended: Callable[[Writing], Awaitable[object]],
     ) -> None:
         """Begin with none.
@@ -54,12 +56,13 @@ class Answers:
             connection: the runtime.
             recent: takes speeds.
             clock: seconds, for speeds.
-            ready: waits until a model can answer; returns why none can, or None.
+            ready: waits until the model of a conversation can answer; returns why it can't, or None.
             prompt: what is asked for an answer of a conversation, by its id, begun or continued.
+            shorten: leaves out more of a conversation for an answer; returns whether there was more.
             ended: called after each answer.
         """
         self._connection, self._recent, self._clock = connection, recent, clock
-        self._ready, self._prompt, self._ended = ready, prompt, ended
+        self._ready, self._prompt, self._shorten, self._ended = ready, prompt, shorten, ended
         self._writing: dict[str, Writing] = {}
 
     @property
@@ -126,24 +129,31 @@ class Answers:
         return message
 
     async def _read(self, writing: Writing, *, resume: bool) -> str | None:
-        """Read the stream to its end; returns why it failed, or None."""
-        connection = self._connection
-        if (reason := await self._ready()) is not None:
-            return reason
-        messages, options = self._prompt(writing.conversation, writing.answer, resume)
-        stream = connection.require().chat(messages, options)
-        try:
-            async with contextlib.aclosing(stream) as deltas:
-                async for delta in deltas:
-                    self._take(writing, delta)
-        except (ClientError, OSError) as failure:
-            if await connection.alive() is not None:
-                return str(failure)
-            return f"{connection.lose()}; it is started again, and this chat is kept"
-        return None
+        """Read the stream to its end; returns why it failed, or None. More is left out of what does not fit."""
+        connection, conversation = self._connection, writing.conversation
+        while True:
+            if (reason := await self._ready(conversation)) is not None:
+                return reason
+            try:
+                messages, options = await self._prompt(conversation, writing.answer, resume)
+                stream = connection.require().chat(messages, options)
+                async with contextlib.aclosing(stream) as deltas:
+                    async for delta in deltas:
+                        self._take(writing, delta)
+            except ContextLengthError as failure:
+                if not self._shorten(conversation, writing.answer):
+                    return str(failure)
+            except (ClientError, OSError) as failure:
+                if await connection.alive() is not None:
+                    return str(failure)
+                return f"{connection.lose()}; it is started again, and this chat is kept"
+            else:
+                return None
 
     def _take(self, writing: Writing, delta: ChatDelta) -> None:
         conversation, answer = writing.conversation, writing.answer
+        if delta.model is not None and delta.model != conversation[answer].model:
+            conversation.revise(answer, model=delta.model)
         if delta.text:
             now = self._clock()
             writing.tally.count(now)
@@ -153,5 +163,15 @@ class Answers:
                 writing.on_text(delta.text)
         if delta.timings is not None:
             statistics = reported(delta.timings, self._connection.last_status)
+            statistics = replace(
+                statistics, cut=delta.finish_reason == "length", left_out=_left_out(conversation, answer)
+            )
             self._recent.last_speed = statistics.tokens_per_s
             conversation.revise(answer, statistics=statistics)
+
+
+def _left_out(conversation: Conversation, answer: str) -> int | None:
+    """Messages before the answer that the model was not given; None where it was given all."""
+    since = conversation.extras.since
+    ids = [message.id for message in conversation.path(answer)]
+    return ids.index(since) if since in ids and ids.index(since) else None

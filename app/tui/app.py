@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
@@ -31,6 +31,7 @@ from app.tui.messages import (
     ChatAsked,
     ChatEnded,
     JobChanged,
+    LeftOut,
     LoadAsked,
     NotKept,
     QuantizeAsked,
@@ -133,7 +134,7 @@ class ChatApp(App[None]):
             self.notify(f"{type(event.worker.error).__name__}: {event.worker.error}", severity="error", markup=False)
 
     async def on_unmount(self) -> None:
-        """Leave nothing behind."""
+        """Leave nothing behind but the draft."""
         await self.session.close()
 
     @property
@@ -156,6 +157,11 @@ class ChatApp(App[None]):
             if show is not None:
                 show()
         self.refresh_bindings()
+
+    @on(LeftOut)
+    def show_left_out(self) -> None:
+        """Mark from where on the model reads the chat."""
+        self.chat.transcript.mark()
 
     @on(RuntimeLost)
     def recover(self, event: RuntimeLost) -> None:
@@ -242,12 +248,18 @@ class ChatApp(App[None]):
         """Offer only what can be done here and now."""
         if action == "chats":
             return self.session.kept is not None
-        if action in ("new_chat", "regenerate", "continue", "copy_answer", "stop"):
+        if action in ("new_chat", "regenerate", "continue", "copy_answer", "stop", "edit", "attach", "chat_settings"):
             if not self.screen_stack or not isinstance(self.screen, ChatScreen):
                 return False
             path = self.session.conversation.path()
             if action == "stop":
-                return self.screen.busy or (self.session.job is not None and self.session.job.outcome != "done")
+                return (
+                    self.screen.editing
+                    or self.screen.busy
+                    or (self.session.job is not None and self.session.job.outcome != "done")
+                )
+            if action in ("copy_answer", "edit"):
+                return bool(path) and (action == "copy_answer" or not self.screen.busy)
             if action == "regenerate":
                 return bool(path) and not self.screen.busy
             if action == "continue":
@@ -255,8 +267,32 @@ class ChatApp(App[None]):
         return True
 
     async def action_new_chat(self) -> None:
-        """Begin anew."""
-        await self.chat.new_chat()
+        """Begin anew; a chat that would be lost by it is asked for first."""
+        self._unless_losing("Begin anew", self.chat.new_chat)
+
+    async def action_quit(self) -> None:
+        """End the program; a chat that would be lost by it is asked for first."""
+        self._unless_losing("Quit", self._leave)
+
+    async def _leave(self) -> None:
+        self.chat.cancel_edit()
+        self.chat.save_draft()
+        self.exit()
+
+    def _unless_losing(self, verb: str, act: Callable[[], Awaitable[None]]) -> None:
+        """Do what ends the chat, if nothing is lost by it or the person says yes."""
+        if not self.chat.losable:
+            self.call_later(act)
+            return
+        from app.tui.screens.dialogs import ConfirmDialog
+
+        def decided(confirmed: bool | None) -> None:
+            if confirmed:
+                self.call_later(act)
+
+        if not isinstance(self.screen, ConfirmDialog):
+            told = "This chat is not kept (F3, history): it is gone then. Copy what you need before."
+            self.push_screen(ConfirmDialog(told, verb), decided)
 
     def action_chats(self) -> None:
         """Open the chats that are kept."""
@@ -284,8 +320,36 @@ class ChatApp(App[None]):
         """Go on with an answer that ended early."""
         await self.chat.resume()
 
+    def action_edit(self) -> None:
+        """Write another prompt beside the last one."""
+        self.chat.edit()
+
+    def action_attach(self) -> None:
+        """Send a text file with the message."""
+        self.chat.attach()
+
+    def action_chat_settings(self) -> None:
+        """System prompt and sampling of this chat alone."""
+        self.chat.settings_of_chat()
+
+    def action_help(self) -> None:
+        """List the keys."""
+        from app.tui.screens.help import HelpScreen
+
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen())
+
+    def action_log(self) -> None:
+        """Show what the runtime wrote."""
+        from app.tui.screens.help import LogScreen
+
+        if not isinstance(self.screen, LogScreen):
+            self._open(LogScreen())
+
     async def action_stop(self) -> None:
-        """Stop the answer, else the work that runs, else put a failure out of sight."""
+        """Give up an edit, else stop the answer, else the work that runs, else put a failure out of sight."""
+        if self.chat.cancel_edit():
+            return
         if await self.chat.stop():
             return
         await self.action_stop_work()
@@ -353,7 +417,7 @@ class ChatApp(App[None]):
             return
         now = time.monotonic()
         if now - self._interrupted < QUIT_AGAIN_S:
-            self.exit()
+            await self._leave()
         self._interrupted = now
         self.notify("Ctrl+C again quits.", timeout=QUIT_AGAIN_S)
 
@@ -378,25 +442,31 @@ class ChatApp(App[None]):
         shown = super().get_key_display(binding)
         return shown.upper() if shown[:1] in ("^", "f") else shown.capitalize()
 
-    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """The entries of the command palette."""
-        yield SystemCommand("New chat", "Begin anew", self.action_new_chat)
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:  # noqa: ARG002  Textual gives it
+        """The entries of the command palette, with the keys that do the same."""
+        entries = [
+            ("New chat", "Begin anew", "new_chat", self.action_new_chat),
+            ("Regenerate", "Another answer to the last prompt, beside the one there", "regenerate",
+             self.action_regenerate),
+            ("Edit", "Another prompt beside the last one", "edit", self.action_edit),
+            ("Continue", "Go on with an answer that ended early", "continue", self.action_continue),
+            ("Stop", "Stop the answer; what came stays", "stop", self.action_stop),
+            ("Copy answer", "Copy the last answer", "copy_answer", self.action_copy_answer),
+            ("Attach a file", "Send a text file with the message", "attach", self.action_attach),
+            ("This chat", "System prompt and sampling of this chat alone", "chat_settings", self.action_chat_settings),
+            ("Models", "Pick, get, make or delete a model", "models", self.action_models),
+            ("Settings", "Budget, sampling, memory, looks", "settings", self.action_settings),
+            ("Device", "What was detected, and how the model is tuned to it", "device", self.action_device),
+            ("Log", "What the runtime wrote, and why it ended", "log", self.action_log),
+            ("Restart the runtime", "Load the model again; the chat is kept", "", self.action_restart_runtime),
+            ("Keys", "List every key", "help", self.action_help),
+            ("Quit", "End the program", "quit", self.action_quit),
+        ]  # fmt: skip
         if self.session.kept is not None:
-            yield SystemCommand("Chats", "Find, open, rename or delete a chat", self.action_chats)
-        yield SystemCommand("Regenerate", "Ask for another answer to the last prompt", self.action_regenerate)
-        yield SystemCommand("Continue", "Go on with an answer that ended early", self.action_continue)
-        yield SystemCommand("Stop", "Stop the answer; what came stays", self.action_stop)
-        yield SystemCommand("Copy answer", "Copy the last answer", self.action_copy_answer)
-        yield SystemCommand("Models", "Pick, make or delete a model", self.action_models)
-        yield SystemCommand("Settings", "Budget, sampling, memory, looks", self.action_settings)
-        yield SystemCommand("Device", "What was detected, and how the model is tuned to it", self.action_device)
+            entries.insert(1, ("Chats", "Find, open, rename or delete a chat", "chats", self.action_chats))
         if self.session.working:
-            yield SystemCommand("Stop the work", "Stop loading, quantizing or tuning", self.action_stop_work)
-        yield SystemCommand(
-            "Restart the runtime", "Load the model again; the chat is kept", self.action_restart_runtime
-        )
-        if screen.query("HelpPanel"):
-            yield SystemCommand("Hide keys", "Hide the list of keys", self.action_hide_help_panel)
-        else:
-            yield SystemCommand("Show keys", "List the keys that work here", self.action_show_help_panel)
-        yield SystemCommand("Quit", "End the program", self.action_quit)
+            stop = ("Stop the work", "Stop loading, quantizing or tuning", "stop_work", self.action_stop_work)
+            entries.insert(-3, stop)
+        keys = {binding.action: self.get_key_display(binding) for binding in KEYS}
+        for title, words, action, act in entries:
+            yield SystemCommand(f"{title}  {keys[action]}" if action in keys else title, words, act)

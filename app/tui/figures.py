@@ -11,8 +11,6 @@ from app.conversation import Statistics
 from runtime.compensation import Compensation
 
 SEPARATOR = " · "
-TWO_LINES = 56
-"""Cells from which on there is room for a second line under an answer."""
 
 
 def token_count(count: int) -> str:
@@ -70,63 +68,70 @@ def tuning_title(compensation: Compensation) -> str:
 def statistics_parts(statistics: Statistics) -> list[str]:
     """The parts of the line under an answer, the most telling first."""
     about = "≈ " if statistics.estimated else ""
-    parts = [f"{about}{statistics.tokens} token{'' if statistics.tokens == 1 else 's'}"]
+    parts = ["cut: no more tokens fit or were allowed"] if statistics.cut else []
+    parts.append(f"{about}{statistics.tokens} token{'' if statistics.tokens == 1 else 's'}")
     if statistics.tokens_per_s is not None:
         parts.append(f"{statistics.tokens_per_s:.1f} tok/s")
     if statistics.first_after_s is not None:
-        parts.append(f"first after {statistics.first_after_s:.2f} s")
+        parts.append(f"first word after {statistics.first_after_s:.2f} s")
     if statistics.context_used is not None:
         of = "" if statistics.context is None else f" of {token_count(statistics.context)}"
         parts.append(f"context {token_count(statistics.context_used)}{of}")
-    parts += [*compensation_parts(statistics), *speculation_parts(statistics)]
-    if statistics.bits is not None:
-        parts.append(bit_count(statistics.bits))
+    return parts
+
+
+def statistics_line(statistics: Statistics, width: int, before: Sequence[str] = ()) -> str:
+    """The line under an answer.
+
+    Args:
+        statistics: what the answer cost.
+        width: cells of the line.
+        before: words to begin with.
+    """
+    return fitting([*before, *statistics_parts(statistics)], width)
+
+
+def details(statistics: Statistics) -> list[str]:
+    """All that is known of what an answer cost, in words, line by line."""
+    lines = []
+    if statistics.left_out:
+        lines.append(f"not read: the first {statistics.left_out} messages, which no longer fit the context")
+    if compensated(statistics.k_chunk):
+        lines.append(f"error compensation: {channels(statistics.k_chunk)}, {slower(statistics.slowdown_percent)}")
+    elif statistics.k_chunk is not None:
+        lines.append("error compensation: off")
+    if statistics.prompt_slowdown_percent is not None:
+        late = statistics.prompt_slowdown_percent
+        lines.append(f"compensated prompt: first word {f'{percent(late)} later' if late >= 0.05 else 'no later'}")
+    if did := speculation_parts(statistics):
+        lines.append(f"speculation: {', '.join(did)}")
+    held = [] if statistics.bits is None else [f"{bit_count(statistics.bits)} weights"]
     if statistics.memory_bytes is not None:
-        parts.append(byte_count(statistics.memory_bytes))
-    return parts
+        held.append(f"{byte_count(statistics.memory_bytes)} of memory")
+    return [*lines, ", ".join(held)] if held else lines
 
 
-def compensation_parts(statistics: Statistics) -> list[str]:
-    """What was compensated and what that cost: `k_chunk 41–48`, `slowdown 4.2 %`, `first word 8.1 % later`."""
-    chunk, slowdown, prompt = (
-        k_chunk_text(statistics.k_chunk),
-        statistics.slowdown_percent,
-        statistics.prompt_slowdown_percent,
-    )
-    parts = [chunk] if chunk else []
-    if chunk and slowdown is not None:
-        parts.append(f"slowdown {percent(slowdown)}")
-    if prompt is not None:
-        parts.append(f"first word {percent(prompt)} later")
-    return parts
+def channels(k_chunk: Mapping[str, int] | int | None) -> str:
+    """How much is compensated, in words: `41 to 48 of 1,024 channels (k_chunk)`."""
+    return f"{k_chunk_text(k_chunk).removeprefix('k_chunk ').replace('–', ' to ')} of 1,024 channels (k_chunk)"
+
+
+def slower(slowdown_percent: float | None) -> str:
+    """What compensation costs, in words; less than nothing is noise of the measurement."""
+    if slowdown_percent is None:
+        return "cost not measured"
+    return f"{percent(slowdown_percent)} slower by it" if slowdown_percent >= 0.05 else "no slower by it"
 
 
 def speculation_parts(statistics: Statistics) -> list[str]:
-    """What speculation did: `drafts 87 % accepted`, `3.4 tokens a verify`; or that it did not pay."""
+    """What speculation did: `87 % of the drafts accepted`, `3.4 tokens a verify`; or that it did not pay."""
     if statistics.gamma is None:
         return []
     parts = []
     if statistics.tokens_per_verify:
         rate = statistics.acceptance_rate or 0.0
-        parts = [f"drafts {100 * rate:.0f} % accepted", f"{statistics.tokens_per_verify:.1f} tokens a verify"]
-    return parts if statistics.gamma else [*parts, "speculation did not pay"]
-
-
-def statistics_lines(statistics: Statistics, width: int, before: Sequence[str] = ()) -> str:
-    """The line under an answer; a second one where the compensation would not fit, but not in a slim terminal.
-
-    Args:
-        statistics: what the answer cost.
-        width: cells of a line.
-        before: words to begin with.
-    """
-    parts = [*before, *statistics_parts(statistics)]
-    line = fitting(parts, width)
-    wanted = compensation_parts(statistics)
-    if not wanted or wanted[-1] in line.split(SEPARATOR) or width < TWO_LINES:
-        return line
-    rest = parts[len(line.split(SEPARATOR)) :] if line else parts
-    return f"{line}\n{fitting(rest, width)}"
+        parts = [f"{100 * rate:.0f} % of the drafts accepted", f"{statistics.tokens_per_verify:.1f} tokens a verify"]
+    return parts if statistics.gamma else [*parts, "it did not pay"]
 
 
 def fitting(parts: Sequence[str], width: int, separator: str = SEPARATOR) -> str:

@@ -38,6 +38,20 @@ class KeptChats:
             self._recorder = Recorder(self._path, self._on_error)
         self._recorder.record(conversation.id, conversation.head, message)
 
+    def note(self, conversation: Conversation) -> None:
+        """Keep which message of a conversation is shown last, and its draft and settings, soon."""
+        if self._recorder is None:
+            from app.history.recorder import Recorder
+
+            self._recorder = Recorder(self._path, self._on_error)
+        self._recorder.note(conversation.id, conversation.head, conversation.extras)
+
+    async def prompts(self) -> Sequence[str]:
+        """What the person said last, the newest last."""
+        if not self._path.is_file():
+            return ()
+        return await self._do(lambda history: history.prompts())
+
     async def chats(self) -> Sequence[Chat]:
         """All chats: pinned ones first, then the newest first.
 
@@ -94,4 +108,5 @@ class KeptChats:
         if self._history is None:
             self._history = History(self._path)
             self._history.purge()
+            self._history.drop_empty()
         return act(self._history)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from textual.binding import Binding
 
 KEYS = (
+    Binding("f1", "help", "help", tooltip="The keys", id="app.help", priority=True),
     Binding("ctrl+n", "new_chat", "new", tooltip="Begin a new chat", id="chat.new", priority=True),
     Binding("ctrl+b", "chats", "chats", tooltip="Find, open, rename or delete a chat", id="app.chats", priority=True),
+    Binding("ctrl+r", "regenerate", "again", tooltip="Ask for another answer", id="chat.regenerate", priority=True),
     Binding(
-        "ctrl+r", "regenerate", "regenerate", tooltip="Ask for another answer", id="chat.regenerate", priority=True
+        "ctrl+e", "edit", "edit", tooltip="Write another prompt beside the last one", id="chat.edit", priority=True
     ),
+    Binding("ctrl+y", "copy_answer", "copy", tooltip="Copy the last answer", id="chat.copy", priority=True),
     Binding(
         "ctrl+g",
         "continue",
@@ -19,12 +22,24 @@ KEYS = (
         priority=True,
         show=False,
     ),
-    Binding("ctrl+y", "copy_answer", "copy", tooltip="Copy the last answer", id="chat.copy", priority=True, show=False),
+    Binding("ctrl+o", "attach", "attach", tooltip="Send a text file", id="chat.attach", priority=True, show=False),
     Binding("escape", "stop", "stop", tooltip="Stop what runs; what came of an answer stays", id="chat.stop"),
     Binding("f2", "models", "models", tooltip="Pick, make or delete a model", id="app.models", priority=True),
     Binding("f3", "settings", "settings", tooltip="Budget, sampling, memory, looks", id="app.settings", priority=True),
     Binding(
         "f4", "device", "device", tooltip="The device, and how the model is tuned to it", id="app.device", priority=True
+    ),
+    Binding(
+        "f5",
+        "chat_settings",
+        "this chat",
+        tooltip="System prompt and sampling of this chat alone",
+        id="chat.settings",
+        priority=True,
+        show=False,
+    ),
+    Binding(
+        "f6", "log", "log", tooltip="What the runtime wrote, and why it ended", id="app.log", priority=True, show=False
     ),
     Binding(
         "ctrl+t",

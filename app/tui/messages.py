@@ -41,6 +41,21 @@ class Submitted(Message):
 
 
 @dataclass
+class LeftOut(Message):
+    """The beginning of a chat does not fit the context any more, and the model is no longer given it."""
+
+    conversation: str
+
+
+@dataclass
+class MessageAct(Message):
+    """A person wants something done with one message: see `ChatScreen.act`."""
+
+    act: str
+    message: str
+
+
+@dataclass
 class NotKept(Message):
     """Chats can't be kept."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.conversation import Conversation, Message
 from app.errors import ClientError
@@ -57,6 +58,12 @@ class OpenChats:
         if self.kept is not None and self.keeps:
             self.kept.record(conversation, message)
 
+    def note(self, conversation: Conversation, **changes: Any) -> None:
+        """Change what belongs to a conversation beside its messages, and keep that and its head."""
+        conversation.extras = replace(conversation.extras, **changes)
+        if self.kept is not None and self.keeps and (len(conversation) or conversation.extras.draft.strip()):
+            self.kept.note(conversation)
+
     def begin(self) -> None:
         """Begin another conversation. An answer in the one before goes on if that is kept."""
         before = self.conversation
@@ -78,7 +85,7 @@ class OpenChats:
         else:
             opened = self.conversation.another()
             opened.restore(chat.id, await self.kept.messages(chat.id), chat.head)
-            opened.model = chat.model
+            opened.extras = replace(chat.extras, model=chat.extras.model or chat.model)
             self._watch(opened)
         if not self.keeps:
             await self._answers.stop(self.conversation.id)

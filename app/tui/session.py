@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from textual.message import Message as Event
 
-from app.conversation import Conversation, prompt_of
+from app.conversation import Conversation
 from app.errors import ClientError
 from app.settings import Settings
-from app.tui.answers import Answers, Prompt, Writing
+from app.tui.answers import Answers, Writing
 from app.tui.connection import Connection
 from app.tui.figures import tuning_title
 from app.tui.jobs import Job
 from app.tui.kept import KeptChats
 from app.tui.messages import ChatEnded, JobChanged, RuntimeLost, StatusChanged
 from app.tui.open_chats import OpenChats
+from app.tui.prompts import Prompts
 from app.tui.recent import Recent
 from app.tui.runtime import SupervisorLike
 from app.tui.tally import Tally
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 FORGET_TIMEOUT_S = 3.0
 """Whoever quits does not wait longer for the runtime to forget the chat."""
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 
 
 class Session:
@@ -65,18 +65,22 @@ class Session:
         self.settings = settings
         self.wanted: str | None = settings.model
         """The model that is loaded, or is to be."""
+        self.summarizes = False
+        """Whether what is left out next is summarized, because the person said so this time."""
         self.recent = Recent()
         self._post = post
         self._connection = Connection(supervisor, self._status_changed, lambda reason: post(RuntimeLost(reason)))
         self._work = Work(lambda job: post(JobChanged(job)), clock)
         self._tuned_by: object = None
         self._recovering = False
+        self._prompts = Prompts(self._connection, lambda: self.settings, self.note, post, lambda: self.summarizes)
         self.answers = Answers(
             self._connection,
             self.recent,
             clock,
             ready=self._ready_to_answer,
-            prompt=self._prompt,
+            prompt=self._prompts.make,
+            shorten=self._prompts.shorten,
             ended=self._answer_ended,
         )
         self._chats = OpenChats(
@@ -140,6 +144,7 @@ class Session:
         """Stop what runs and end what was started; chats that are not kept end with it. Safe to call twice."""
         await self.answers.stop()
         await self.stop_work()
+        self.note(self.conversation)
         self._chats.begin()
         with contextlib.suppress(ClientError, OSError, TimeoutError):
             async with asyncio.timeout(FORGET_TIMEOUT_S):
@@ -259,6 +264,7 @@ class Session:
             Whether it is loaded.
         """
         await self.answers.stop()
+        self.note(self.conversation, model=name)
         if self._connection.client is None:
             self.wanted = name
             await self.recover()
@@ -288,6 +294,7 @@ class Session:
             budget=wanted.budget_percent,
             prompt_budget=wanted.prompt_budget_percent,
             context=settings.context,
+            num_parallel=settings.num_parallel,
             backend=settings.backend,
         )
         loaded = await self._run(f"Loading {name}", connection.client.load(request))
@@ -408,22 +415,31 @@ class Session:
         counted = [message.statistics.context_used for message in self.conversation.path() if message.statistics]
         return next((used for used in reversed(counted) if used is not None), None)
 
-    async def _ready_to_answer(self) -> str | None:
-        """Wait until a model can answer; returns why none can, or None."""
+    async def _ready_to_answer(self, conversation: Conversation) -> str | None:
+        """Wait until the model of a conversation can answer; returns why it can't, or None."""
         await self._connection.settled.wait()
         if self._connection.client is None:
             await self.recover()
+        bound, status = conversation.extras.model, self.status
+        if bound is not None and status is not None and status.model != bound and not self.working:
+            await self._load(bound)
         if self._connection.client is None or not self.ready:
             return self.problem or "no model is loaded; pick one with F2"
+        if bound is None and self.status is not None and self.status.model is not None:
+            self.note(conversation, model=self.status.model)
         return None
 
-    def _prompt(self, conversation: Conversation, answer: str, resume: bool) -> Prompt:
-        from app.protocol import ChatOptions
+    def note(self, conversation: Conversation, **changes: Any) -> None:
+        """Change what belongs to a conversation beside its messages, and keep that and its head."""
+        self._chats.note(conversation, **changes)
 
-        sampling: dict[str, Any] = {key: self.settings.get(key) for key in SAMPLING_KEYS}
-        path = conversation.path(answer)
-        prompt = prompt_of(path if resume else path[:-1], self.settings.system_prompt)
-        return prompt, ChatOptions(**sampling, chat=conversation.id, continue_final=resume)
+    def setting_of(self, conversation: Conversation, key: str) -> Any:
+        """A setting as it is for a conversation: its own, or everybody's."""
+        return self._prompts.setting_of(conversation, key)
+
+    def will_leave_out(self, typed: str = "") -> int:
+        """Messages of the chat in sight that the next prompt leaves out and the last one did not."""
+        return self._prompts.will_leave_out(self.conversation, typed)
 
     async def _answer_ended(self, _writing: Writing) -> None:
         if self._connection.client is not None:

@@ -34,14 +34,14 @@ class Request:
         """Tokens that prompt and answer have together, at most."""
         return len(self.run.prompt) + self.answer.limit
 
-    def begin(self, slot: int, cached: int, held: list[int], chunk: Callable[[int], int]) -> None:
+    def begin(self, slot: int, cached: int, held: list[int], chunk: Callable[[int, int], int]) -> None:
         """Take a slot.
 
         Args:
             slot: The slot; it holds the first `cached` tokens of the prompt.
             cached: Tokens.
             held: The slot's tokens; what has entered the cache is appended.
-            chunk: Says how many rows of a prompt to run next, given how many of it have been run since it began.
+            chunk: Says how many rows of a prompt to run next, given how many have been run and how many are left.
         """
         self.run.slot, self.run.cached = slot, cached
         self._work = self._steps(held, chunk)
@@ -55,11 +55,11 @@ class Request:
         except StopIteration:
             self.rows = None
 
-    def _steps(self, held: list[int], chunk: Callable[[int], int]) -> Work[None]:
+    def _steps(self, held: list[int], chunk: Callable[[int, int], int]) -> Work[None]:
         """The prompt behind what is cached, then rounds of decoding, of one token each where nothing is drafted."""
         run, answer, began, start = self.run, self.answer, time.perf_counter(), self.run.cached
         while start < len(run.prompt):
-            tokens = run.prompt[start : start + chunk(start - run.cached)]
+            tokens = run.prompt[start : start + chunk(start - run.cached, len(run.prompt) - start)]
             last = start + len(tokens) == len(run.prompt)
             logits = yield Rows(slot=run.slot, start=start, tokens=tokens, wanted=int(last), kind="prompt")
             held += tokens

@@ -52,6 +52,8 @@ class Scheduler:
         """Requests that have not begun, in the order in which they came."""
         self.running: list[Request] = []
         """Requests that have a slot."""
+        self.most = decoder.options.slots
+        """Requests that may run at the same time."""
         self._full = False  # whether the first that waits has to wait until somebody ends
         self._spent = self._began = 0.0
 
@@ -114,7 +116,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let the first that waits begin, if it can."""
-        if self._full or not self.waiting or self._wanting("prompt"):
+        if self._full or not self.waiting or len(self.running) >= self.most or self._wanting("prompt"):
             return
         request = self.waiting[0]
         prompt = request.run.prompt
@@ -140,10 +142,10 @@ class Scheduler:
         self.running.append(request)
         request.begin(slot, cached, self._conversations.tokens(slot), self._chunk)
 
-    def _chunk(self, done: int) -> int:
-        """Rows of a prompt to be run next, `done` of which were run: to where a full step would end, or a part."""
+    def _chunk(self, done: int, left: int) -> int:
+        """Rows of a prompt to be run next: to where a step would end if nobody else were there, or a part of that."""
         most = self._decoder.options.max_rows
-        full = most - done % most
+        full = min(left, most - done % most)
         return CHUNK if self.company() > 1 and full > CHUNK + REMAINDER else full
 
     def _wanting(self, kind: RowKind) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Between threads and the event loop: a thread that does jobs one after another, and streams that carry their results.
+"""Between threads and the event loop: a thread that does jobs, and steps between them; streams that carry results.
 
 A stream belongs to the loop that made it. Closing it (or a client's hang-up, which cancels the task that reads it) sets
 the flag that the job asks for between its steps.
@@ -65,11 +65,18 @@ class Stream(Generic[T]):
 
 
 class Worker:
-    """A thread that does jobs in the order in which they came, and may do something when it has been idle for long."""
+    """A thread that does jobs in the order in which they came, and steps of something else between them.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: Of the thread.
+        step: Does a step of what goes on beside jobs, and returns whether there is more to do. Must not raise.
+    """
+
+    def __init__(self, name: str, step: Callable[[], bool] = lambda: False) -> None:
         """Start the thread."""
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, Callable[[], bool]] | None] = queue.SimpleQueue()
+        self._step = step
+        self._held = 0
         self._closed = False
         self._idle: tuple[float, Job] | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -78,28 +85,32 @@ class Worker:
     @property
     def waiting(self) -> int:
         """Jobs that have not begun."""
-        return self._jobs.qsize()
+        return self._jobs.qsize() + self._held
 
     def when_idle(self, seconds: float, job: Job) -> None:
         """Do `job` in the thread whenever there was nothing else to do for so long."""
         self._idle = (seconds, job)
         self.submit(_nothing)  # so that the thread looks at the clock
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, alone: Callable[[], bool] = lambda: True) -> None:
         """Add a job. A job must not raise.
+
+        Args:
+            job: What to do.
+            alone: Asked in the thread when it is the job's turn: whether steps have to come to their end first.
 
         Raises:
             Cancelled: the worker has been closed.
         """
         if self._closed:
             raise Cancelled("the server is shutting down")
-        self._jobs.put(job)
+        self._jobs.put((job, alone))
 
     def close(self, last: Job) -> None:
         """Take no more jobs; do those that wait, then `last`, and end. Does not wait for it. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            self._jobs.put(last)
+            self._jobs.put((last, lambda: True))
             self._jobs.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -109,20 +120,32 @@ class Worker:
 
     def _work(self) -> None:
         since = time.monotonic()
-        rested = False
+        rested = stepping = False
         while True:
             try:
-                job = self._jobs.get(timeout=self._patience(since, rested=rested))
+                taken = self._jobs.get(timeout=0 if stepping else self._patience(since, rested=rested))
             except queue.Empty:
+                if stepping:
+                    stepping, since = self._step(), time.monotonic()
+                    continue
                 if self._idle is not None:
                     self._idle[1]()
                 rested = True
                 continue
-            if job is None:
+            if taken is None:
                 return
-            job()
-            del job  # a job's results must not live on while the thread waits
+            self._do(*taken)
+            del taken  # a job's results must not live on while the thread waits
+            stepping = self._step()
             since, rested = time.monotonic(), False
+
+    def _do(self, job: Job, alone: Callable[[], bool]) -> None:
+        """Do a job; where it has to be alone, what goes on comes to its end first."""
+        self._held = 1
+        while alone() and self._step():
+            pass
+        self._held = 0
+        job()
 
     def _patience(self, since: float, *, rested: bool) -> float | None:
         if self._idle is None or rested:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,16 +37,35 @@ class EngineLike(Protocol):
         """Tokens of a text to be continued."""
         ...
 
-    def generate(
+    @property
+    def running(self) -> int:
+        """Requests that are being answered; may be asked in any thread, as `waiting`."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot, or for room in the cache."""
+        ...
+
+    def submit(
         self,
         prompt: Sequence[int],
         options: SamplingOptions,
+        receive: Callable[[Piece | Exception], None],
         cancelled: Cancelled,
         *,
         trim: bool = False,
         chat: str | None = None,
-    ) -> Iterator[Piece]:
-        """Answer a prompt. Refuses at once what it cannot answer; the work is done while iterating."""
+    ) -> None:
+        """Let a prompt be answered by the steps that follow. Refuses at once what it cannot answer."""
+        ...
+
+    def step(self) -> bool:
+        """Do one step of all requests. Returns whether there is more to do."""
+        ...
+
+    def abandon(self, error: Exception) -> None:
+        """End all requests with an error."""
         ...
 
     def embed(self, tokens: Sequence[int], cancelled: Cancelled) -> Float32Array:
@@ -86,6 +105,8 @@ class LoadedModel:
     """Bytes of weights read for one token."""
     kv_bytes: int
     """Bytes of the KV cache."""
+    slots: int = 1
+    """Requests that it answers at the same time."""
     tuning: Tuning | None = None
     """What the tuner found for the budget; None where k_chunk was given, or nothing was tuned."""
     prompts: PromptTuning | None = None

@@ -41,6 +41,7 @@ class StoreLoader:
         compensation: What applies to a model that is loaded with neither a k_chunk nor a budget.
         chats: Folder in which long conversations outlive the loaded model; None: they do not.
         speculation: What applies to a model that is loaded without a word about it; None: nothing is drafted.
+        parallel: Requests answered at the same time where a load says nothing of it; None: `PARALLEL`.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class StoreLoader:
         *,
         chats: Path | None = None,
         speculation: Speculate | None = None,
+        parallel: int | None = None,
     ) -> None:
-        self._speculation = speculation
+        self._speculation, self._parallel = speculation, parallel
         self._catalogue = catalogue
         self._profiles = profiles
         self._chats = chats
@@ -67,7 +69,7 @@ class StoreLoader:
             RuntimeFailure: memory does not suffice, or the backend cannot run it.
         """
         from runtime.loading import plan_load
-        from runtime.memory import CONVERSATIONS, cache_facts, describe
+        from runtime.memory import CONVERSATIONS, PARALLEL, cache_facts, describe
 
         def report(phase: str, message: str) -> None:
             if cancelled():
@@ -78,17 +80,20 @@ class StoreLoader:
         model = self._catalogue.open(request.model)
         compensation = request.compensation or self._compensation
         speculation = request.speculation or self._speculation
+        parallel = request.num_parallel or self._parallel or PARALLEL
         plan = plan_load(
             model,
             compensation,
             kv=cache_for(request.kv, speculation),
             context=None if request.context is None else min(request.context, model.spec.max_context),
             asked=request.backend,
-            slots=CONVERSATIONS,
+            slots=max(CONVERSATIONS, parallel),
+            parallel=parallel,
         )
         plan.prepare(progress)
         report("load", f"loading {request.model}: {describe(plan.memory)}")
         engine = plan.open_engine(progress)
+        engine.parallel = min(parallel, plan.options.slots)
         if cancelled():
             engine.close()
             raise Cancelled("the load was stopped")
@@ -103,6 +108,7 @@ class StoreLoader:
             context=plan.options.context,
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
+            slots=engine.parallel,
             problems=_lacking(engine.decoder),
             caches=cache_facts(model.spec, plan.memory, plan.options.max_rows),
         )
@@ -255,6 +261,7 @@ def open_service(
     idle_unload_s: float | None = None,
     chats: Path | None = None,
     speculation: Speculate | None = None,
+    parallel: int | None = None,
 ) -> Service:
     """The service of the models under a home folder.
 
@@ -266,11 +273,12 @@ def open_service(
         chats: Folder in which the caches of long conversations are kept while their model is not loaded; None: nothing
             of a conversation is written to disk.
         speculation: What applies to models that are loaded without a word about it; None: nothing is drafted.
+        parallel: Requests answered at the same time, likewise; None: a few.
     """
     store = Store(home / "models")
     catalogue = StoreCatalogue(store, bundle.models, chats)
     return Service(
-        StoreLoader(catalogue, home / PROFILES, compensation, chats=chats, speculation=speculation),
+        StoreLoader(catalogue, home / PROFILES, compensation, chats=chats, speculation=speculation, parallel=parallel),
         catalogue,
         StoreWorkshop(store, bundle, chats),
         inspector=MachineInspector(home / PROFILES),

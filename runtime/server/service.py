@@ -1,6 +1,8 @@
 """`Service`: everything that is done with the one loaded model, in one thread and in the order of the requests.
 
-Loading, unloading and generating share that thread, so none can disturb another, and several requests simply queue.
+Loading, unloading and generating share that thread, so none can disturb another. Requests for the model that is loaded
+join those that are being answered, between two steps; whatever else is asked for waits until these have ended, and what
+comes behind it waits for it.
 Nothing here knows HTTP. The coroutines may be called from any event loop.
 """
 
@@ -112,7 +114,7 @@ class Service:
         self._lock = threading.Lock()
         self._streams: set[Stream[Any]] = set()  # of all requests that run or wait; guarded by the lock
         self._making = False
-        self._worker = Worker("engine")
+        self._worker = Worker("engine", self._slot.step)
         if idle_unload_s is not None:
             self._worker.when_idle(idle_unload_s, self._slot.rest)
 
@@ -190,6 +192,8 @@ class Service:
     async def forget(self, chat: str | None) -> Holding:
         """Delete what the caches hold of a conversation, after the requests that already wait.
 
+        What is held of an answer in the making goes when it ends.
+
         Args:
             chat: The name that its client gave it; None: all conversations.
 
@@ -201,7 +205,7 @@ class Service:
         """
         stream: Stream[Holding] = Stream()
         job = self._job(stream, lambda: stream.put(self._slot.forget(chat)))
-        async with aclosing(self._queued(stream, job)) as found:
+        async with aclosing(self._queued(stream, job, alone=lambda: False)) as found:
             return [held async for held in found][-1]
 
     def held(self) -> Holding:
@@ -215,8 +219,9 @@ class Service:
             ApiError: the model or the request is not acceptable, or the work failed.
         """
         stream: Stream[Accepted | Piece] = Stream()
-        job = self._job(stream, lambda: self._generate(request, stream))
-        async with aclosing(self._queued(stream, job)) as items:
+        job = self._submission(request, stream)
+        alone = lambda: not (stream.cancelled() or self._slot.is_ready(request.model))  # noqa: E731
+        async with aclosing(self._queued(stream, job, alone)) as items:
             async for item in items:
                 yield item
 
@@ -270,13 +275,16 @@ class Service:
 
     # In the event loop
 
-    async def _queued(self, stream: Stream[T], job: Callable[[], None]) -> AsyncGenerator[T, None]:
-        """Queue a job of the engine's thread, and read its stream."""
-        if self._worker.waiting >= self._max_waiting:
+    async def _queued(
+        self, stream: Stream[T], job: Callable[[], None], alone: Callable[[], bool] = lambda: True
+    ) -> AsyncGenerator[T, None]:
+        """Queue a job of the engine's thread, and read its stream. Whether it has to be alone is asked at its turn."""
+        loaded = self._slot.loaded
+        if self._worker.waiting + (0 if loaded is None else loaded.engine.waiting) >= self._max_waiting:
             raise unavailable(f"{self._max_waiting} requests are waiting already: try again later", "overloaded")
         with self._listed(stream):
             try:
-                self._worker.submit(job)
+                self._worker.submit(job, alone)
             except Cancelled as error:
                 raise api_error(error) from error
             async with aclosing(stream.read()) as items:
@@ -318,33 +326,56 @@ class Service:
         with self._lock:
             self._making = False
 
-    def _generate(self, request: GenerationRequest, stream: Stream[Accepted | Piece]) -> None:
-        loaded = self._slot.ensure(request.model, stream.cancelled)
-        with self._slot.generating():
+    def _submission(self, request: GenerationRequest, stream: Stream[Accepted | Piece]) -> Callable[[], None]:
+        """The job that submits a request. The stream ends with the answer's last piece, or with what went wrong."""
+
+        def receive(item: Piece | Exception) -> None:
+            if isinstance(item, Exception):
+                stream.end(api_error(item))
+            elif item.finish_reason == "cancelled":
+                stream.end(api_error(Cancelled(STOPPED)))
+            else:
+                stream.put(item)
+                if item.finish_reason is not None:
+                    stream.end()
+
+        def job() -> None:
             try:
-                options = request.options
-                if request.chat:
-                    options = replace(options, stop=(*options.stop, *loaded.engine.chat_stops))
-                prompt = request.prompt(loaded.engine)
-                pieces = loaded.engine.generate(prompt, options, stream.cancelled, trim=request.trim, chat=request.name)
-                stream.put(
-                    Accepted(
-                        model=loaded.name,
-                        backend=loaded.backend,
-                        prompt_tokens=len(prompt),
-                        k_chunk=loaded.k_chunk,
-                        slowdown_percent=loaded.tuning.measured_slowdown_percent if loaded.tuning else None,
-                        prompt_slowdown_percent=loaded.prompts.measured_slowdown_percent
-                        if loaded.prompts and loaded.prompts.k_chunk
-                        else None,
-                    )
-                )
-                for piece in pieces:
-                    if piece.finish_reason == "cancelled":
-                        raise Cancelled(STOPPED)
-                    stream.put(piece)
-            except (RequestError, ContextOverflowError) as error:
-                raise api_error(error, prompt=request.field) from error
+                if stream.cancelled():
+                    raise Cancelled(STOPPED)
+                self._submit(request, stream, receive)
+            except BaseException as failure:  # noqa: BLE001 -- the reader gets it, and the thread must live on
+                stream.end(api_error(failure))
+
+        return job
+
+    def _submit(
+        self,
+        request: GenerationRequest,
+        stream: Stream[Accepted | Piece],
+        receive: Callable[[Piece | Exception], None],
+    ) -> None:
+        loaded = self._slot.ensure(request.model, stream.cancelled)
+        options = request.options
+        if request.chat:
+            options = replace(options, stop=(*options.stop, *loaded.engine.chat_stops))
+        try:
+            prompt = request.prompt(loaded.engine)
+            loaded.engine.submit(prompt, options, receive, stream.cancelled, trim=request.trim, chat=request.name)
+        except (RequestError, ContextOverflowError) as error:
+            raise api_error(error, prompt=request.field) from error
+        stream.put(
+            Accepted(
+                model=loaded.name,
+                backend=loaded.backend,
+                prompt_tokens=len(prompt),
+                k_chunk=loaded.k_chunk,
+                slowdown_percent=loaded.tuning.measured_slowdown_percent if loaded.tuning else None,
+                prompt_slowdown_percent=loaded.prompts.measured_slowdown_percent
+                if loaded.prompts and loaded.prompts.k_chunk
+                else None,
+            )
+        )
 
     def _embed(self, model: str, texts: Sequence[str | Sequence[int]], stream: Stream[Embedded]) -> None:
         loaded = self._slot.ensure(model, stream.cancelled)

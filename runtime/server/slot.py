@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from runtime.server.errors import api_error, conflict, unknown_model
 from runtime.server.interfaces import Catalogue, LoadedModel, Loader
 from runtime.wire.answers import ErrorRecord, Holding, State, Status
 from runtime.wire.requests import LoadRequest, TuneRequest
+
+logger = logging.getLogger(__name__)
 
 
 class ModelSlot:
@@ -44,15 +47,19 @@ class ModelSlot:
             state=state,
             model=target.model if target is not None and state == "loading" else None,
             memory_bytes=int(psutil.Process().memory_info().rss),
-            waiting=waiting,
+            waiting=waiting + (loaded.engine.waiting if loaded is not None else 0),
             pid=os.getpid(),
             version=program_version(),
             error=error,
         )
         if loaded is None:
             return status
+        running = loaded.engine.running
         return replace(
             status,
+            state="generating" if running and state == "ready" else state,
+            running=running,
+            slots=loaded.slots,
             model=loaded.name,
             backend=loaded.backend,
             reason=loaded.reason,
@@ -171,7 +178,7 @@ class ModelSlot:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """While entered, the state says so."""
+        """While entered, the state says so: for work that is no request of the engine's."""
         with self._lock:
             self._state = "generating"
         try:
@@ -179,6 +186,23 @@ class ModelSlot:
         finally:
             with self._lock:
                 self._state = "ready"
+
+    def step(self) -> bool:
+        """Do one step of all requests of the loaded model. Returns whether there is more to do. Never raises."""
+        loaded = self.loaded
+        if loaded is None:
+            return False
+        try:
+            return loaded.engine.step()
+        except BaseException as failure:
+            logger.exception("a step failed")
+            loaded.engine.abandon(api_error(failure))
+            return False
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a model is loaded, so that a request for it need not wait for those of another one."""
+        with self._lock:
+            return self._loaded is not None and self._target is not None and self._target.model == name
 
     def unload(self) -> None:
         """Unload the model and forget how it was loaded."""

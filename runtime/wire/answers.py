@@ -77,8 +77,12 @@ class Status:
     """Bytes of the KV cache."""
     speculates: bool = False
     """Whether tokens are drafted and verified several at a time."""
+    running: int = 0
+    """Requests that are being answered."""
     waiting: int = 0
-    """Requests that wait for their turn."""
+    """Requests that wait: for a slot, for room in the cache, or for what must be done before."""
+    slots: int = 0
+    """Requests that can be answered at the same time."""
     pid: int = 0
     """Process id of the runtime."""
     version: str = ""

@@ -39,6 +39,8 @@ class LoadRequest:
     """Tokens to draft in each round of speculation; None is the best by what steps cost and what is accepted."""
     context: Annotated[int, Within(1)] | None = None
     """Tokens of context."""
+    num_parallel: Annotated[int, Within(1, 64)] | None = None
+    """Requests that are answered at the same time."""
     backend: Annotated[str, Within(1, 40)] = "auto"
     """Which backend."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from app.conversation import Conversation, Message, Statistics
+from app.conversation import Conversation, Extras, Message, Statistics
 from app.errors import HistoryError
 from app.history import schema
 from app.history.recorder import Recorder
@@ -181,7 +181,7 @@ def test_a_newer_file_is_left_alone(history: History) -> None:
 
 
 def test_a_migration_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "history.db"
+    path, before = tmp_path / "history.db", len(schema.MIGRATIONS)
     History(path).close()
     monkeypatch.setattr(
         schema, "MIGRATIONS", (*schema.MIGRATIONS, "CREATE TABLE more (a TEXT); CREATE TABLE chats (b);")
@@ -189,10 +189,10 @@ def test_a_migration_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(HistoryError, match="already exists"):
         open_database(path)
     with sqlite3.connect(path) as database:
-        assert version_of(database) == 1
+        assert version_of(database) == before
         assert not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'more'").fetchall()
-    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS[:1], "CREATE TABLE more (a TEXT);"))
-    assert version_of(open_database(path)) == 2
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS[:before], "CREATE TABLE more (a TEXT);"))
+    assert version_of(open_database(path)) == before + 1
 
 
 def test_an_unwritable_place_is_told(tmp_path: Path) -> None:
@@ -290,3 +290,47 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
 )
 def test_titles(text: str, title: str) -> None:
     assert title_of(text) == title
+
+
+NOW = "2026-01-02T10:42:00+00:00"
+
+
+def test_a_history_of_the_first_version_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "history.db"
+    with monkeypatch.context() as old:
+        old.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
+        database = open_database(path)
+        database.execute("INSERT INTO chats (id, title, created, updated) VALUES ('a', 'Old', ?, ?)", (NOW, NOW))
+        database.execute(
+            "INSERT INTO messages (id, chat, role, text, state, created) VALUES ('m', 'a', 'user', 'Hi', 'done', ?)",
+            (NOW,),
+        )
+        database.close()
+    history = History(path)
+    (chat,) = history.chats()
+    assert (chat.title, chat.extras) == ("Old", Extras())
+    assert [message.text for message in history.messages("a")] == ["Hi"]
+    history.note("a", "m", Extras(model="small", settings={"temperature": 0.5}, draft="and"))
+    assert history.find("a").extras == Extras(model="small", settings={"temperature": 0.5}, draft="and")
+    assert history.find("a").head == "m"
+    assert history.prompts() == ["Hi"]
+    history.close()
+
+
+def test_a_draft_alone_is_a_chat_until_it_is_sent_or_deleted(history: History) -> None:
+    history.note("d", None, Extras(draft="why is the\nsky blue"))
+    history.note("nothing", None, Extras())
+    (chat,) = history.chats()
+    assert (chat.id, chat.title) == ("d", "why is the")
+    history.drop_empty()
+    assert len(history.chats()) == 1
+    history.note("d", None, Extras())
+    history.drop_empty()
+    assert history.chats() == []
+
+
+def test_prompts_are_the_newest_ones_each_once(history: History) -> None:
+    for text in ("a", "b", "a", "c"):
+        said(history, text)
+    assert history.prompts() == ["b", "a", "c"]
+    assert history.prompts(1) == ["c"]

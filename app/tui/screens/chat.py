@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import ComposeResult
-from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Footer
 
@@ -16,6 +15,7 @@ from app.errors import ClientError, HistoryError
 from app.tui.answers import Writing
 from app.tui.messages import Submitted
 from app.tui.pump import Pump
+from app.tui.screens.written import WrittenScreen
 from app.tui.session import Session
 from app.tui.widgets.composer import Composer
 from app.tui.widgets.header import HeaderBar, model_line
@@ -24,26 +24,26 @@ from app.tui.widgets.transcript import Transcript
 
 if TYPE_CHECKING:
     from app.history.store import Chat
+    from app.tui.screens.chat_dialogs import Overflow
 
 LIVE_INTERVAL_S = 0.5
 
 
-class ChatScreen(Screen[None]):
+class ChatScreen(WrittenScreen):
     """The screen the program begins with."""
 
     AUTO_FOCUS = "#composer"
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
 
     def __init__(self, session: Session) -> None:
-        super().__init__(id="chat")
-        self._session = session
+        super().__init__(session)
         self._writing: Writing | None = None
         self._ticker: Timer | None = None
 
     def compose(self) -> ComposeResult:
         """Header, messages, progress, composer, keys."""
         yield HeaderBar()
-        yield Transcript(lambda: self._session.conversation.path())
+        yield Transcript(lambda: self._session.conversation)
         yield ProgressPanel()
         yield Composer()
         yield Footer(compact=True, show_command_palette=False)
@@ -52,16 +52,7 @@ class ChatScreen(Screen[None]):
         """Show what the session is doing."""
         self._ticker = self.set_interval(LIVE_INTERVAL_S, self._tick, pause=True)
         self.show_session()
-
-    @property
-    def transcript(self) -> Transcript:
-        """The messages."""
-        return self.query_one(Transcript)
-
-    @property
-    def composer(self) -> Composer:
-        """Where the person writes."""
-        return self.query_one(Composer)
+        self.run_worker(self._recall_past(), group="past", exit_on_error=False)
 
     @property
     def busy(self) -> bool:
@@ -75,42 +66,47 @@ class ChatScreen(Screen[None]):
         session = self._session
         self.query_one(HeaderBar).show(session)
         self.query_one(ProgressPanel).show(session.job)
-        self.composer.show_context(session.context_used, session.status.context if session.status else None)
-        self.composer.border_title = model_line(session) if self.has_class("-slim") else ""
+        self._show_context()
+        if self._editing is None:
+            self.composer.border_title = model_line(session) if self.has_class("-slim") else ""
 
     def on_resize(self) -> None:
         """Let the lines use the new width."""
         self.call_after_refresh(self.show_session)
 
-    @on(Submitted)
-    async def send(self, event: Submitted) -> None:
+    async def _send(self, text: str) -> None:
         """Put the prompt into the conversation and let the model answer."""
-        event.stop()
         session = self._session
-        if self.busy:
-            self.notify("An answer is being written; Esc stops it.", severity="warning")
-            return
-        if session.status is not None and not session.ready and not session.working and session.wanted is None:
-            self.notify("No model is loaded; F2 picks one.", severity="warning")
-            return
-        self.composer.clear()
         conversation = session.conversation
-        user = conversation.add("user", event.text, parent=conversation.head)
-        answer = conversation.add("assistant", "", parent=user.id, state="streaming", model=session.wanted)
-        await self.transcript.extend()
+        parent = conversation.head
+        if self._editing is not None:
+            parent = conversation[self._editing].parent
+            self.cancel_edit()
+        self._remember(text)
+        user = conversation.add("user", text, parent=parent)
+        session.note(conversation, draft="")
+        await self._answer(user.id, rebuilt=self._branched(user))
+
+    def _branched(self, message: Message) -> bool:
+        """Whether a message stands beside others, so that another path is shown now."""
+        return len(self._session.conversation.siblings(message.id)) > 1
+
+    async def _answer(self, prompt: str, *, rebuilt: bool) -> None:
+        """Let the model answer a prompt that is there."""
+        session = self._session
+        model = session.conversation.extras.model or session.wanted
+        answer = session.conversation.add("assistant", "", parent=prompt, state="streaming", model=model)
+        await (self.transcript.reopen() if rebuilt else self.transcript.extend())
         self._write(answer)
 
-    async def regenerate(self) -> None:
-        """Ask for another answer to the last prompt; the one before stays in the conversation."""
+    async def regenerate(self, message_id: str | None = None) -> None:
+        """Ask for another answer to a prompt, by default the last; the one before stays beside it."""
         conversation = self._session.conversation
-        if self.busy or conversation.head is None:
+        at = message_id or conversation.head
+        if self.busy or at is None:
             return
-        last = conversation[conversation.head]
-        answer = conversation.add(
-            "assistant", "", parent=last.parent, state="streaming", model=self._session.wanted or last.model
-        )
-        await self.transcript.replace_last()
-        self._write(answer)
+        message = conversation[at]
+        await self._answer(message.id if message.role == "user" else message.parent or message.id, rebuilt=True)
 
     async def resume(self) -> None:
         """Go on with an answer that ended early."""
@@ -120,10 +116,53 @@ class ChatScreen(Screen[None]):
             if last.resumable and last.text:
                 self._write(last, resume=True)
 
+    @on(Submitted)
+    async def send(self, event: Submitted) -> None:
+        """Send a prompt, or give it back where that can't be."""
+        event.stop()
+        session = self._session
+        if self.busy:
+            self.notify("An answer is being written; Esc stops it.", severity="warning")
+            self.composer.give_back(event.text)
+            return
+        if session.status is not None and not session.ready and not session.working and session.wanted is None:
+            self.notify("No model is loaded; F2 picks one.", severity="warning")
+            self.composer.give_back(event.text)
+            return
+        leaves_out = session.will_leave_out(event.text) if session.settings.overflow == "ask" else 0
+        if not leaves_out:
+            await self._send(event.text)
+            return
+        from app.tui.screens.chat_dialogs import OverflowDialog
+
+        def decided(answer: Overflow | None) -> None:
+            self.run_worker(self._overflow(answer or "keep", event.text), group="send", exit_on_error=False)
+
+        self.app.push_screen(OverflowDialog(leaves_out), decided)
+
+    async def _overflow(self, answer: Overflow, text: str) -> None:
+        """Go on as the person chose for a chat that is full."""
+        if answer == "keep":
+            self.composer.give_back(text)
+            return
+        if answer == "new":
+            await self.new_chat()
+        self._session.summarizes = answer == "summarize"
+        await self._send(text)
+
+    @property
+    def losable(self) -> bool:
+        """Whether what was said here would be lost with the chat."""
+        return bool(len(self._session.conversation)) and not self._session.keeps
+
     async def new_chat(self) -> None:
         """Begin anew. An answer that is being written goes on where chats are kept, and can be looked at there."""
         if not self._session.keeps:
             await self.stop()
+        if not len(self._session.conversation):
+            return  # what is typed stays
+        self.cancel_edit()
+        self.save_draft()
         self._leave()
         self._session.end_chat()
         self.run_worker(self._forget(), group="forget", exit_on_error=False)
@@ -134,7 +173,8 @@ class ChatScreen(Screen[None]):
         self.workers.cancel_group(self, "answer")
 
     async def _enter(self) -> None:
-        """Show the chat in sight, and the answer that is being written in it."""
+        """Show the chat in sight, its draft, and the answer that is being written in it."""
+        self.composer.put(self._session.conversation.extras.draft)
         await self.transcript.reopen()
         self.show_session()
         self.app.refresh_bindings()
@@ -146,6 +186,8 @@ class ChatScreen(Screen[None]):
         """Go on with a chat that is kept."""
         if chat.id == self._session.conversation.id:
             return
+        self.cancel_edit()
+        self.save_draft()
         try:
             await self._session.open_chat(chat)
         except HistoryError as error:
@@ -153,9 +195,9 @@ class ChatScreen(Screen[None]):
             return
         self._leave()
         await self._enter()
-        wanted = self._session.wanted
-        if chat.model and wanted and chat.model != wanted:
-            told = f"{chat.model} answered here; {wanted} goes on. F2 picks another model."
+        bound, status = self._session.conversation.extras.model, self._session.status
+        if bound and status is not None and status.model and bound != status.model:
+            told = f"{bound} answers here: it is loaded when you send something. F2 gives the chat to another model."
             self.notify(told, markup=False)
 
     async def _forget(self) -> None:

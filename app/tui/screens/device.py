@@ -35,7 +35,7 @@ class DeviceScreen(Screen[None]):
     """Everything that is known of the device; it is asked again whenever the work or the model changed."""
 
     AUTO_FOCUS = "#device"
-    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
+    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (75, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r", "retune", "retune", tooltip="Measure again and apply the budget", id="device.retune"),
         Binding("s", "app.stop_work", "stop", tooltip="Stop what runs", id="device.stop", show=False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +14,14 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.suggester import Suggester
-from textual.widgets import Button, Checkbox, Input, RadioButton, RadioSet, Static
+from textual.widgets import Button, Input, RadioSet, Static
 
+from app.tui.widgets.toggles import Box, Choice
 from models.catalogue import KNOWN
 from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
 from runtime.wire.requests import QuantizeRequest
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 V = TypeVar("V")
 C = TypeVar("C")
 
@@ -56,12 +59,19 @@ def choices_in(text: str) -> list[str]:
     return sorted(entry.name for entry in entries if entry.is_dir() or entry.suffix == ".gguf")
 
 
+def on_hub(name: str) -> bool:
+    """Whether a text is a name on the Hugging Face hub, and nothing on this machine."""
+    path = Path(name)
+    written_as_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or path.exists()
+    return bool(_HUB_NAME.fullmatch(name)) and not written_as_path
+
+
 def checkpoint_problem(text: str) -> str | None:
     """Why no checkpoint can be read from here, as far as one look tells; None if one may be."""
     name = text.strip()
     if not name:
-        return "Name a folder or a GGUF file."
-    if name in KNOWN:
+        return "Name a folder, a GGUF file, or a checkpoint on the hub as owner/name."
+    if name in KNOWN or on_hub(name):
         return None
     try:
         path = Path(name).expanduser()
@@ -163,18 +173,20 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
     def compose(self) -> ComposeResult:
         """Checkpoint, bits, method, evened keys, buttons."""
         with Vertical(classes="dialog"):
-            yield Static("Folder with a Hugging Face checkpoint, or a GGUF file")
-            yield Input(placeholder="/path/to/model or file.gguf", suggester=CheckpointSuggester(), compact=True)
+            yield Static("A name on the Hugging Face hub, a folder with a checkpoint, or a GGUF file")
+            yield Input(
+                placeholder="owner/name, /path/to/model or file.gguf", suggester=CheckpointSuggester(), compact=True
+            )
             yield Static("", markup=False, classes="dialog-problem")
             yield Static("Bits of a weight")
             with RadioSet(compact=True, id="quantize-bits"):
                 for bits, words in BITS.items():
-                    yield RadioButton(f"{bits:g} · {words}", value=bits == Recipe().bits)
+                    yield Choice(f"{bits:g} · {words}", value=bits == Recipe().bits)
             yield Static("Method")
             with RadioSet(compact=True, id="quantize-method"):
                 for method, words in GOOD_FOR.items():
-                    yield RadioButton(f"{method} · {words}", value=method == DEFAULT_METHOD)
-            yield Checkbox("even out keys, for a KV cache of 4 bits or fewer", compact=True, id="quantize-smooth")
+                    yield Choice(f"{method} · {words}", value=method == DEFAULT_METHOD)
+            yield Box("even out keys, for a KV cache of 4 bits or fewer", compact=True, id="quantize-smooth")
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Quantize", id="yes", variant="primary", compact=True)
                 yield Button("Cancel", id="no", compact=True)
@@ -189,9 +201,9 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
             line.display = True
             return
         name = text.strip()
-        source = name if name in KNOWN else str(Path(name).expanduser().absolute())
+        source = name if name in KNOWN or on_hub(name) else str(Path(name).expanduser().absolute())
         bits, method = self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", METHODS)
-        smooth = self.query_one(Checkbox).value
+        smooth = self.query_one(Box).value
         self.dismiss(QuantizeRequest(source=source, bits=bits, method=method, smooth_attention=smooth))
 
     def _chosen(self, radios: str, values: Sequence[C]) -> C:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from runtime.wire.answers import ModelEntry
     from runtime.wire.requests import QuantizeRequest
 
-EMPTY = "There are no models yet. Q makes one of a checkpoint: a Hugging Face folder or a GGUF file."
+EMPTY = "There are no models yet. Q makes one of a checkpoint: a name on the hub, a folder or a GGUF file."
 
 
 class ModelTable(DataTable[str]):
@@ -100,8 +100,8 @@ class ModelsScreen(Screen[None]):
         for model in self._models:
             table.add_row(*self._cells(model), key=model.name)
         for known in self._fetchable:
-            cells = ["↓", known.name, "", byte_count(known.bytes)]
-            table.add_row(*cells, *([] if self.has_class("-slim") else ["", "to fetch"]), key=known.name)
+            more = [] if self.has_class("-slim") else ["", byte_count(known.bytes), "", "to fetch"]
+            table.add_row("↓", known.name, "", "", *more, key=known.name)
         table.move_cursor(row=min(row, max(0, table.row_count - 1)))
         if note:
             self._note(note, warning=True)
@@ -111,13 +111,14 @@ class ModelsScreen(Screen[None]):
     def _columns(self) -> list[str]:
         if self.has_class("-slim"):
             return ["", "model", "bits", "size"]
-        return ["", "model", "bits", "size", "perplexity", ""]
+        return ["", "model", "bits", "size", "residuals", "disk", "perplexity", ""]
 
     def _cells(self, model: ModelEntry) -> list[str]:
-        cells = ["●" if model.loaded else " ", printable(model.name), f"{model.bits:g}", byte_count(model.disk_bytes)]
+        cells = ["●" if model.loaded else " ", printable(model.name), f"{model.bits:g}", byte_count(model.gpu_bytes)]
         if self.has_class("-slim"):
             return cells
-        return [*cells, perplexity(model), "bundled" if model.bundled else "! " if model.warning else ""]
+        sizes = [byte_count(model.residual_bytes), byte_count(model.disk_bytes)]
+        return [*cells, *sizes, perplexity(model), "bundled" if model.bundled else "! " if model.warning else ""]
 
     def _chosen(self) -> ModelEntry | None:
         row = self.query_one(ModelTable).cursor_row

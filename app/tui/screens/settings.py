@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport
 
 GROUPS = {
-    "Quality and speed": ("budget", "prompt_budget", "k_chunk", "speculate", "gamma"),
+    "Quality and speed": ("budget", "prompt_budget", "k_chunk", "speculate", "gamma", "num_parallel"),
     "Memory": ("kv", "context"),
-    "Chat": ("system_prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "history"),
+    "Chat": ("system_prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "overflow", "history"),
     "Look": ("theme",),
     "Runtime": ("backend",),
 }
@@ -39,7 +39,7 @@ class SettingsScreen(Screen[None]):
     """All settings but the model, which F2 picks."""
 
     AUTO_FOCUS = "#setting-budget RadioSet"
-    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
+    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (75, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "back", tooltip="Back to the chat", id="settings.back"),
     ]
@@ -172,9 +172,8 @@ class SettingsScreen(Screen[None]):
     def _say_what_reloads(self) -> None:
         keys = self._to_reload()
         note = self.query_one("#settings-note", Static)
-        note.display = bool(keys)
         names = ", ".join(key.replace("_", " ") for key in keys)
-        note.update(f"{names}: the model is loaded again when you leave this screen")
+        note.update(f"{names}: the model is loaded again when you leave this screen" if keys else "")
 
     def apply(self) -> None:
         """Apply what is typed, and reload if that is needed. The screen is about to be left."""

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from textual import events, on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Input, RadioButton, RadioSet, Static
+from textual.widgets import Input, RadioSet, Static
 
 from app.settings import UNSET, Settings
 from app.tui.figures import SEPARATOR, compensated, k_chunk_text, percent
 from app.tui.printable import printable
 from app.tui.widgets.setting_row import SettingRow
+from app.tui.widgets.toggles import Choice
 from runtime.compensation import DEFAULT_BUDGET_PERCENT, of_settings
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class BudgetRow(SettingRow):
             with Horizontal(classes="setting-line"):
                 yield Static("budget", classes="setting-name")
                 with Vertical(classes="budget-choice"):
-                    yield RadioSet(*(RadioButton(label, value=i == at) for i, label in enumerate(labels)), compact=True)
+                    yield RadioSet(*(Choice(label, value=i == at) for i, label in enumerate(labels)), compact=True)
                     with Horizontal(classes="budget-custom"):
                         yield Input(f"{value:g}" if at == CUSTOM else "", placeholder="percent", compact=True)
                         yield Static("% slower at most", classes="setting-meaning")
@@ -127,5 +128,5 @@ def _cost(status: Status, report: DeviceReport | None) -> str:
     found = report.tuning if report is not None else None
     parts = [f"{percent(found.predicted_slowdown_percent)} predicted"] if found is not None else []
     if status.slowdown_percent is not None:
-        parts.append(f"{percent(status.slowdown_percent)} measured")
+        parts.append(f"{percent(max(0.0, status.slowdown_percent))} measured")
     return f"slowdown {SEPARATOR.join(parts)}" if parts else "slowdown not measured"

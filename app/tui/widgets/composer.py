@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
-from textual.events import Key
+from textual.events import Key, Paste
+from textual.timer import Timer
 from textual.widgets import TextArea
 
 from app.tui.figures import token_count
@@ -14,12 +17,24 @@ from app.tui.messages import Submitted
 AMBER = 0.8
 """Share of the context from which on the meter warns."""
 METER_CELLS = 8
+BORDER_CELLS = 6
+"""Of the composer's width, where nothing can be written into the border."""
+BURST_S = 0.01
+"""Keys that come so soon after each other are pasted, not typed."""
+ENTER_S = 0.03
+"""How long Enter waits to see whether more of a paste follows."""
+FOLD_LINES = 20
+FOLD_CHARACTERS = 4000
+"""A paste of more lines or characters is shown as one mark."""
+LARGEST_FILE = 2_000_000
+"""Bytes of a file that is attached."""
 
 
 class Composer(TextArea):
     """A prompt of any number of lines. Enter sends; Shift+Enter, Alt+Enter or Ctrl+J begin a new line."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+up", "screen.to_messages", "To the messages", show=False, id="chat.messages"),
         Binding("pageup", "app.scroll_chat(-1)", "Page up", show=False, id="chat.page_up"),
         Binding("pagedown", "app.scroll_chat(1)", "Page down", show=False, id="chat.page_down"),
         Binding("ctrl+home", "app.scroll_chat(-2)", "Start of the chat", show=False, id="chat.home"),
@@ -36,38 +51,187 @@ class Composer(TextArea):
             highlight_cursor_line=False,
         )
         self.border_subtitle = "⏎ send"
+        self.past: list[str] = []
+        """What was said before, the newest last; the arrow keys recall it."""
+        self._recalled: int | None = None
+        self._typed = ""
+        self._attached: dict[str, str] = {}
+        self._key_time = 0.0
+        self._pasting = False
+        self._enter: Timer | None = None
+
+    @property
+    def value(self) -> str:
+        """What is written, with all that is folded."""
+        text = self.text
+        for mark, content in self._attached.items():
+            text = text.replace(mark, content)
+        return text
+
+    def put(self, text: str) -> None:
+        """Put a text in the place of what is written."""
+        self._recalled = None
+        self._attached.clear()
+        self.load_text("")
+        if _is_large(text):
+            self.attach(f"{text.count(chr(10)) + 1:,} lines", text)
+        else:
+            self.load_text(text)
+        self.move_cursor(self.document.end)
+
+    def give_back(self, text: str) -> None:
+        """Put back what could not be sent, before what was written since."""
+        self.put(f"{text}\n{self.value}" if self.text else text)
+
+    def attach(self, name: str, content: str) -> None:
+        """Write a mark that stands for a long text."""
+        mark, number = f"⟦{name}⟧", 2
+        while mark in self._attached:
+            mark, number = f"⟦{name} ({number})⟧", number + 1
+        self._attached[mark] = content
+        self.replace(mark, *self.selection)
+
+    def attach_file(self, path: Path) -> None:
+        """Write a mark that stands for a text file, with its name.
+
+        Raises:
+            OSError: it can't be read.
+            ValueError: it is no text, or too large.
+        """
+        if path.stat().st_size > LARGEST_FILE:
+            raise ValueError(f"{path.name} is larger than {LARGEST_FILE // 1_000_000} MB")
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path.name} is not text in UTF-8") from error
+        fence = "`" * max(3, _longest_run(text, "`") + 1)
+        lines = text.count("\n") + 1
+        self.attach(f"{path.name}: {lines:,} lines", f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}")
+
+    def on_paste(self, event: Paste) -> None:
+        """Fold a large paste; a path that is dropped on the terminal attaches its file."""
+        file = _dropped(event.text)
+        if file is not None:
+            try:
+                self.attach_file(file)
+            except (OSError, ValueError):
+                return  # then the path is pasted as it is
+        elif _is_large(event.text):
+            self.attach(f"{event.text.count(chr(10)) + 1:,} lines", event.text.replace("\r\n", "\n"))
+        else:
+            return
+        event.prevent_default()
+        event.stop()
 
     def on_key(self, event: Key) -> None:
-        """Send on Enter; a new line on Shift+Enter, Alt+Enter and Ctrl+J."""
+        """Send on Enter; a new line on Shift+Enter, Alt+Enter and Ctrl+J; recall with the arrow keys."""
+        burst, self._key_time = event.time - self._key_time < BURST_S, event.time
+        self._pasting = self._pasting and burst
+        if self._enter is not None:
+            self._settle_enter(pasted=burst)
         if event.key == "enter":
-            event.prevent_default()
-            event.stop()
-            if self.text.strip():
-                self.post_message(Submitted(self.text.strip("\n")))
+            if self._pasting:
+                self._break_line()
+            else:
+                self._enter = self.set_timer(ENTER_S, self._send)
         elif event.key in ("shift+enter", "alt+enter", "ctrl+j"):
-            event.prevent_default()
-            event.stop()
-            self.replace("\n", *self.selection)
-            self.scroll_cursor_visible()
+            self._break_line()
+        elif not (event.key == "up" and self._recall(-1)) and not (event.key == "down" and self._recall(1)):
+            return
+        event.prevent_default()
+        event.stop()
 
-    def show_context(self, used: int | None, context: int | None) -> None:
-        """Show how full the context is; amber from 80 % on."""
+    def _settle_enter(self, *, pasted: bool) -> None:
+        """Another key came after Enter: in the same burst Enter was part of a paste, else the text is sent first."""
+        if self._enter is not None:
+            self._enter.stop()
+            self._enter = None
+        if pasted:
+            self._pasting = True
+            self._break_line()
+        else:
+            self._send()
+
+    def _break_line(self) -> None:
+        self.replace("\n", *self.selection)
+        self.scroll_cursor_visible()
+
+    def _send(self) -> None:
+        """Give the text away; what is typed from now on belongs to the next one."""
+        self._enter = None
+        text = self.value.strip("\n")
+        if text.strip():
+            self.put("")
+            self.post_message(Submitted(text))
+
+    def _recall(self, step: int) -> bool:
+        """Go through what was said before, from the edges of what is written.
+
+        Returns:
+            Whether the key was for this.
+        """
+        at = len(self.past) if self._recalled is None else self._recalled
+        edge = self.cursor_at_first_line if step < 0 else self.cursor_at_last_line and self._recalled is not None
+        if not edge or not 0 <= at + step <= len(self.past):
+            return False
+        if self._recalled is None:
+            self._typed = self.value
+        at += step
+        self.put(self._typed if at == len(self.past) else self.past[at])
+        self._recalled = None if at == len(self.past) else at
+        if step < 0:
+            self.move_cursor((0, 0))
+        return True
+
+    def show_context(self, used: int | None, context: int | None, leaves_out: int = 0) -> None:
+        """Show how full the context is, and what the next message leaves out; amber from 80 % on."""
         if used is None or not context:
             self.set_class(False, "-nearly-full")
             self.border_subtitle = "⏎ send"
             return
-        share = used / context
-        self.set_class(share >= AMBER, "-nearly-full")
-        self.border_subtitle = context_line(used, context, self.size.width)
+        self.set_class(used / context >= AMBER or leaves_out > 0, "-nearly-full")
+        self.border_subtitle = context_line(used, context, self.size.width, leaves_out)
 
 
-def context_line(used: int, context: int, width: int) -> str:
-    """The context meter, with what to do when it gets full, as far as the width allows."""
+def context_line(used: int, context: int, width: int, leaves_out: int = 0) -> str:
+    """The context meter, with what the next message leaves out, as far as the width allows."""
     share = used / context
     filled = min(METER_CELLS, round(share * METER_CELLS))
     meter = f"{'▰' * filled}{'▱' * (METER_CELLS - filled)} {token_count(used)} of {token_count(context)}"
-    if share < AMBER:
+    if not leaves_out:
         return f"context {meter}"
-    if width < 76:
-        return f"{meter} · ^N new"
-    return f"context {meter} · nothing is dropped: ^N begins anew, F3 raises it"
+    messages = "oldest message" if leaves_out == 1 else f"oldest {leaves_out} messages"
+    lines = (
+        f"context {meter} · with the next message the model stops reading the {messages}",
+        f"{meter} · next drops the {messages}",
+        f"{meter} · drops {leaves_out} next",
+    )
+    return next((line for line in lines if len(line) <= width - BORDER_CELLS), lines[-1])
+
+
+def _is_large(text: str) -> bool:
+    return text.count("\n") >= FOLD_LINES or len(text) > FOLD_CHARACTERS
+
+
+def _dropped(text: str) -> Path | None:
+    """The file whose path was dropped on the terminal, if that is what was pasted."""
+    name = text.strip().strip("'\"").removeprefix("file://").replace("\\ ", " ")
+    if "\n" in name or not name.startswith("/"):
+        return None
+    try:
+        return Path(name) if Path(name).is_file() else None
+    except OSError:
+        return None
+
+
+def _longest_run(text: str, letter: str) -> int:
+    longest = run = 0
+    for found in text:
+        run = run + 1 if found == letter else 0
+        longest = max(longest, run)
+    return longest
+
+
+def remembered(said: Sequence[str], text: str) -> list[str]:
+    """What was said, with one more text at its end and no text twice in a row."""
+    return [*said] if said and said[-1] == text else [*said, text]

@@ -1,4 +1,7 @@
-"""Markdown that grows, with a plain tail for the block that is too large to render at every token."""
+"""Markdown that grows, with a plain tail for the block that is too large to render at every token.
+
+What a model thinks before it answers stands above the answer, folded.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import contextlib
 
 from markdown_it import MarkdownIt
 from textual.app import ComposeResult
-from textual.containers import Vertical
-from textual.widgets import Markdown, Static
+from textual.containers import Horizontal, Vertical
+from textual.widgets import Collapsible, Label, Markdown, Static
+from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
+from app.conversation import split_reasoning
 from app.tui.printable import printable
 
 SETTLE_S = 0.5
@@ -23,8 +28,32 @@ def parser() -> MarkdownIt:
     return MarkdownIt("gfm-like", {"html": False})
 
 
+class CopyLink(Static):
+    """A word that copies the code beside it."""
+
+    def on_click(self) -> None:
+        """Copy the block."""
+        fence = next((one for one in self.ancestors if isinstance(one, CodeFence)), None)
+        if fence is not None:
+            self.app.copy_to_clipboard(fence.code)
+            self.notify("The code is copied.", timeout=2)
+
+
+class CodeFence(MarkdownFence):
+    """A block of code: its language, a way to copy it, and long lines wrapped rather than cut."""
+
+    def compose(self) -> ComposeResult:
+        """The head, then the code."""
+        with Horizontal(classes="code-head"):
+            yield Static(printable(self.lexer or "code"), markup=False, classes="code-language")
+            yield CopyLink("copy", classes="code-copy")
+        yield Label(self._highlighted_code, id="code-content", expand=True)
+
+
 class AnswerMarkdown(Markdown):
     """Markdown of an answer. A link is opened only if it is a web address."""
+
+    BLOCKS = {**Markdown.BLOCKS, "fence": CodeFence, "code_block": CodeFence}  # noqa: RUF012  declared so by Textual
 
     def __init__(self, text: str) -> None:
         super().__init__(text, parser_factory=parser, open_links=False)
@@ -36,6 +65,11 @@ class AnswerMarkdown(Markdown):
             self.app.open_url(event.href)
         else:
             self.notify(f"not opened: {event.href}", markup=False)
+
+    def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
+        """The widget of a kind of block."""
+        found: type[MarkdownBlock] = self.BLOCKS[block_name]
+        return found
 
 
 class PlainTail(Vertical):
@@ -64,12 +98,34 @@ class PlainTail(Vertical):
                 await self.mount(fresh)
 
 
+class Reasoning(Collapsible):
+    """What a model thinks, folded."""
+
+    def __init__(self) -> None:
+        self._tail = PlainTail()
+        super().__init__(self._tail, title="", collapsed=True, collapsed_symbol="▸", expanded_symbol="▾")
+        self._shown = ""
+
+    async def show(self, text: str, *, ended: bool) -> None:
+        """Show what was thought so far; nothing where there is none."""
+        self.display = bool(text)
+        self.title = f"thought · {len(text.split()):,} words" if ended else "thinks …"
+        if text != self._shown:
+            self._shown = text
+            await self._tail.show(printable(text))
+
+
 class MarkdownBody(Vertical):
     """The sink of `app.tui.pump`."""
 
     def __init__(self, text: str = "") -> None:
         super().__init__()
-        self._markdown = AnswerMarkdown(printable(text))
+        thought, answer = split_reasoning(text)
+        self._given = text
+        self._answer = len(answer)
+        self._thought = thought
+        self._reasoning: Reasoning | None = None
+        self._markdown = AnswerMarkdown(printable(answer))
         self._tail = PlainTail()
         self._has_tail = False
 
@@ -78,15 +134,31 @@ class MarkdownBody(Vertical):
         yield self._markdown
         yield self._tail
 
+    async def on_mount(self) -> None:
+        """Show what was thought before."""
+        await self._show_thought(self._thought, ended=True)
+
+    @property
+    def code_blocks(self) -> list[str]:
+        """The code of the blocks, from top to bottom."""
+        return [fence.code for fence in self.query(CodeFence)]
+
     async def append(self, text: str) -> None:
         """Add Markdown at the end."""
-        await self._markdown.append(printable(text))
+        self._given += text
+        thought, answer = split_reasoning(self._given)
+        await self._show_thought(thought, ended=bool(answer))
+        fresh, self._answer = answer[self._answer :], len(answer)
+        if fresh:
+            await self._markdown.append(printable(fresh))
 
     async def show_tail(self, text: str) -> None:
         """Show plain text after the Markdown."""
         if text or self._has_tail:
             self._has_tail = bool(text)
-            await self._tail.show(printable(text))
+            thought, answer = split_reasoning(self._given + text)
+            await self._show_thought(thought, ended=bool(answer))
+            await self._tail.show(printable(answer[self._answer :]))
 
     async def settle(self) -> None:
         """Wait until what was given is laid out; a widget that is gone is never laid out."""
@@ -98,6 +170,16 @@ class MarkdownBody(Vertical):
 
     async def update(self, text: str) -> None:
         """Show exactly this Markdown."""
+        thought, answer = split_reasoning(text)
+        self._given, self._answer = text, len(answer)
         with self.app.batch_update():
-            await self._markdown.update(printable(text))
+            await self._show_thought(thought, ended=True)
+            await self._markdown.update(printable(answer))
             await self.show_tail("")
+
+    async def _show_thought(self, text: str, *, ended: bool) -> None:
+        if text and self._reasoning is None:
+            self._reasoning = Reasoning()
+            await self.mount(self._reasoning, before=self._markdown)
+        if self._reasoning is not None:
+            await self._reasoning.show(text, ended=ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Input, Select, Static, TextArea
@@ -10,10 +11,24 @@ from app.settings import RULES, UNSET, SettingsError, Value, check
 from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
 
 MEANINGS = {
+    "overflow": "what becomes of the oldest messages of a full chat",
     "k_chunk": "a number overrides the budget; 0 is none",
     "prompt_budget": f"% more time to the first word; auto: {DEFAULT_PROMPT_BUDGET_PERCENT:g}",
 }
 """What the settings screen says of a key instead of the rule's own words."""
+KV_ADVICE = {
+    "fp16": "exact and largest; right for short chats",
+    "int8": "half of the memory, no loss to be measured: for long chats",
+    "int4": "under a third of the memory, little loss: where memory is tight",
+    "hierarchical": "8 bits, of which drafts read 4; speculation takes it by itself",
+    "kcvt4": "4 bits by key channel, for comparison; int4 does as well",
+    "gear4": "4 bits with GEAR's corrections, larger than int4; for comparison",
+    "gear-l4": "as gear4, low rank alone; for comparison",
+    "kivi2": "2 bits: clearly worse, only where nothing else fits",
+    "gear2": "2 bits with GEAR's corrections: better than kivi2, worse than int4",
+    "gear-l2": "as gear2, low rank alone",
+}
+"""When to choose which kind of KV cache; the numbers are in docs/kv.md."""
 
 
 class SettingRow(Vertical):
@@ -45,9 +60,19 @@ class SettingRow(Vertical):
             else:
                 yield Input(shown, compact=True)
             if self._rule.kind is not str or self._rule.choices:
-                meaning = MEANINGS.get(self.key, self._rule.meaning) + (" · reloads" if self._rule.reload else "")
-                yield Static(meaning, markup=False, classes="setting-meaning")
+                yield Static(self._meaning(shown), markup=False, classes="setting-meaning")
         yield Static("", markup=False, classes="setting-problem")
+
+    def _meaning(self, value: str) -> str:
+        """What the setting means, or when to choose the kind of cache that is chosen."""
+        words = KV_ADVICE[value] if self.key == "kv" else MEANINGS.get(self.key, self._rule.meaning)
+        return words + (" · reloads" if self._rule.reload else "")
+
+    @on(Select.Changed)
+    def tell_meaning(self, event: Select.Changed) -> None:
+        """Say when to choose what is chosen now."""
+        if isinstance(event.value, str):
+            self.query_one(".setting-meaning", Static).update(self._meaning(event.value))
 
     def typed(self) -> str:
         """What stands in the field; `auto` for an empty one, where that is acceptable."""

@@ -8,28 +8,36 @@ from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
-from app.conversation import Message
+from app.conversation import Conversation, Message
 from app.tui.widgets.message_view import MessageView
 from app.tui.window import Window
 
-WELCOME = "Ask anything.\n\n⏎ sends · Ctrl+J begins a new line · F2 picks a model · Ctrl+P lists everything else"
+SINCE = "the model no longer reads what is above: it does not fit the context"
+WELCOME = (
+    "Ask anything.\n\n"
+    "⏎ sends · Ctrl+J begins a new line · ↑ recalls what you said\n"
+    "F1 lists the keys · F2 picks a model, or gets one · F3 sets quality and speed · Ctrl+P finds everything else"
+)
 
 
 class Transcript(VerticalScroll):
     """A scrolling list of messages that follows its end until a person scrolls away from it."""
 
-    def __init__(self, messages: Callable[[], Sequence[Message]]) -> None:
+    def __init__(self, conversation: Callable[[], Conversation]) -> None:
         """Make an empty transcript.
 
         Args:
-            messages: gives the messages that are to be seen, oldest first.
+            conversation: gives the conversation whose path is to be seen.
         """
         super().__init__(id="transcript")
-        self._messages = messages
+        self._conversation = conversation
         self._window = Window.at_end(0)
         self._views: dict[str, MessageView] = {}
         self._moving = False
         self._column = Vertical(id="messages")
+
+    def _messages(self) -> Sequence[Message]:
+        return self._conversation().path()
 
     def compose(self) -> ComposeResult:
         """A column that is never shorter than what is seen of it, so that a short chat stands at the top."""
@@ -63,7 +71,7 @@ class Transcript(VerticalScroll):
             if not messages:
                 await self._column.mount(Static(WELCOME, id="welcome"))
             await self._column.mount_all([self._make(message) for message in messages[self._window.start :]])
-        self._mark_last()
+        self.mark()
         self.anchor()
 
     async def extend(self) -> None:
@@ -77,20 +85,7 @@ class Transcript(VerticalScroll):
             await welcome.remove()
         await self._column.mount_all([self._make(message) for message in messages[-added:]])
         await self._move(self._window.grown(added), keep_place=False)
-        self._mark_last()
-        self.anchor()
-
-    async def replace_last(self) -> None:
-        """Show another message in the place of the last one."""
-        messages = self._messages()
-        if self._window.end != self._window.total:
-            await self.reopen()
-            return
-        last = self.query(MessageView).last()
-        self._views.pop(last.message.id, None)
-        await last.remove()
-        await self._column.mount(self._make(messages[-1]))
-        self._mark_last()
+        self.mark()
         self.anchor()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
@@ -151,7 +146,16 @@ class Transcript(VerticalScroll):
         view = self._views[message.id] = MessageView(message)
         return view
 
-    def _mark_last(self) -> None:
-        messages = self._messages()
+    def mark(self) -> None:
+        """Say of every mounted message where it stands: among its siblings, at the end, where reading begins."""
+        conversation = self._conversation()
+        messages, extras = conversation.path(), conversation.extras
+        beside = conversation.branches()
         for view in self._views.values():
-            view.mark_last(last=view.message.id == messages[-1].id)
+            if view.message.id not in conversation:
+                continue
+            siblings = beside[view.message.parent]
+            summary = f" · told in short: {extras.summary}" if extras.summary else ""
+            since = f"{SINCE}{summary}" if view.message.id == extras.since else ""
+            branch = (siblings.index(view.message.id) + 1, len(siblings))
+            view.mark(last=view.message.id == messages[-1].id, branch=branch, since=since)

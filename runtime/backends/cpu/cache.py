@@ -257,11 +257,6 @@ class CpuCache(PagedCache):
         behind = position if position < sinks else position - sinks - paged
         return SPAN - behind % SPAN
 
-    def units(self, slot: int) -> int:
-        """Pages and spans of the window that attention walks through for a slot."""
-        pages = -(-self.paged_length(slot) // self.kind.page)
-        return pages + -(-self.window_length(slot) // SPAN)  # sinks are whole spans
-
 
 def _dither(count: int) -> npt.NDArray[np.float32]:
     """Evenly spread numbers in [0, 1), neighbours far apart: the bits of 0, 1, 2, ... reversed."""

@@ -105,8 +105,8 @@ class CpuDecoder:
         runs = self._write_runs(step)
         control, parameters = self._control, self._parameters
         parameters["rows"], parameters["wanted_rows"], parameters["runs"] = M, R, runs
-        # A few rows are split as one alone is: what they give does not depend on how many they are.
-        splits = self._splits(1 if M <= FEW_ROWS else runs, max(map(self.cache.units, set(step.slots.tolist()))))
+        # A few rows, and all that are no prompt's, are split as one alone is, whatever stands beside them.
+        splits = self._splits(1 if M <= FEW_ROWS or not step.prefill else runs)
         parameters["splits"], parameters["items"] = splits, runs * self.spec.num_kv_heads * splits
         way = compensation_of(step, self.options)
         program = self._drafts if step.draft else self._program
@@ -215,8 +215,7 @@ class CpuDecoder:
         self._runs[: len(starts), 1] = np.diff([*starts, M])
         return len(starts)
 
-    def _splits(self, runs: int, units: int) -> int:
-        """Pieces that a head's context is cut into, so that every thread has work and none is shorter than 2 units."""
+    def _splits(self, runs: int) -> int:
+        """Pieces that a head's context is cut into, so that every thread has work; short ones are cut less often."""
         items = runs * self.spec.num_kv_heads
-        wanted = -(-2 * self._pool.threads // items)
-        return max(1, min(wanted, self.cache.max_splits, units // 2))
+        return max(1, min(-(-2 * self._pool.threads // items), self.cache.max_splits))

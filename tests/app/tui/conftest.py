@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from app.errors import ClientError
+from app.errors import ClientError, ContextLengthError
 from app.protocol import ChatDelta, ChatOptions
 from app.settings import Settings
 from app.tui.app import ChatApp
@@ -125,6 +125,11 @@ class Runtime:
     """What is on disk of chats."""
     forget_error: str | None = None
     """Why nothing can be forgotten, once."""
+    too_long: int = 0
+    """So many prompts are refused as too long."""
+    finish_reason: str = "stop"
+    answers_as: str | None = None
+    """The model that says it answers, if it is another than was asked."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
     """Lets the answer that hangs go on."""
 
@@ -283,6 +288,9 @@ class Client:
         runtime = self.runtime
         number = len(runtime.named("chat"))
         runtime.calls.append(("chat", (list(messages), options)))
+        if runtime.too_long:
+            runtime.too_long -= 1
+            raise ContextLengthError("the prompt is too long", status=400)
         text = runtime.answers[min(number, len(runtime.answers) - 1)]
         pieces = re.findall(r"\s*\S+|\s+$", text)
         try:
@@ -298,14 +306,14 @@ class Client:
                     if runtime.fail_with and at == runtime.fail_after:
                         error, runtime.fail_with = runtime.fail_with, None
                         raise ClientError(error)
-                    yield ChatDelta(text=piece)
+                    yield ChatDelta(text=piece, model=runtime.answers_as or options.model)
                     await asyncio.sleep(runtime.delay_s)
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("chat")
             raise
         status = runtime.status
         timings = replace(runtime.timings, k_chunk=status.k_chunk, slowdown_percent=status.slowdown_percent)
-        yield ChatDelta(text="", finish_reason="stop", timings=timings)
+        yield ChatDelta(text="", finish_reason=runtime.finish_reason, timings=timings)
 
 
 class Supervisor:

@@ -46,7 +46,8 @@ async def test_a_budget_is_applied_at_once_without_a_reload_and_kept(stage: Call
         await s.until(lambda: s.app.screen is s.app.chat)
         await s.ask("hi")
         await s.answered()
-        await s.until(lambda: "k_chunk 82–96 · slowdown 8.4 %" in s.screen_text())
+        s.transcript.view(s.last.id).action_toggle_details()
+        await s.shows("error compensation: 82 to 96 of 1,024 channels (k_chunk), 8.4 % slower by it")
 
 
 async def test_leaving_the_default_alone_chooses_nothing(stage: Callable[..., Any], runtime: Any) -> None:
@@ -138,7 +139,8 @@ async def test_the_chat_waits_for_the_tuning_and_says_so(stage: Callable[..., An
         assert s.last.state == "done"
         assert runtime.cancelled == ["tune"]
         await s.shows("Tuning for a budget of 10 % stopped")
-        await s.shows("k_chunk 41–48")
+        s.transcript.view(s.last.id).action_toggle_details()
+        await s.shows("error compensation: 41 to 48 of 1,024 channels (k_chunk)")
         await open_settings(s)
         await s.until(lambda: "Not applied yet: still 5 %" in s.screen_text())
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from app.amounts import byte_count, duration
 from app.conversation import Statistics
 from app.tui import figures
 from app.tui.jobs import Meter
@@ -29,7 +30,7 @@ from runtime.compensation import Compensation
     ],
 )
 def test_bytes(count: float, text: str) -> None:
-    assert figures.byte_count(count) == text
+    assert byte_count(count) == text
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_tokens(count: int, text: str) -> None:
     ("seconds", "text"), [(-1, "0 s"), (8.4, "8 s"), (99, "99 s"), (180, "3 min"), (7500, "2 h 05 min")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert figures.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_the_statistics_line_drops_its_end_first() -> None:
         k_chunk={"qkv": 16, "o": 16}, memory_bytes=812_000_000,
     )  # fmt: skip
     parts = figures.statistics_parts(statistics)
-    line = "412 tokens · 58.1 tok/s · first after 0.21 s · context 1.3k of 8.2k · k_chunk 16 · 3-bit · 812 MB"
+    line = "412 tokens · 58.1 tok/s · first word after 0.21 s · context 1.3k of 8.2k"
     assert figures.fitting(parts, 200) == line
     assert figures.fitting(parts, 30) == "412 tokens · 58.1 tok/s"
     assert figures.fitting(parts, 3) == ""
@@ -81,17 +82,22 @@ def test_control_characters_are_shown_not_obeyed() -> None:
     ("used", "width", "text"),
     [
         (1300, 100, "context ▰▱▱▱▱▱▱▱ 1.3k of 8k"),
-        (
-            6400,
-            100,
-            "context ▰▰▰▰▰▰▱▱ 6.4k of 8k · nothing is dropped: ^N begins anew, F3 raises it",
-        ),
-        (6400, 40, "▰▰▰▰▰▰▱▱ 6.4k of 8k · ^N new"),
-        (9000, 40, "▰▰▰▰▰▰▰▰ 9k of 8k · ^N new"),
     ],
 )
 def test_the_context_meter(used: int, width: int, text: str) -> None:
     assert context_line(used, 8000, width) == text
+
+
+@pytest.mark.parametrize(
+    ("width", "text"),
+    [
+        (120, "context ▰▰▰▰▰▰▱▱ 6.4k of 8k · with the next message the model stops reading the oldest 4 messages"),
+        (70, "▰▰▰▰▰▰▱▱ 6.4k of 8k · next drops the oldest 4 messages"),
+        (40, "▰▰▰▰▰▰▱▱ 6.4k of 8k · drops 4 next"),
+    ],
+)
+def test_the_context_meter_names_what_will_be_left_out(width: int, text: str) -> None:
+    assert context_line(6400, 8000, width, 4) == text
 
 
 def report(phase: str, done: float, total: float | None, unit: str = "blocks", message: str = "") -> Progress:
@@ -106,11 +112,11 @@ def test_a_job_tells_speed_and_time_left() -> None:
     assert meter.take(report("quantize", 1, 28)).speed is None
     now = 4.0
     job = meter.take(report("quantize", 8, 28, message="block 8"))
-    assert job.pace == "8 of 28 blocks · 2 blocks/s · 10 s left"
+    assert job.pace == "8 of 28 blocks · 2 blocks/s · about 10 s left in this step"
     assert job.fraction == 8 / 28
     assert job.line == "Quantizing x · quantize · block 8"
     job = meter.take(report("verify", 0, None, "bytes"))
-    assert (job.speed, job.left_s, job.fraction, job.pace) == (None, None, None, "0 B")
+    assert (job.speed, job.left, job.fraction, job.pace) == (None, "", None, "0 B")
     assert meter.end("failed", "the disk is full").line == "Quantizing x failed: the disk is full"
 
 
@@ -121,7 +127,7 @@ def test_the_speed_forgets_what_is_long_past() -> None:
         now = float(second)
         job = meter.take(report("a", second * 1.0 if second < 50 else 50 + (second - 50) * 10.0, 1000, "bytes"))
     assert job.speed == pytest.approx(10.0)
-    assert job.pace == "540 B of 1 kB · 10 B/s · 46 s left"
+    assert job.pace == "540 B of 1 kB · 10 B/s · about 84 s left in this step"
 
 
 def test_the_bar() -> None:
@@ -130,21 +136,24 @@ def test_the_bar() -> None:
     assert bar(1.0, 4) == "━━━━ "
 
 
-def test_what_compensation_costs_gets_a_line_of_its_own_where_it_would_not_fit() -> None:
+def test_an_answer_is_told_in_words_with_details_on_demand() -> None:
     statistics = Statistics(
         tokens=412, tokens_per_s=58.1, first_after_s=0.21, context_used=1300, context=8192, bits=3.0,
-        k_chunk={"qkv": 41, "o": 48}, slowdown_percent=4.21, memory_bytes=812_000_000,
+        k_chunk={"qkv": 41, "o": 48}, slowdown_percent=4.21, prompt_slowdown_percent=8.06, memory_bytes=812_000_000,
     )  # fmt: skip
-    assert figures.compensation_parts(replace(statistics, k_chunk=None, prompt_slowdown_percent=8.06)) == [
-        "first word 8.1 % later"
+    line = figures.statistics_line(statistics, 200)
+    assert line == "412 tokens · 58.1 tok/s · first word after 0.21 s · context 1.3k of 8.2k"
+    assert figures.statistics_line(statistics, 36, ["stopped"]) == "stopped · 412 tokens · 58.1 tok/s"
+    assert figures.details(replace(statistics, left_out=4)) == [
+        "not read: the first 4 messages, which no longer fit the context",
+        "error compensation: 41 to 48 of 1,024 channels (k_chunk), 4.2 % slower by it",
+        "compensated prompt: first word 8.1 % later",
+        "3-bit weights, 812 MB of memory",
     ]
-    first = "412 tokens · 58.1 tok/s · first after 0.21 s · context 1.3k of 8.2k"
-    assert figures.statistics_lines(statistics, 200) == (f"{first} · k_chunk 41–48 · slowdown 4.2 % · 3-bit · 812 MB")
-    assert figures.statistics_lines(statistics, 104) == f"{first} · k_chunk 41–48 · slowdown 4.2 %"
-    assert figures.statistics_lines(statistics, 74) == f"{first}\nk_chunk 41–48 · slowdown 4.2 % · 3-bit · 812 MB"
-    assert figures.statistics_lines(statistics, 36, ["stopped"]) == "stopped · 412 tokens · 58.1 tok/s"
-    plain = Statistics(tokens=412, tokens_per_s=58.1, first_after_s=0.21, k_chunk={"qkv": 0}, slowdown_percent=0)
-    assert figures.statistics_lines(plain, 200) == "412 tokens · 58.1 tok/s · first after 0.21 s"
+    assert "no slower by it" in figures.details(replace(statistics, slowdown_percent=-0.6))[0]
+    assert figures.details(replace(statistics, prompt_slowdown_percent=-2.0))[1].endswith("no later")
+    assert figures.details(Statistics(tokens=1, k_chunk={"qkv": 0})) == ["error compensation: off"]
+    assert figures.statistics_line(replace(statistics, cut=True), 60).startswith("cut: no more tokens fit")
 
 
 @pytest.mark.parametrize(
@@ -173,9 +182,9 @@ def test_what_speculation_did() -> None:
     plain = Statistics(tokens=5)
     assert figures.speculation_parts(plain) == []
     drafted = replace(plain, gamma=3, acceptance_rate=0.874, tokens_per_verify=3.42)
-    words = ["drafts 87 % accepted", "3.4 tokens a verify"]
+    words = ["87 % of the drafts accepted", "3.4 tokens a verify"]
     assert figures.speculation_parts(drafted) == words
-    assert figures.speculation_parts(replace(drafted, gamma=0)) == [*words, "speculation did not pay"]
+    assert figures.speculation_parts(replace(drafted, gamma=0)) == [*words, "it did not pay"]
     never = replace(plain, gamma=0, acceptance_rate=0.0, tokens_per_verify=0.0)
-    assert figures.speculation_parts(never) == ["speculation did not pay"]
-    assert all(word in figures.statistics_lines(drafted, 200) for word in words)
+    assert figures.speculation_parts(never) == ["it did not pay"]
+    assert all(word in figures.details(drafted)[0] for word in words)

@@ -93,7 +93,7 @@ async def test_a_chat_is_found_as_one_types(stage: Stage, runtime: Any, kept: Pa
         await s.pilot.press(*"rayl", "enter")
         await s.until(lambda: not isinstance(s.app.screen, ChatsScreen), "the chat")
         await s.shows("Rayleigh scattering.")
-        await told(s, "tiny-3bit answered here; demo goes on.")
+        await told(s, "tiny-3bit answers here: it is loaded when you send something.")
 
 
 async def test_a_deleted_chat_comes_back(stage: Stage, runtime: Any, kept: Path) -> None:
@@ -148,7 +148,7 @@ async def test_nothing_is_kept_where_that_is_not_wanted(stage: Stage, runtime: A
         await s.ask("Hi")
         await s.answered()
         chat = s.app.session.conversation.id
-        await s.pilot.press("ctrl+n")
+        await s.pilot.press("ctrl+n", "y")
         await s.until(lambda: ("forget", chat) in runtime.calls, "the runtime to forget")
         await s.pilot.press("ctrl+b")
         await s.shows("Chats are not kept at present")

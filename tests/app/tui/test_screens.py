@@ -258,13 +258,13 @@ async def test_settings_that_cannot_be_kept_are_told(
 async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
         await s.ready()
-        titles = {command.title for command in s.app.get_system_commands(s.app.screen)}
+        titles = {command.title.partition("  ")[0] for command in s.app.get_system_commands(s.app.screen)}
         assert {"New chat", "Regenerate", "Continue", "Stop", "Copy answer", "Models", "Settings", "Quit"} <= titles
         bindings = [binding for bindings in s.app._bindings.key_to_bindings.values() for binding in bindings]
         assert all(binding.id for binding in bindings)
         await s.pilot.press("ctrl+p")
         await s.pilot.press(*"models")
-        await s.shows("Pick, make or delete a model")
+        await s.shows("Pick, get, make or delete a model")
         await s.settled()
         await s.pilot.press("enter")
         await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
@@ -292,7 +292,7 @@ async def test_folders_and_gguf_files_are_completed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
-    assert checkpoint_problem(" ") == "Name a folder or a GGUF file."
+    assert checkpoint_problem(" ") == "Name a folder, a GGUF file, or a checkpoint on the hub as owner/name."
     assert "no folder" in str(checkpoint_problem(str(tmp_path / "x")))
     assert "config.json" in str(checkpoint_problem(str(tmp_path)))
     assert checkpoint_problem("a\0b") is not None

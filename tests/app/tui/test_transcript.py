@@ -65,7 +65,7 @@ async def test_a_short_chat_stands_at_the_top(stage: Callable[..., Any], runtime
         await s.ask("hi")
         await s.answered()
         assert s.transcript.scroll_y == 0
-        assert s.screen_text().splitlines()[2].split()[0] == "you"
+        assert s.screen_text().splitlines()[2].split()[:2] == ["▌", "you"]
 
 
 async def test_only_a_window_of_a_long_chat_is_mounted(stage: Callable[..., Any], runtime: Any) -> None:

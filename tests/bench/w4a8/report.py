@@ -51,8 +51,8 @@ def _opening(results: Results) -> str:
 Weights of 4 bits, activations of 8, a KV cache of 4 (`quantize --method qoq`, `--kv int4`), beside weights of 4 bits
 alone (AWQ, run by the reference backend with activations as they are). No residuals, nothing compensated. Groups are of
 {_GROUP}. Written by `python -m tests.bench.w4a8 --smollm2 FOLDER` on {about.get("date", "?")} ({about.get("cpu", "?")},
-{about.get("threads", "?")}
-threads, {about.get("variant", "?")}). The text is that of the sections above; RTN is QoQ with every step off."""
+{about.get("threads", "?")} threads, {about.get("variant", "?")}). RTN is QoQ with
+every step off. `docs/decisions.md` has what stands behind the numbers."""
 
 
 def _cell(entry: Entry | None) -> str:
@@ -68,6 +68,9 @@ def _methods(results: Results) -> str:
     ]
     for variant in compared(_GROUP):
         found = [find(results, REAL, variant.recipe, kv, as_chat=as_chat) for as_chat, kv in ways]
+        if not any(found):
+            rows.append((f"{variant.name} (not measured yet)", *[""] * 5))
+            continue
         bits = next((f"{entry['bits_per_weight']:.2f}" for entry in found if entry), "")
         rows.append((variant.name, bits, *map(_cell, found)))
     return table(head, rows)
@@ -100,7 +103,7 @@ def _steps(results: Results) -> str:
         (step.name, step.kv, *(_cell(find(results, REAL, step.recipe, step.kv, as_chat=c)) for c in (False, True)))
         for step in ablation(_GROUP)
     ]
-    if not any(row[2] for row in rows):
+    if sum(bool(row[2]) for row in rows) < 2:
         return ""
     return "Steps in the order of QServe's Fig. 12, each with those above it:\n\n" + table(
         ("step", "cache", "plain", "as a chat"), rows

@@ -63,7 +63,9 @@ class FakeEngine:
         self.forgotten: list[str | None] = []
         self.prefill_gate = threading.Event()
         self.prefill_gate.set()
+        self.waiting = 0
         self._texts: dict[int, str] = {}
+        self._running: list[tuple[Iterator[Piece], Callable[[Piece | Exception], None]]] = []
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False, tools: Sequence[Tool] = ()
@@ -78,15 +80,20 @@ class FakeEngine:
         self._texts[len(tokens)] = text
         return tokens
 
-    def generate(
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def submit(
         self,
         prompt: Sequence[int],
         options: SamplingOptions,
+        receive: Callable[[Piece | Exception], None],
         cancelled: Callable[[], bool] = lambda: False,
         *,
         trim: bool = False,
         chat: str | None = None,
-    ) -> Iterator[Piece]:
+    ) -> None:
         if self.closed:
             raise BackendError("the model has been unloaded")
         if len(prompt) + 1 > self.context:
@@ -95,7 +102,24 @@ class FakeEngine:
         self.options.append(options)
         self.trims.append(trim)
         self.chats.append(chat)
-        return self._generate(list(prompt), options, cancelled)
+        self._running.append((self._generate(list(prompt), options, cancelled), receive))
+
+    def step(self) -> bool:
+        """A piece of each answer."""
+        for both in list(self._running):
+            pieces, receive = both
+            try:
+                item: Piece | Exception = next(pieces)
+            except InvalidActivationError as error:
+                item = error
+            if isinstance(item, Exception) or item.finish_reason is not None:
+                self._running.remove(both)
+            receive(item)
+        return bool(self._running)
+
+    def abandon(self, error: Exception) -> None:
+        while self._running:
+            self._running.pop()[1](error)
 
     def _generate(self, prompt: list[int], options: SamplingOptions, cancelled: Callable[[], bool]) -> Iterator[Piece]:
         began = time.perf_counter()

@@ -111,12 +111,24 @@ def test_a_context_longer_than_the_models_is_cut(catalogue: StoreCatalogue, load
     assert loaded.context == longest
 
 
+@pytest.mark.parametrize(("asked", "usual", "slots"), [(None, None, 4), (2, None, 2), (None, 6, 6), (1, 6, 1)])
+def test_so_many_requests_are_answered_at_once(
+    catalogue: StoreCatalogue, tmp_path: Path, asked: int | None, usual: int | None, slots: int
+) -> None:
+    loader = StoreLoader(catalogue, tmp_path / "profiles", Compensation(k_chunk=0), parallel=usual)
+    request = LoadRequest(model="demo", backend="reference", context=64, num_parallel=asked)
+    loaded = loader.load(request, ignore_progress, never_cancelled)
+    options = loaded.engine.decoder.options  # type: ignore[attr-defined]
+    assert (loaded.slots, options.slots, options.pages) == (slots, max(4, slots), slots)
+    loaded.engine.close()
+
+
 def test_chats_share_a_pool_and_are_kept_where_there_is_a_folder(catalogue: StoreCatalogue, tmp_path: Path) -> None:
     for chats in (None, tmp_path / "chats"):
         loader = StoreLoader(catalogue, tmp_path / "profiles", Compensation(k_chunk=0), chats=chats)
         loaded = loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, never_cancelled)
         options = loaded.engine.decoder.options  # type: ignore[attr-defined]
-        assert (options.slots, options.pages) == (4, KINDS["fp16"].max_pages(options.context))
+        assert (options.slots, options.pages) == (4, 4 * KINDS["fp16"].max_pages(options.context))
         saved = loaded.engine._conversations.saved  # type: ignore[attr-defined]
         assert (saved is None) == (chats is None)
         loaded.engine.close()

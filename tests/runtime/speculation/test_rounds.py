@@ -45,7 +45,8 @@ class Bench:
         self.decoder = backend(
             model, DecoderOptions(**{"context": 1200, "max_rows": 64, "kv": "hierarchical", **options})
         )
-        self.conversations = Conversations(self.decoder.cache, slots=self.decoder.options.slots, context=1200)
+        options_used = self.decoder.options
+        self.conversations = Conversations(self.decoder.cache, slots=options_used.slots, context=options_used.context)
         self.sampling, self.prompt = sampling, PROMPT[:prompt]
         self.steps: list[Step] = []
 
@@ -118,6 +119,17 @@ def test_greedy_tokens_are_the_targets_own(
     assert counts.rounds + counts.accepted + counts.plain == pytest.approx(count - 1, abs=gamma)
     if k_chunk == 1024:
         assert 0.05 < counts.accepted / counts.drafted < 0.95
+
+
+@pytest.mark.slow
+def test_two_thousand_tokens_of_the_reference(model: Any) -> None:
+    """Across a dozen pages, with every residual, of which drafts have none."""
+    options = {"k_chunk": 1024, "context": 2048}
+    alone, *_ = Bench(ReferenceDecoder, model, GREEDY, 30, **options).run(0, 2000)
+    for gamma in (1, 3, 6, 11):
+        tokens, _, rounds = Bench(ReferenceDecoder, model, GREEDY, 30, **options).run(gamma, 2000)
+        assert tokens == alone
+        assert rounds.counts.accepted < 0.8 * rounds.counts.drafted
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int8", "kivi2", "gear4"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from assets import calibration_text
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store
@@ -22,11 +23,12 @@ from tests.bench.speculated import equal
 @pytest.mark.slow
 def test_greedy_tokens_are_the_targets_own(smollm2_hf: Path, tmp_path: Path) -> None:
     store = Store(tmp_path)
-    quantize(smollm2_hf, store, Recipe(method="rtn", bits=3, group_size=64, residual_bits=4), name="small")
+    recipe = Recipe(method="rtn", bits=3, group_size=64, residual_bits=4)
+    quantize(smollm2_hf, store, recipe, name="small", calibration=calibration_text()[:2000])
     model = store.open("small")
     decoder = open_decoder(
         model, DecoderOptions(kv="hierarchical", context=200, k_chunk=1024, draft_k_chunk=16), "reference"
     )[0]
     prompt = Tokenizer(model.tokenizer_path).chat([{"role": "user", "content": "What is photosynthesis?"}])
-    for line in equal(decoder, prompt, 24, (1, 6)):
-        assert "24 tokens are the target's" in line
+    for line in equal(decoder, prompt, 12, (3,)):
+        assert "12 tokens are the target's" in line

@@ -219,9 +219,12 @@ def test_a_context_too_short_for_timing_is_refused_in_words() -> None:
         start(engine, Speculate())
 
 
-def test_drafts_are_compensated_no_more_than_the_target() -> None:
+def test_drafts_are_compensated_by_a_quarter_of_the_target() -> None:
     with opened(k_chunk={"qkv": 4, "down": 100}) as engine:
-        assert engine.decoder.options.draft_k_chunk == {"qkv": 4, "o": 0, "gate_up": 0, "down": 16, "head": 0}
+        assert engine.decoder.options.draft_k_chunk == {"qkv": 1, "o": 0, "gate_up": 0, "down": 25, "head": 0}
+        engine.decoder.set_k_chunk(1024)
+        compensate_drafts(engine.decoder)
+        assert set(engine.decoder.options.draft_k_chunk.values()) == {64}
         assert not engine.speculates
         start(engine, Speculate(gamma=2))
         assert engine.speculates

@@ -202,7 +202,10 @@ def _work_of(attend: Attend, step: Parameters, number: int) -> _Work:
         begin = first_page + (seen - sinks) // tokens
     else:
         begin = end_page + (seen - sinks - paged) // SPAN
-    start, stop = begin + (units - begin) * split // splits, begin + (units - begin) * (split + 1) // splits
+    # None shorter than two units, whatever the step's other rows see; of what is left over there is nothing to do.
+    own = max(1, min(splits, (units - begin) // 2))
+    start = begin + (units - begin) * min(split, own) // own
+    stop = begin + (units - begin) * min(split + 1, own) // own
     return _Work(queries, sums, slot, head, sinks, paged, first_page, end_page, start, stop)
 
 

@@ -162,17 +162,18 @@ def check(inputs: Tokens, values: npt.NDArray[np.float32]) -> None:
 
 
 @pytest.mark.parametrize("group_size", [32, 0])
-@pytest.mark.parametrize("residual_bits", [0, 4])
-def test_the_decoder_answers_as_the_reference_does(tmp_path: Path, group_size: int, residual_bits: int) -> None:
+@pytest.mark.parametrize(("residual_bits", "k_chunk"), [(0, 0), (4, 64), (4, 1024)])
+def test_the_decoder_answers_as_the_reference_does(
+    tmp_path: Path, group_size: int, residual_bits: int, k_chunk: int
+) -> None:
     """Prompt and decoded tokens, with biases, with and without compensation of both."""
     folder = write_checkpoint(tmp_path / "checkpoint", family="qwen2", intermediate=160)
     recipe = Recipe.usual("qoq", group_size=group_size, residual_bits=residual_bits)
     info = quantize(folder, Store(tmp_path / "store"), recipe, calibration=TEXT)
     model = StoredModel.open_folder(info.path)
-    k_chunk = 64 if residual_bits else 0
     answers = []
     for backend in ("cpu", "reference"):
-        options = DecoderOptions(context=64, max_rows=32, k_chunk=k_chunk, prompt_k_chunk=k_chunk * 16)
+        options = DecoderOptions(context=64, max_rows=32, k_chunk=k_chunk, prompt_k_chunk=min(1024, k_chunk * 16))
         decoder, _ = open_decoder(model, options, backend)
         found = []
         with decoder.session():
@@ -188,5 +189,6 @@ def test_the_decoder_answers_as_the_reference_does(tmp_path: Path, group_size: i
         answers.append(np.concatenate(found))
         decoder.close()
     # Norms and attention round otherwise, and a code next to a tie may fall on its other side.
-    spread = np.sqrt(np.mean(answers[1] ** 2))
-    assert_close(np.sqrt(np.mean((answers[0] - answers[1]) ** 2)) < 0.02 * spread, True, "exact")
+    # All residuals meet activations in INT8 here, and in float32 there.
+    allowed = (0.03 if k_chunk == 1024 else 0.02) * np.sqrt(np.mean(answers[1] ** 2))
+    assert_close(np.sqrt(np.mean((answers[0] - answers[1]) ** 2)) < allowed, True, "exact")

@@ -1,0 +1,110 @@
+"""The keys (F1), and the log of the runtime (F6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Footer, Static, TextArea
+
+from app import paths
+from app.supervisor import OLD_LOG_NAME
+from app.tui.keys import KEYS
+from app.tui.printable import printable
+from app.tui.widgets.composer import Composer
+from app.tui.widgets.message_view import MessageView
+
+WRITING = (
+    ("⏎", "send"),
+    ("Shift+⏎, Alt+⏎, Ctrl+J", "begin a new line"),
+    ("↑ ↓", "what you said before, from the first or last line"),
+)
+LOG_CHARACTERS = 200_000
+"""The end of a log that is shown."""
+
+
+class HelpScreen(ModalScreen[None]):
+    """Every key, by the place where it works."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q", "dismiss", "close", id="help.close")]
+
+    def compose(self) -> ComposeResult:
+        """One list."""
+        with VerticalScroll(classes="dialog", id="help"):
+            yield Static("Everywhere", classes="setting-group")
+            yield Static(_table(_rows(KEYS)))
+            yield Static("While writing", classes="setting-group")
+            yield Static(_table([*WRITING, *_rows(Composer.BINDINGS)]))
+            yield Static("On a message (Ctrl+↑ or a click)", classes="setting-group")
+            yield Static(_table(_rows(MessageView.BINDINGS)))
+
+    async def action_dismiss(self, result: None = None) -> None:
+        """Back."""
+        self.dismiss(result)
+
+
+class LogScreen(Screen[None]):
+    """What the runtime wrote: when it started, what it warned of, why it ended."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "back", id="log.back")]
+
+    def compose(self) -> ComposeResult:
+        """The log, to be read and copied."""
+        yield TextArea("", read_only=True, compact=True, id="log", show_line_numbers=False)
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Read it."""
+        area = self.query_one(TextArea)
+        area.load_text(printable(log_text()))
+        area.move_cursor(area.document.end)
+
+    async def action_dismiss(self, result: None = None) -> None:
+        """Back to the chat."""
+        self.dismiss(result)
+
+
+def log_text() -> str:
+    """The log of the runtime before the present one, and its own."""
+    present = paths.log_file()
+    parts = []
+    for file, words in ((present.with_name(OLD_LOG_NAME), "the runtime before"), (present, "the present runtime")):
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
+        except OSError:
+            continue
+        parts.append(f"── {words} · {file}\n{text.strip() or 'nothing was written'}\n")
+    return "\n".join(parts) or f"There is no log yet; it will be {present}."
+
+
+def _rows(bindings: Iterable[BindingType]) -> list[tuple[str, str]]:
+    """Keys and what they do."""
+    found = [one for one in bindings if isinstance(one, Binding)]
+    return [(key_name(one.key), one.tooltip or one.description) for one in found]
+
+
+def key_name(key: str) -> str:
+    """A key as people write it: `^N`, `Esc`, `F2`."""
+    names = {"escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn", "up": "↑", "down": "↓", "left": "←", "right": "→"}
+    shown = []
+    for one in key.split(","):
+        *modifiers, last = one.split("+")
+        name = names.get(last, last.upper() if len(last) == 1 or last[1:].isdigit() else last.capitalize())
+        control = "^" if len(name) == 1 and name.isascii() else "Ctrl+"
+        shown.append("".join(control if part == "ctrl" else f"{part.capitalize()}+" for part in modifiers) + name)
+    return ", ".join(shown)
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for key, words in rows:
+        table.add_row(Text(key, style="bold"), Text(words))
+    return table
