@@ -73,7 +73,7 @@ class Session:
         self._work = Work(lambda job: post(JobChanged(job)), clock)
         self._tuned_by: object = None
         self._recovering = False
-        self._prompts = Prompts(self._connection, lambda: self.settings, self.note, post, lambda: self.summarizes)
+        self._prompts = Prompts(self._connection, lambda: self.settings, self.note, post, self._wants_summary)
         self.answers = Answers(
             self._connection,
             self.recent,
@@ -92,6 +92,11 @@ class Session:
         )
 
     # The runtime
+
+    def _wants_summary(self) -> bool:
+        """Whether what is left out now is to be summarized; the wish is for once."""
+        wanted, self.summarizes = self.summarizes, False
+        return wanted
 
     @property
     def status(self) -> Status | None:

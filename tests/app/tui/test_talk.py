@@ -207,6 +207,7 @@ class TestFullChat:
             if key == "s":
                 assert messages[0] == {"role": "system", "content": "Earlier in this conversation: a summary"}
                 await s.shows("told in short: a summary")
+                assert not s.app.session.summarizes  # the wish was for once
             assert messages[-1]["content"].startswith("second")
             assert len(s.app.session.conversation) == (2 if key == "n" else 4)
 
