@@ -49,7 +49,7 @@ def test_parameter_lists_are_short(modules: dict[str, Path]) -> None:
 
 def test_the_readme_s_way_of_a_prompt_can_be_read() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8")
-    way = words[words.index("## How a prompt flows") : words.index("## Speed")]
+    way = words[words.index("## How a prompt flows") : words.index("## More")]
     files = [line.split("`")[1] for line in way.splitlines() if line.startswith("|") and "`" in line]
     assert 5 < len(files) <= 10
     lengths = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files}
