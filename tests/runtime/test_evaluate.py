@@ -151,6 +151,9 @@ def test_as_a_chat_steps_are_those_of_the_engine(tiny_model: Callable[..., Any])
         def decode(self, tokens: list[int]) -> str:
             return ""
 
+        def piece(self, token: int) -> str:
+            return str(token)
+
     def recorder() -> Recorder:
         decoder = Recorder(model, DecoderOptions(context=64, max_rows=7, k_chunk=64))
         decoder.steps = []

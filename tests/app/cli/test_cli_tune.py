@@ -294,7 +294,7 @@ def test_serve_passes_the_budget_on(run: Callable[..., Any], services: Any, monk
     from runtime.server import serve
 
     served: list[Any] = []
-    services.service = lambda compensation, _speculation: served.append(compensation)
+    services.service = lambda compensation, *_: served.append(compensation)
     monkeypatch.setattr(serve, "run", lambda _service, *, model, **_: served.append(model) or 0)
     run("serve", "--model", "demo", "--budget", 2.5)
     run("serve", "--k-chunk", 4)

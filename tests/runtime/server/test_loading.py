@@ -408,7 +408,7 @@ def test_speculation_is_asked_for_with_the_load_and_stays_with_another_budget(
         assert set(engine.decoder.options.draft_k_chunk.values()) == {16}
         loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=0), ignore_progress, never_cancelled)
         assert engine.speculates
-        assert set(engine.decoder.options.draft_k_chunk.values()) == {8}
+        assert set(engine.decoder.options.draft_k_chunk.values()) == {2}
     finally:
         loaded.engine.close()
     plain = loader.load(LoadRequest(model="demo", k_chunk=0, context=256), ignore_progress, never_cancelled)

@@ -300,7 +300,7 @@ async def test_a_late_error_comes_in_the_stream(
     [
         ("GET", "/", 404),
         ("GET", "/v1", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/images/generations", 404),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models/small", 405),
         ("OPTIONS", "/v1/chat/completions", 405),

@@ -83,7 +83,7 @@ def add_norm(
     """
     assert y is not None or dec is None, "a compensation belongs to the output of a linear layer"
     given = (y is not None) | (dec is not None) << 1 | (rows is not None) << 2
-    _launch(h, y, dec, rows, x, weight, x, sums, eps, given)
+    _launch(h, (y, dec), rows, x, (weight, eps), x, sums, given)
 
 
 def embed_norm(
@@ -109,22 +109,24 @@ def embed_norm(
         x: As in `add_norm`.
         sums: As in `add_norm`.
     """
-    _launch(h, None, None, tokens, table, weight, x, sums, eps, _EMBEDDED.value)
+    _launch(h, (None, None), tokens, table, (weight, eps), x, sums, _EMBEDDED.value)
 
 
 def _launch(
     h: torch.Tensor,
-    y: torch.Tensor | None,
-    dec: torch.Tensor | None,
+    added: tuple[torch.Tensor | None, torch.Tensor | None],
     index: torch.Tensor | None,
     table: torch.Tensor,
-    weight: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
     x: torch.Tensor,
     sums: torch.Tensor | None,
-    eps: float,
     given: int,
 ) -> None:
-    """Launch over the rows of x; another tensor of the same type stands for each that is not given."""
+    """Launch over the rows of x; another tensor of the same type stands for each that is not given.
+
+    `added` is an output and its compensation, `norm` the weight and eps.
+    """
+    (y, dec), (weight, eps) = added, norm
     R, C = x.shape
     block, warps = _shape(C)
     y, dec, index = h if y is None else y, h if dec is None else dec, h.view(torch.int32) if index is None else index

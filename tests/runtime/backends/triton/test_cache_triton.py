@@ -105,15 +105,17 @@ class Pair:
                 count = self.theirs.window_length(slot)
                 ours = self.ours.store.windows[part].cpu()[slot, :, :, :count]
                 if self.kind.windowed:
-                    assert torch.equal(ours, self.theirs.store.window(part, slot)[:, :, :count]), part
+                    theirs = self.theirs.store.window(part, slot)[:, :, :count]
+                    if self.kind.rank:  # what a cut brought back from a page, rounded to half precision
+                        torch.testing.assert_close(ours, theirs, rtol=2**-9, atol=2**-9)
+                    else:
+                        assert torch.equal(ours, theirs), part
 
     def check_corrected(self, part: Any, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Pages with a low-rank correction: as good as bytes that are equal, which two libraries' QR do not give.
+        """Pages with a low-rank correction read alike: the kernel's factors are not the QR's, their product is.
 
-        On a GPU, cuSOLVER's factors differ from LAPACK's in their last bits, and so do the numbers rounded after them.
+        Factors are float16, whose rounding hangs on the basis that was found; in the interpreter that is all.
         """
-        if self.device == "cpu":
-            assert torch.equal(ours, theirs), part
         if not ours.numel():
             return
         read = [
@@ -121,7 +123,7 @@ class Pair:
             for records in (ours, theirs)
         ]
         error = (read[0] - read[1]).square().mean() / read[1].square().mean()
-        assert float(error) < 0.05**2, part
+        assert float(error) < (1e-4 if self.device == "cpu" else 0.05) ** 2, part
 
     def attended(self, slots: Any, positions: Any, window: int | None = None, **how: Any) -> tuple[Any, Any]:
         """Attention of random queries over both caches: float32 [M, H, D] each."""
