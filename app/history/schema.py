@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from collections.abc import Sequence
@@ -63,6 +64,17 @@ MIGRATIONS: Sequence[str] = (
 """What leads from each version to the next; an empty file is version 0."""
 
 
+def _create(path: Path) -> None:
+    """Make the file, if there is none, so that only its owner can read it.
+
+    A file that is there must not be touched: whoever closes a file gives up all locks that his process has on it, those
+    of SQLite's connections as well. Another program would then take itself for the last one, and delete the log that
+    these connections go on writing to.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+
+
 def open_database(path: Path) -> sqlite3.Connection:
     """Open the database, made or brought up to date where that is needed. Only its owner can read it.
 
@@ -77,7 +89,7 @@ def open_database(path: Path) -> sqlite3.Connection:
     """
     try:
         private_folder(path.parent)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        _create(path)
         connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
         raise HistoryError(f"chats cannot be kept in {path}: {error}") from error

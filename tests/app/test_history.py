@@ -250,6 +250,34 @@ while True:
 """
 
 
+LOOK = """
+import sqlite3, sys
+with sqlite3.connect(sys.argv[1]) as database:
+    print(*(text for (text,) in database.execute("SELECT text FROM messages ORDER BY number")))
+database.close()
+"""
+
+
+def test_another_program_that_looks_loses_nothing(tmp_path: Path) -> None:
+    """The UI has two connections; whoever closes his must not take himself for the last."""
+    path = tmp_path / "history.db"
+
+    def look() -> str:
+        done = subprocess.run([sys.executable, "-c", LOOK, str(path)], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    writing = History(path)
+    writing.record("c", "a", [Message(id="a", parent=None, role="user", text="one")])
+    reading = History(path)
+    assert look() == "one"
+    writing.record("c", "b", [Message(id="b", parent="a", role="assistant", text="two")])
+    assert look() == "one two"
+    assert [message.text for message in reading.messages("c")] == ["one", "two"]
+    writing.close()
+    reading.close()
+    assert look() == "one two"
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="kills by signal")
 def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
     path, rng = tmp_path / "history.db", random.Random(0)
