@@ -26,8 +26,8 @@ class ParentWatch:
         self._pid = pid
         self._created = process_create_time(pid)
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """What a signal handler may write to. An event's lock is not reentrant: the end of a parent with several threads
-        sends several signals, and the second within the first would wait for ever."""
+        """What a signal handler may write to. An event's lock is not reentrant: the end of a parent with several
+        threads sends several signals, and the second within the first would wait for ever."""
         self._ended = False
 
     def gone(self) -> bool:
