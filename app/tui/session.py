@@ -329,6 +329,7 @@ class Session:
             return None
         getting = Getting(client, request, self._loading, lambda: not len(self.conversation) and not self.generating)
         done = await self._run(getting.title, getting.reports(), stages=getting.stages)
+        self.newcomer = self.newcomer and getting.made is None
         if not done and getting.made is not None and self.job is not None:
             self._connection.problem = self.job.error
         await self._ask_status()

@@ -13,6 +13,7 @@ from textual.widgets import Footer
 from app.conversation import Message
 from app.errors import ClientError, HistoryError
 from app.tui.answers import Writing
+from app.tui.greeting import Greeting
 from app.tui.messages import Submitted
 from app.tui.pump import Pump
 from app.tui.screens.written import WrittenScreen
@@ -39,7 +40,7 @@ class ChatScreen(WrittenScreen):
         super().__init__(session)
         self._writing: Writing | None = None
         self._ticker: Timer | None = None
-        self._greeted = False
+        self._greeting = Greeting(session)
 
     def compose(self) -> ComposeResult:
         """Header, messages, progress, composer, keys."""
@@ -68,24 +69,9 @@ class ChatScreen(WrittenScreen):
         self.query_one(HeaderBar).show(session)
         self.query_one(ProgressPanel).show(session.job)
         self._show_context()
-        if session.newcomer and session.ready and not self._greeted:
-            self._greeted = True
-            self.run_worker(self._greet(), group="greet", exit_on_error=False)
+        self._greeting.keep(self)
         if self._editing is None:
             self.composer.border_title = model_line(session) if self.has_class("-slim") else ""
-
-    async def _greet(self) -> None:
-        """Tell who has no model of their own what machine was found, and what would fit it."""
-        from app.network import offline
-        from app.tui.machine import found_words, welcome_words
-
-        session = self._session
-        try:
-            report, found = await session.device(), await session.prospects()
-        except (ClientError, OSError):
-            return
-        words = welcome_words(found, offline=offline(), model=session.wanted or "the bundled model")
-        self.transcript.greet(f"{found_words(report)}\n\n{words}")
 
     def on_resize(self) -> None:
         """Let the lines use the new width."""

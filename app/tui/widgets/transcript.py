@@ -76,8 +76,8 @@ class Transcript(VerticalScroll):
         self.anchor()
 
     def greet(self, words: str) -> None:
-        """Say something to whoever has said nothing yet, before the keys."""
-        self._greeting = f"{words}\n\n{WELCOME}"
+        """Say something to whoever has said nothing yet, before the keys; or no longer."""
+        self._greeting = f"{words}\n\n{WELCOME}" if words else WELCOME
         for welcome in self.query("#welcome").results(Static):
             welcome.update(self._greeting)
 

@@ -57,6 +57,15 @@ async def test_a_first_run_tells_what_was_found_and_what_to_get(stage: Callable[
         assert table.get_row_at(table.cursor_row)[1] == "Qwen3 4B"
 
 
+async def test_the_first_model_takes_the_greeting_s_place(stage: Callable[..., Any], newcomer: Any) -> None:
+    async with stage(newcomer, size=(100, 30), model=None) as s:
+        await s.shows("You chat with demo, a tiny model")
+        s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
+        await s.until(lambda: s.app.session.status.model == "some-model")
+        await s.hides("You chat with demo")
+        await s.shows("Ask anything.")
+
+
 async def test_without_a_network_it_says_so_and_chats(
     stage: Callable[..., Any], newcomer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
