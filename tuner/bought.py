@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from tuner.candidates import CHUNK
 from tuner.curve import Curve
 from tuner.losses import Losses
 from tuner.search import Configuration
@@ -42,7 +43,7 @@ def bought(
     scale = configuration.predicted_slowdown_percent / cost
     points = [(0.0, 0.0)]
     for part in range(1, 2 * _PARTS + 1):
-        k_chunk = {kind: k * part // _PARTS for kind, k in configuration.k_chunk.items()}
+        k_chunk = {kind: min(CHUNK, k * part // _PARTS) for kind, k in configuration.k_chunk.items()}
         slowdown, won = scale * _cost(layers, own, k_chunk), 1 - losses.total(layers, k_chunk) / lost
         if slowdown > points[-1][0] and won >= points[-1][1]:
             points.append((slowdown, won))
@@ -53,10 +54,11 @@ def _cost(
     layers: Sequence[LayerShape], curves: Mapping[str, Sequence[tuple[int, float]]], k_chunk: Mapping[str, int]
 ) -> float:
     """Time beside that of decoding without compensation, as a share of it; not yet brought to what was predicted."""
-    bytes_of = {layer.kind: layer.count * layer.weights for layer in layers}
-    whole = sum(bytes_of.values())
+    whole = sum(layer.count * layer.weights for layer in layers)
     return sum(
-        bytes_of[kind] / whole * (_at(curves[kind], k) - 1) for kind, k in k_chunk.items() if k and kind in curves
+        layer.count * layer.weights / whole * (_at(curves[layer.kind], k_chunk[layer.kind]) - 1)
+        for layer in layers
+        if k_chunk.get(layer.kind) and layer.kind in curves
     )
 
 

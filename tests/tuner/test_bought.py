@@ -45,3 +45,8 @@ def test_where_nothing_is_compensated_or_measured_there_is_no_curve() -> None:
     assert bought(configuration(qkv=8, down=8), [], LAYERS, LOSSES) == ()
     nothing_lost = Losses(k_chunk=(0,), nats={"qkv": (0.0,), "down": (0.0,)})
     assert bought(configuration(qkv=8, down=8), [line("qkv", 0.002)], LAYERS, nothing_lost) == ()
+
+
+def test_no_more_than_all_channels_are_compensated() -> None:
+    points = bought(configuration(qkv=900, down=900), [line("qkv", 0.002), line("down", 0.001)], LAYERS, LOSSES)
+    assert points[-1][1] == pytest.approx(1.0)
