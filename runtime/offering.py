@@ -190,12 +190,11 @@ def _ways(
 def _measured(decoder: Decoder, target: Target, tokens: Sequence[int], cancelled: Callable[[], bool]) -> Iterator[Way]:
     """What the decoder's compensation gives alone, and with the best number of drafts where that is faster."""
     from runtime.evaluate import perplexity
-    from runtime.speculation.costs import compensate_drafts, measure_costs
+    from runtime.speculation.costs import measure_costs
     from runtime.speculation.gamma import best_gamma, expected_tokens
     from tuner.offers import Way
 
     loses = perplexity(decoder, tokens, WINDOW, WINDOW, cancelled=cancelled, as_chat=True).perplexity
-    compensate_drafts(decoder)
     costs = measure_costs(decoder, cancelled=cancelled)
     yield Way(target=target, gamma=0, seconds=costs.plain, perplexity=loses)
     accepted = _acceptance(decoder, tokens, cancelled)

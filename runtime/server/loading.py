@@ -184,7 +184,6 @@ class StoreLoader:
         except BaseException:
             decoder.set_k_chunk(before.k_chunk, before.n_tb)
             decoder.set_prompt_k_chunk(before.prompt_k_chunk)
-            decoder.set_draft_k_chunk(before.draft_k_chunk)
             raise
         if decoder.options.prompt_k_chunk != before.prompt_k_chunk:
             engine.forget()

@@ -24,7 +24,7 @@ from runtime.kv.kinds import KVKind
 from runtime.measure import fill
 from runtime.open import open_decoder
 from runtime.sampling import SamplingOptions
-from runtime.speculation.costs import compensate_drafts, measure_costs
+from runtime.speculation.costs import measure_costs
 from runtime.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, best_gamma, break_even, speedup
 from runtime.speculation.measure import continued
 from runtime.tokenizer import Tokenizer
@@ -115,9 +115,7 @@ def costs(name: str, model: Weights, contexts: Sequence[int], targets: Sequence[
             for _ in range(_TURNS):
                 for (way, target), own in found.items():
                     decoder.set_k_chunk(TARGETS[target])
-                    compensate_drafts(decoder)
-                    if way == "kv":
-                        decoder.set_draft_k_chunk(TARGETS[target])
+                    decoder.set_draft_k_chunk(TARGETS[target] if way == "kv" else 0)
                     own.append(measure_costs(decoder, position=context))
             for (way, target), own in found.items():
                 yield {
@@ -137,7 +135,6 @@ def speed(name: str, model: StoredModel, rounds: int) -> Iterator[dict[str, Any]
     decoder, prompts = decoder_of(model, LONG_PROMPT + ANSWER), prompts_of(model)
     for target, k_chunk in TARGETS.items():
         decoder.set_k_chunk(k_chunk)
-        compensate_drafts(decoder)
         gamma = AdaptiveGamma(measure_costs(decoder))
         for temperature in (0.0, 0.7):
             plain, speculated, ratios, rates, alike = [], [], [], [], True
