@@ -308,7 +308,7 @@ class Session:
         return LoadRequest(
             model=name,
             kv=None if settings.speculation else settings.kv,
-            speculate=settings.speculation is not None,
+            speculate=None if settings.drafts is None else bool(settings.drafts),
             gamma=settings.gamma,
             k_chunk=wanted.k_chunk,
             budget=wanted.budget_percent,
