@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -40,6 +39,7 @@ def prompts(count: int, vocab: int, seed: int) -> list[list[int]]:
 
 def ours(which: str) -> Turn:
     """This project's engine on the CPU."""
+    from assets import demo_path
     from models.store import StoredModel
     from runtime.backends.cpu.decoder import CpuDecoder
     from runtime.decoder import DecoderOptions
@@ -51,7 +51,7 @@ def ours(which: str) -> Turn:
     options = DecoderOptions(context=PROMPT + ANSWER, slots=max(FLIGHTS), max_rows=256)
     random = RandomModel(llama_1b(), int(which), residuals=False) if which.isdecimal() else None
     decoder = CpuDecoder(random or StoredModel.open_folder(Path(which), which), options)
-    tokenizer = Tokenizer(Path("assets/demo") if which.isdecimal() else Path(which))
+    tokenizer = Tokenizer(demo_path() if which.isdecimal() else Path(which))
     engine = Engine(decoder, tokenizer, name=which, eos_token_ids=())
     seeds = iter(range(10_000))
     sampling = SamplingOptions(temperature=0, max_tokens=ANSWER)
@@ -123,7 +123,8 @@ def llama(path: str) -> Turn:
 def program(python: str, kind: str, which: str) -> Iterator[Callable[[int], tuple[float, float]]]:
     """A program in a process of its own."""
     command = [python, "-m", "tests.bench.throughput", "--worker", kind, which]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    words = subprocess.DEVNULL if kind == "llama" else None  # it tells all about every tensor
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         ask, answers = process.stdin, process.stdout
@@ -173,6 +174,8 @@ def main() -> None:
         for line in sys.stdin:
             print(json.dumps(turn(int(line))), flush=True)
         return
+    from tests.bench.reporting.run import about_run  # the peer's Python has none of what it needs
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="NAME=FOLDER:FILE.gguf")
     parser.add_argument("--peer-python", required=True)
@@ -185,9 +188,9 @@ def main() -> None:
         name, _, both = model.partition("=")
         rows += compare(name, *both.split(":", 1), asked)
     result = {
+        **about_run("python -m tests.bench.throughput"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": importlib.metadata.version("lowbit-chat"),
-        "machine": platform.processor() or platform.machine(),
         "prompt": PROMPT,
         "answer": ANSWER,
         "rows": rows,
