@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
 from textual.timer import Timer
 from textual.widgets import Footer
 
@@ -20,6 +21,7 @@ from app.tui.session import Session
 from app.tui.widgets.composer import Composer
 from app.tui.widgets.header import HeaderBar, model_line
 from app.tui.widgets.progress_panel import ProgressPanel
+from app.tui.widgets.sidebar import LEAST_COLUMNS, Sidebar
 from app.tui.widgets.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -41,11 +43,14 @@ class ChatScreen(WrittenScreen):
         self._ticker: Timer | None = None
 
     def compose(self) -> ComposeResult:
-        """Header, messages, progress, composer, keys."""
+        """Header, the other chats, messages, progress, composer, keys."""
         yield HeaderBar()
-        yield Transcript(lambda: self._session.conversation)
-        yield ProgressPanel()
-        yield Composer()
+        with Horizontal(id="chat-body"):
+            yield Sidebar(self._session)
+            with Vertical(id="chat-main"):
+                yield Transcript(lambda: self._session.conversation)
+                yield ProgressPanel()
+                yield Composer()
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -66,9 +71,23 @@ class ChatScreen(WrittenScreen):
         session = self._session
         self.query_one(HeaderBar).show(session)
         self.query_one(ProgressPanel).show(session.job)
+        self.query_one(Sidebar).fold(self.app.size.width)
         self._show_context()
         if self._editing is None:
             self.composer.border_title = model_line(session) if self.has_class("-slim") else ""
+
+    def toggle_sidebar(self) -> bool:
+        """Show the sidebar and put the keys on it; where they are on it, hide it. Returns whether there is room."""
+        if self.app.size.width < LEAST_COLUMNS:
+            return False
+        sidebar = self.query_one(Sidebar)
+        sidebar.wanted = not (sidebar.display and sidebar.has_focus_within)
+        sidebar.fold(self.app.size.width)
+        if sidebar.wanted:
+            sidebar.action_search()
+        else:
+            self.composer.focus()
+        return True
 
     def on_resize(self) -> None:
         """Let the lines use the new width."""

@@ -109,6 +109,8 @@ class WrittenScreen(Screen[None]):
             self._copy_code(message)
         elif event.act == "edit":
             self.edit(message.id if message.role == "user" else message.parent)
+        elif event.act == "inspect":
+            self.inspect(message)
         elif event.act == "regenerate":
             await self.regenerate(message.id)
         elif event.act in ("before", "after") and not self.busy:
@@ -125,6 +127,19 @@ class WrittenScreen(Screen[None]):
         self.show_session()
         if (view := self.transcript.view(conversation.path()[at].id)) is not None:
             view.focus()
+
+    def inspect(self, message: Message | None = None) -> None:
+        """Look at the tokens of an answer, by default the last one."""
+        answers = [one for one in self._session.conversation.path() if one.role == "assistant" and one.text]
+        wanted = message or (answers[-1] if answers else None)
+        if wanted is None or wanted.role != "assistant" or not wanted.text:
+            self.notify("There is no answer to look at.", severity="warning")
+        elif wanted.state == "streaming":
+            self.notify("The answer is still being written.", severity="warning")
+        else:
+            from app.tui.screens.inspector import InspectorScreen
+
+            self.app.push_screen(InspectorScreen(self._session, wanted))
 
     def _copy_code(self, message: Message) -> None:
         """Copy a code block of a message, another one each time."""
