@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from models.progress import Progress
     from runtime.wire.device import DeviceReport
     from runtime.wire.inspection import Inspection, InspectRequest
+    from runtime.wire.prospects import Prospect
     from runtime.wire.requests import LoadRequest, PullRequest, QuantizeRequest, TuneRequest
 
 BACKEND = "remote"
@@ -147,6 +148,10 @@ class RemoteClient(RuntimeClient):
         """Refused."""
         raise self._refused(f"looking into {request.model}")
         yield  # type: ignore[unreachable]
+
+    async def prospects(self) -> Sequence[Prospect]:
+        """Nothing is fetched there from here."""
+        return ()
 
     async def remove(self, name: str) -> None:
         """Refused."""

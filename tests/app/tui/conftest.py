@@ -18,10 +18,12 @@ from app.protocol import ChatDelta, ChatOptions
 from app.settings import Settings
 from app.tui.app import ChatApp
 from models.progress import Progress
+from models.shelf import SHELF
 from runtime.problem import Problem
 from runtime.wire.answers import CacheFacts, Caches, Holding, ModelEntry, Status, Timings
 from runtime.wire.device import DeviceReport, Tuning
 from runtime.wire.inspection import Candidate, InspectedToken, Inspection, InspectRequest
+from runtime.wire.prospects import Prospect
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 
@@ -44,7 +46,7 @@ TIMINGS = Timings(
     completion_tokens=412, k_chunk=None, slowdown_percent=None,
 )  # fmt: skip
 DONE = Progress(phase="done", done=1, total=1, unit="", message="")
-MACHINE = {
+MACHINE: dict[str, Any] = {
     "cpu": {"name": "Example 7840U", "physical_cores": 8, "usable_cores": 8, "kernels": "avx512_vnni"},
     "memory": {"total_bytes": 32_000 * MEGABYTE, "available_bytes": 21_400 * MEGABYTE},
     "gpu": None,
@@ -160,6 +162,10 @@ class Runtime:
     finish_reason: str = "stop"
     answers_as: str | None = None
     """The model that says it answers, if it is another than was asked."""
+    shelf: bool = True
+    """Whether models to fetch are known."""
+    free_bytes: int = MACHINE["memory"]["available_bytes"]
+    """Main memory that is free."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
     """Lets the answer that hangs go on."""
 
@@ -270,11 +276,19 @@ class Client:
         self._check()
         runtime = self.runtime
         return DeviceReport(
-            machine=MACHINE,
+            machine={**MACHINE, "memory": {**MACHINE["memory"], "available_bytes": runtime.free_bytes}},
             bandwidth_gb_s=41.3,
             tuning=runtime.tuning,
             problems=tuple(runtime.problems),
         )
+
+    async def prospects(self) -> Sequence[Prospect]:
+        self._check()
+        if not self.runtime.shelf:
+            return ()
+        from runtime.prospects import prospects, room_of
+
+        return prospects(SHELF, room_of(await self.device(), self.runtime.status))
 
     async def quantize(self, request: QuantizeRequest) -> AsyncIterator[Progress]:
         self._check()
@@ -287,9 +301,9 @@ class Client:
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("quantize")
             raise
-        name = request.source.rpartition("/")[2]
+        name = request.name or request.source.rpartition("/")[2]
         runtime.entries.append(entry(name, bits=request.bits, perplexity_before=12.3, perplexity_after=12.8))
-        yield DONE
+        yield replace(DONE, message=name)
 
     async def inspect(self, request: InspectRequest) -> AsyncIterator[Progress | Inspection]:
         self._check()

@@ -195,3 +195,10 @@ async def test_the_tokens_of_an_answer_are_told(manager: httpx.AsyncClient) -> N
 async def test_an_answer_that_cannot_be_read_is_refused(manager: httpx.AsyncClient, change: dict[str, Any]) -> None:
     asked = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "answer": "one two"} | change
     assert (await manager.post("/runtime/inspect", json=asked)).status_code == 400
+
+
+async def test_models_that_can_be_fetched_are_seen_from_this_machine(manager: httpx.AsyncClient) -> None:
+    found = (await manager.get("/runtime/prospects")).json()["prospects"]
+    assert found[0]["source"] == "smollm2-135m"
+    assert {"license", "sizes", "fits", "tokens_per_s", "bits"} <= found[0].keys()
+    assert all(len(one["sizes"]) == 3 for one in found)
