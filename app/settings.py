@@ -60,6 +60,8 @@ class Rule:
     """Whether `low` itself is excluded."""
     optional: bool = False
     """Whether `auto` (None) is acceptable."""
+    secret: bool = False
+    """Whether its value is not for lists that others may see."""
     reload: bool = False
     """Whether a change takes effect only when the model is loaded again."""
 
@@ -192,7 +194,7 @@ class Settings:
         "address of a server that answers in the place of this machine (OpenAI's protocol); auto: this machine",
         optional=True,
     )
-    endpoint_token: str = _setting("", str, "what that server wants to be shown")
+    endpoint_token: str = _setting("", str, "what that server wants to be shown", secret=True)
     theme: str = _setting("dark", str, "colours of the terminal UI", choices=("dark", "light", "contrast", "terminal"))
 
     def __post_init__(self) -> None:

@@ -70,6 +70,7 @@ async def test_without_kept_chats_there_is_none(stage: Stage, runtime: Any) -> N
     async with stage(runtime, size=WIDE) as s:
         await s.ready()
         assert not s.app.chat.query_one(Sidebar).display
+        assert s.app.focused is s.composer, "what is typed first goes there"
 
 
 async def test_chats_are_opened_by_key_and_mouse_and_marked(stage: Stage, runtime: Any, kept: Path) -> None:

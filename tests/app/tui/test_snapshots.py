@@ -40,6 +40,7 @@ class Play:
 
     async def __call__(self, pilot: Any) -> None:
         session = self.app.session
+        await self.until(pilot, lambda: self.app.chat.query("Composer"))
         self.app.chat.composer.cursor_blink = False
         await self.until(pilot, lambda: session.ready and not session.working)
         if self.prompt is not None:
