@@ -130,11 +130,16 @@ class ChatApp(App[None]):
         """Choose the theme; start the runtime once the first frame is out."""
         for theme in themes.OWN:
             self.register_theme(theme)
-        self.theme = themes.NAMES[self.session.settings.theme]
+        self._wear_theme()
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             for number in (signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
         self.call_after_refresh(self._start)
+
+    def _wear_theme(self) -> None:
+        """Take the colours of the settings."""
+        self.theme = themes.NAMES[self.session.settings.theme]
+        self.set_class(self.theme == themes.CONTRAST.name, "-high-contrast")
 
     def _start(self) -> None:
         self.run_worker(self.session.start(), group="runtime", exit_on_error=False)
@@ -257,7 +262,7 @@ class ChatApp(App[None]):
         self.session.settings = self.session.settings.changed({event.key: event.value})
         self.keep_settings({event.key: event.value})
         if event.key == "theme":
-            self.theme = themes.NAMES[self.session.settings.theme]
+            self._wear_theme()
         elif event.key in ("k_chunk", "prompt_budget") or (
             event.key == "budget" and self.session.settings.k_chunk is None
         ):
