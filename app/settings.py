@@ -28,13 +28,17 @@ from runtime.compensation import (
     DEFAULT_PROMPT_BUDGET_PERCENT,
     LARGEST_BUDGET_PERCENT,
 )
-from runtime.drafting import LARGEST_GAMMA, Speculate
+from runtime.drafting import LARGEST_GAMMA, Drafts, Speculate
 from runtime.kv.kinds import KINDS, KVKind
 
 Value = str | int | float | None
 ENV_PREFIX = "LOWBIT_CHAT_"
 UNSET = "auto"
 """What a person writes for "the program chooses"; in the file the key is simply absent."""
+
+
+DEFAULT_IDLE_MINUTES = 30
+"""Minutes after which a model that nobody uses leaves memory."""
 
 
 class SettingsError(Exception):
@@ -143,10 +147,11 @@ class Settings:
         optional=True,
     )
     speculate: str = _setting(
-        "off",
+        "auto",
         str,
-        "draft tokens and verify several at a time; the cache is hierarchical",
-        choices=("off", "on"),
+        "draft tokens and verify several at a time; auto: with a hierarchical cache, where tune-device found that it "
+        "pays; on: always, with that cache",
+        choices=("auto", "off", "on"),
         reload=True,
     )
     gamma: int | None = _setting(
@@ -169,6 +174,15 @@ class Settings:
     )
     backend: str = _setting(
         "auto", str, "what runs the model", choices=("auto", "triton", "cpu", "reference"), reload=True
+    )
+    idle_unload: int | None = _setting(
+        None,
+        int,
+        f"minutes without a request after which the model leaves memory until it is needed again; 0 is never; auto: "
+        f"{DEFAULT_IDLE_MINUTES}; from the next start",
+        low=0,
+        high=100_000,
+        optional=True,
     )
     temperature: float = _setting(0.7, float, "spread of sampling; 0 is greedy", low=0, high=2)
     top_p: float = _setting(0.95, float, "share of probability sampled from; 1 is all", low=0, high=1, above_low=True)
@@ -203,8 +217,13 @@ class Settings:
 
     @property
     def speculation(self) -> Speculate | None:
-        """How tokens are to be drafted; None: not at all."""
+        """How tokens are to be drafted whatever was measured; None: see `drafts`."""
         return Speculate(gamma=self.gamma) if self.speculate == "on" else None
+
+    @property
+    def drafts(self) -> Drafts:
+        """How drafts are asked for."""
+        return self.speculation or (None if self.speculate == "auto" else False)
 
     def get(self, key: str) -> Value:
         """The value of a key.

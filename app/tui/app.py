@@ -43,6 +43,7 @@ from app.tui.messages import (
     StatusChanged,
     TuneAsked,
 )
+from app.tui.naps import Naps
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
@@ -59,10 +60,11 @@ OF_THE_CHAT = frozenset(
 """Actions that only the chat screen has."""
 
 
-def _own_supervisor() -> SupervisorLike:
+def _own_supervisor(settings: Settings) -> SupervisorLike:
     from app.supervisor import Supervisor
 
-    return Supervisor(paths.home())
+    minutes = settings.idle_unload
+    return Supervisor(paths.home(), idle_minutes=stored.DEFAULT_IDLE_MINUTES if minutes is None else minutes)
 
 
 class ChatApp(App[None]):
@@ -77,7 +79,7 @@ class ChatApp(App[None]):
         self,
         settings: Settings,
         *,
-        supervisor: Callable[[], SupervisorLike] = _own_supervisor,
+        supervisor: Callable[[], SupervisorLike] | None = None,
         history: Path | None = None,
         now: Callable[[], datetime] | None = None,
     ) -> None:
@@ -85,17 +87,19 @@ class ChatApp(App[None]):
 
         Args:
             settings: the settings to begin with.
-            supervisor: makes what starts the runtime; called after the first paint.
+            supervisor: makes what starts the runtime; called after the first paint. This program's own by default.
             history: file in which chats are kept; they end with the program where there is none.
             now: the time of day, for the messages.
         """
         super().__init__()
         conversation = Conversation(now) if now else Conversation()
         kept = KeptChats(history, self._cannot_keep) if history else None
+        own = supervisor or (lambda: _own_supervisor(settings))
         self.session = Session(
-            lambda: self._supervisor(supervisor), settings, self.post_message, conversation=conversation, kept=kept
+            lambda: self._supervisor(own), settings, self.post_message, conversation=conversation, kept=kept
         )
         self._interrupted = -QUIT_AGAIN_S
+        self._naps = Naps(CHECK_INTERVAL_S)
 
     def _supervisor(self, own: Callable[[], SupervisorLike]) -> SupervisorLike:
         """Our own runtime's, or that of the server elsewhere that is set."""
@@ -149,6 +153,8 @@ class ChatApp(App[None]):
         if terminal_is_gone() and not self.is_headless:
             self.exit()  # not every terminal sends SIGHUP when it goes
             return
+        if self._naps.slept() is not None:
+            await self.session.wake()
         await self.session.refresh()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:

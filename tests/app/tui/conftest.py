@@ -21,7 +21,7 @@ from models.progress import Progress
 from models.shelf import SHELF
 from runtime.problem import Problem
 from runtime.wire.answers import CacheFacts, Caches, Holding, ModelEntry, Status, Timings
-from runtime.wire.device import DeviceReport, Tuning
+from runtime.wire.device import DeviceReport, Offer, Tuning
 from runtime.wire.inspection import Candidate, InspectedToken, Inspection, InspectRequest
 from runtime.wire.prospects import Prospect
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
@@ -62,6 +62,19 @@ CHUNKS = {"qkv": 48, "o": 41, "gate_up": 44, "down": 48}
 """By layer type, at a budget of 5 %."""
 
 
+OFFER = Offer(
+    words="within 0.3 % of full precision at 0.9 x the low-bit speed (low bits with every residual; 4 tokens drafted a "
+    "round, 83 % accepted)",
+    target="residual",
+    gamma=4,
+)
+
+
+def won(slowdown: float) -> float:
+    """The share of the loss that the scripted tuner says is won back."""
+    return round(slowdown / (slowdown + 6), 3)
+
+
 def tuned(budget: float) -> Tuning:
     """What the scripted tuner finds."""
     chunks = {kind: round(k * budget / 5) for kind, k in CHUNKS.items()}
@@ -74,6 +87,8 @@ def tuned(budget: float) -> Tuning:
         device="Example 7840U", budget_percent=budget, n_tb_max=None, n_tb={}, k_chunk=chunks,
         predicted_slowdown_percent=budget * 0.92, measured_slowdown_percent=budget * 0.84, seconds=42.0,
         date="2026-11-21T16:40:00+00:00", cached=False, curve=knees,
+        predicted_loss_won=won(budget * 0.92), loss_without=1.0, offer=OFFER,
+        bought=tuple((slowdown, won(slowdown)) for slowdown in (0.0, 1.0, 2.0, 4.0, 6.0, 8.0, 12.0)),
     )  # fmt: skip
 
 

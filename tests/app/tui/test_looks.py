@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.events import Paste
 
 Stage = Callable[..., Any]
 SCREENS = {
@@ -121,7 +120,7 @@ async def test_all_scripts_in_composer_transcript_and_tokens(
     async with stage(runtime, size=size, kept=tmp_path / "history.db") as s:
         await s.ready()
         await s.pilot.press(*"日本 שלום ")
-        s.composer.post_message(Paste("🙂"))
+        s.composer.insert("🙂")
         await s.settled()
         assert s.composer.value == "日本 שלום 🙂"
         await s.ask(SCRIPTS)
