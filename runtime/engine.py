@@ -20,15 +20,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from models.progress import ProgressCallback, ignore_progress, never_cancelled
+from models.progress import never_cancelled
 from runtime.constraint import Constraints
-from runtime.decoder import Decoder, Float32Array
-from runtime.embedding import embed
+from runtime.decoder import Decoder
 from runtime.errors import BackendError, ContextOverflowError, RequestError
 from runtime.generation import Piece, Run
-from runtime.inspection import MOST_TOKENS, compensates, inspect
 from runtime.kv.conversations import Conversations
 from runtime.kv.saved_folder import SavedCaches
+from runtime.rereading import Rereading
 from runtime.sampling import Sampler, SamplingOptions
 from runtime.scheduling.answer import Answer, Language, Receive
 from runtime.scheduling.request import Request
@@ -37,13 +36,12 @@ from runtime.scheduling.turns import Turns
 from runtime.speculation.gamma import Costs, FixedGamma, Gamma, gamma_of
 from runtime.speculation.rounds import Place, Rounds
 from runtime.tokenizer import Tokenizer
-from runtime.wire.inspection import Inspection
 
 LENT_TOKENS = 128
 """Tokens that whoever measures the decoder may put into slot 0, unless more are asked for."""
 
 
-class Engine:
+class Engine(Rereading):
     """A decoder with its tokenizer.
 
     Thread-safe. `close` releases the decoder.
@@ -223,38 +221,6 @@ class Engine:
                 yield self.decoder
             finally:
                 self._conversations.clear(0)
-
-    def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled) -> Float32Array:
-        """See `runtime.embedding.embed`. Waits until all requests have ended; tokens are checked as `submit` does."""
-        checked = self._checked(tokens)
-        with self.lent(len(checked)) as decoder, decoder.session():
-            return embed(decoder, checked, cancelled)
-
-    def inspect(
-        self,
-        prompt: Sequence[int],
-        answer: str,
-        progress: ProgressCallback = ignore_progress,
-        cancelled: Callable[[], bool] = never_cancelled,
-    ) -> Inspection:
-        """What the model thought at each token of an answer, or of its beginning; see `runtime.inspection.inspect`.
-
-        Waits until all requests have ended.
-
-        Raises:
-            RequestError, ContextOverflowError: as `submit`, of both together.
-        """
-        spoken = self.tokenizer.encode(answer, special=False)[:MOST_TOKENS]
-        if not spoken:
-            raise RequestError("the answer is empty: there is no token to look at")
-        read = self._checked([*prompt, *spoken[:-1]])
-        with self.lent(len(read)) as decoder, decoder.session():
-            told = inspect(
-                decoder, self.tokenizer, prompt, spoken, drafts=self.speculates, progress=progress, cancelled=cancelled
-            )
-            return Inspection(
-                tokens=told, model=self.name, compensated=compensates(decoder), complete=len(spoken) < MOST_TOKENS
-            )
 
     def abandon(self, error: Exception) -> None:
         """End all requests with an error."""

@@ -17,12 +17,12 @@ from app.tui.answers import Writing
 from app.tui.greeting import Greeting
 from app.tui.messages import Submitted
 from app.tui.pump import Pump
+from app.tui.screens.sidebar import Sidebar
 from app.tui.screens.written import WrittenScreen
 from app.tui.session import Session
 from app.tui.widgets.composer import Composer
 from app.tui.widgets.header import HeaderBar, model_line
 from app.tui.widgets.progress_panel import ProgressPanel
-from app.tui.widgets.sidebar import LEAST_COLUMNS, Sidebar
 from app.tui.widgets.transcript import Transcript
 
 if TYPE_CHECKING:
@@ -78,19 +78,6 @@ class ChatScreen(WrittenScreen):
         self._greeting.keep(self)
         if self._editing is None:
             self.composer.border_title = model_line(session) if self.has_class("-slim") else ""
-
-    def toggle_sidebar(self) -> bool:
-        """Show the sidebar and put the keys on it; where they are on it, hide it. Returns whether there is room."""
-        if self.app.size.width < LEAST_COLUMNS:
-            return False
-        sidebar = self.query_one(Sidebar)
-        sidebar.wanted = not (sidebar.display and sidebar.has_focus_within)
-        sidebar.fold(self.app.size.width)
-        if sidebar.wanted:
-            sidebar.action_search()
-        else:
-            self.composer.focus()
-        return True
 
     def on_resize(self) -> None:
         """Let the lines use the new width."""

@@ -14,9 +14,9 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Static
 
 from app.errors import HistoryError
-from app.tui.chat_deeds import ChatDeeds
 from app.tui.messages import ChatAsked
 from app.tui.printable import printable
+from app.tui.screens.chat_deeds import ChatDeeds
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
 

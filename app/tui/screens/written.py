@@ -17,6 +17,7 @@ from textual.widgets import TextArea
 from app.conversation import Message
 from app.errors import HistoryError
 from app.tui.messages import MessageAct
+from app.tui.screens.sidebar import LEAST_COLUMNS, Sidebar
 from app.tui.session import Session
 from app.tui.widgets.composer import Composer, remembered
 from app.tui.widgets.message_view import MessageView
@@ -153,6 +154,19 @@ class WrittenScreen(Screen[None]):
         self._copied = (message.id, at)
         self.app.copy_to_clipboard(blocks[at])
         self.notify(f"Code block {at + 1} of {len(blocks)} is copied.", timeout=2)
+
+    def toggle_sidebar(self) -> bool:
+        """Show the sidebar and put the keys on it; where they are on it, hide it. Returns whether there is room."""
+        if self.app.size.width < LEAST_COLUMNS:
+            return False
+        sidebar = self.query_one(Sidebar)
+        sidebar.wanted = not (sidebar.display and sidebar.has_focus_within)
+        sidebar.fold(self.app.size.width)
+        if sidebar.wanted:
+            sidebar.action_search()
+        else:
+            self.composer.focus()
+        return True
 
     def action_to_messages(self) -> None:
         """Put the keys on the last message."""

@@ -13,7 +13,7 @@ from textual.widgets import Input, OptionList
 from app.conversation import Conversation
 from app.history.store import Chat, History
 from app.tui.screens.chats import ChatsScreen
-from app.tui.widgets.sidebar import Sidebar, grouped_by_day
+from app.tui.screens.sidebar import Sidebar, grouped_by_day
 
 Stage = Callable[..., Any]
 WIDE = (120, 30)

@@ -18,9 +18,9 @@ from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
 from app.errors import HistoryError
-from app.tui.chat_deeds import ChatDeeds
 from app.tui.messages import ChatAsked
 from app.tui.printable import printable
+from app.tui.screens.chat_deeds import ChatDeeds
 from app.tui.session import Session
 
 if TYPE_CHECKING:
