@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 CHANNELS_PER_WARP = 512
 """Channels that a warp rounds: 16 a thread."""
-MAX_WARPS = 32
-"""Warps that a block of threads can have."""
+MAX_WARPS = 16
+"""Warps of a program: 32 would leave a thread 64 registers, too few on sm_120."""
 _TOP = tl.constexpr(127.0)
 _TINY = tl.constexpr(1.1754943508222875e-38)
 """The smallest normal number of float32: what has a smaller scale counts as zero (`models.per_token`)."""
