@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PREPARED := $(VENV)/.prepared
 
-.PHONY: chat demo test check format bench bench-start bench-killing pictures bench-tuned bench-prompts bench-speculation bench-rates bench-gpu first-light first-light-more quality kv mutations sanitize-gpu kernels clean
+.PHONY: chat demo test check format bench bench-start bench-killing bench-soak pictures bench-tuned bench-prompts bench-speculation bench-rates bench-gpu first-light first-light-more quality kv mutations sanitize-gpu kernels clean
 
 chat: $(PREPARED)
 	$(BIN)/lowbit-chat
@@ -47,6 +47,9 @@ first-light: $(READY)
 
 first-light-more: $(READY)
 	$(BIN)/python -m tests.bench.first_light --slot $(or $(SLOT),1)
+
+bench-soak: $(READY)
+	$(BIN)/python -m tests.bench.soak
 
 bench-tuned: $(READY)
 	$(BIN)/python -m tests.bench.tuned --write $(if $(SMOLLM2),--smollm2 $(SMOLLM2))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import httpx
 
     from runtime.wire.device import DeviceReport
+    from runtime.wire.prospects import Prospect
 
 D = TypeVar("D", Loaded, Quantized, Pulled)
 
@@ -99,6 +100,12 @@ class RuntimeClient:
         from runtime.wire.device import DeviceReport
 
         return read(DeviceReport, await self._json("GET", "/runtime/device"))
+
+    async def prospects(self) -> Sequence[Prospect]:
+        """The models that can be fetched, seen from this machine as it is now."""
+        from runtime.wire.prospects import ProspectList
+
+        return read(ProspectList, await self._json("GET", "/runtime/prospects")).prospects
 
     async def quantize(self, request: QuantizeRequest) -> AsyncGenerator[Progress, None]:
         """Make a low-bit model. The last report has the phase `done`, and the new model's name as its message."""

@@ -28,7 +28,7 @@ from runtime.compensation import (
     DEFAULT_PROMPT_BUDGET_PERCENT,
     LARGEST_BUDGET_PERCENT,
 )
-from runtime.drafting import LARGEST_GAMMA, Speculate
+from runtime.drafting import LARGEST_GAMMA, Drafts, Speculate
 from runtime.kv.kinds import KINDS, KVKind
 
 Value = str | int | float | None
@@ -141,10 +141,11 @@ class Settings:
         optional=True,
     )
     speculate: str = _setting(
-        "off",
+        "auto",
         str,
-        "draft tokens and verify several at a time; the cache is hierarchical",
-        choices=("off", "on"),
+        "draft tokens and verify several at a time; auto: with a hierarchical cache, where tune-device found that it "
+        "pays; on: always, with that cache",
+        choices=("auto", "off", "on"),
         reload=True,
     )
     gamma: int | None = _setting(
@@ -194,8 +195,13 @@ class Settings:
 
     @property
     def speculation(self) -> Speculate | None:
-        """How tokens are to be drafted; None: not at all."""
+        """How tokens are to be drafted whatever was measured; None: see `drafts`."""
         return Speculate(gamma=self.gamma) if self.speculate == "on" else None
+
+    @property
+    def drafts(self) -> Drafts:
+        """How drafts are asked for."""
+        return self.speculation or (None if self.speculate == "auto" else False)
 
     def get(self, key: str) -> Value:
         """The value of a key.

@@ -92,6 +92,15 @@ class ModelSpec:
         """Channels of all key (or value) heads, H_kv * D."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def parameters(self) -> int:
+        """Weights of the full-precision model; a tied embedding counts once."""
+        count = self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size
+        for name in self.linear_names()[:-1]:
+            rows, width = self.linear_shape(name.rsplit(".", 1)[-1])
+            count += rows * width + (rows if self.has_bias(name) else 0)
+        return count + sum(sum(self.block_norms(layer).values()) for layer in range(self.num_layers))
+
     def block_norms(self, layer: int) -> dict[str, int]:
         """Widths of a block's norms by their names, `layers.3.input_norm`."""
         norms = {"input_norm": self.hidden_size, "post_norm": self.hidden_size}

@@ -76,6 +76,8 @@ class ModelSizes:
     """Packed linear layers, norms and scales."""
     residual_bytes: int = 0
     """Residual codes; they stay mapped from the file, and the system may drop and read them again."""
+    whole: bool = False
+    """Whether every residual will be read at every step."""
     recipe: Recipe | None = None
     """How the weights are stored, for backends whose layout is another one; None: as good as the file's."""
 

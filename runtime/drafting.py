@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from runtime.errors import RequestError
 from runtime.kv.kinds import KINDS, KVKind
@@ -28,6 +29,10 @@ class Speculate:
     def __post_init__(self) -> None:
         if self.gamma is not None and not 1 <= self.gamma <= LARGEST_GAMMA:
             raise RequestError(f"gamma is {self.gamma}; it must be from 1 to {LARGEST_GAMMA}")
+
+
+Drafts = Speculate | Literal[False] | None
+"""How drafts are asked for: None leaves it to what was measured to be best, False forbids them."""
 
 
 def cache_for(kv: KVKind | None, speculate: Speculate | None, default: KVKind = "fp16") -> KVKind:

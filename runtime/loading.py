@@ -9,7 +9,7 @@ from models.progress import ProgressCallback, ignore_progress
 from models.store import StoredModel
 from runtime.backend import AnyBackend, ModelSizes
 from runtime.backends import AUTO
-from runtime.compensation import Compensation
+from runtime.compensation import CHUNK, Compensation
 from runtime.decoder import Decoder, DecoderOptions, KVKind, Selector
 from runtime.engine import Engine
 from runtime.errors import BackendError, OutOfMemoryError
@@ -82,7 +82,12 @@ def plan_load(
         RequestError: as `runtime.memory.plan`.
     """
     spec, summary = model.spec, model.info.summary
-    sizes = ModelSizes(weight_bytes=summary.gpu_bytes, residual_bytes=summary.residual_bytes, recipe=model.recipe)
+    sizes = ModelSizes(
+        weight_bytes=summary.gpu_bytes,
+        residual_bytes=summary.residual_bytes,
+        whole=CHUNK in compensation.by_type.values(),
+        recipe=model.recipe,
+    )
     full: OutOfMemoryError | None = None
     for candidate in candidates(asked):
         backend, free = candidate.backend, candidate.presence.memory

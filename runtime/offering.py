@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from runtime.profile_key import TunedModel, profile_key
 from runtime.sampling import SamplingOptions
 
 if TYPE_CHECKING:
+    from runtime.wire.device import Tuning
     from tuner.offers import Offers, Target, Way
     from tuner.profiles import ProfileStore
 
@@ -33,6 +35,8 @@ WINDOW, TOKENS = 256, 1024
 """Tokens of a window and of the text on which perplexities are measured, as quantizing measures them."""
 _PROMPT, _CONTINUED, _TEXTS = 128, 64, 3
 """Tokens of a prompt, those that continue it, and how many are continued to see what is accepted."""
+_SPARE_BYTES = 256 << 20
+"""What must stay free beside a second copy of the residuals."""
 logger = logging.getLogger(__name__)
 
 
@@ -74,6 +78,46 @@ def known(name: str, model: TunedModel, *, budget_percent: float, profiles: Prof
 
     key = profile_key(backend(name).device(DecoderOptions()), name, model, budget_percent)
     return OfferStore(profiles.folder).find(key)
+
+
+def take(
+    decoder: Decoder, model: TunedModel, tuning: Tuning, *, profiles: ProfileStore, drafts: bool
+) -> tuple[Tuning, bool]:
+    """Decode a loaded model in the best way that was measured for its budget; as the budget has it where none was.
+
+    Args:
+        decoder: The loaded model, compensated as the budget has it.
+        model: What was loaded.
+        tuning: What the budget bought.
+        profiles: Where profiles are kept.
+        drafts: Whether tokens may be drafted; the cache must allow it too.
+
+    Returns:
+        What the model has now, and whether that way drafts.
+
+    Raises:
+        BackendError: the device does not answer.
+    """
+    found = known(decoder.backend, model, budget_percent=tuning.budget_percent, profiles=profiles)
+    if found is None:
+        return tuning, False
+    way = found.best(drafts=drafts and KINDS[decoder.options.kv].has_draft, residual=_has_room(model))
+    if way.target != "compensated":
+        decoder.set_k_chunk(CHUNK if way.target == "residual" else 0)
+        k_chunk, slowdown = k_chunk_by_type(decoder.options.k_chunk), found.slowdown_percent(way)
+        tuning = replace(
+            tuning, k_chunk=k_chunk, predicted_slowdown_percent=slowdown, measured_slowdown_percent=slowdown
+        )
+    return tuning, way.gamma > 0
+
+
+def _has_room(model: TunedModel) -> bool:
+    """Whether main memory has room for the layout that residuals have where every one is read."""
+    from models.store import StoredModelInfo
+    from tuner.detect import detect_memory
+
+    wanted = StoredModelInfo.read(model.path, model.name).summary.residual_bytes
+    return detect_memory().available_bytes >= wanted + _SPARE_BYTES
 
 
 def offers(
@@ -146,12 +190,11 @@ def _ways(
 def _measured(decoder: Decoder, target: Target, tokens: Sequence[int], cancelled: Callable[[], bool]) -> Iterator[Way]:
     """What the decoder's compensation gives alone, and with the best number of drafts where that is faster."""
     from runtime.evaluate import perplexity
-    from runtime.speculation.costs import compensate_drafts, measure_costs
+    from runtime.speculation.costs import measure_costs
     from runtime.speculation.gamma import best_gamma, expected_tokens
     from tuner.offers import Way
 
     loses = perplexity(decoder, tokens, WINDOW, WINDOW, cancelled=cancelled, as_chat=True).perplexity
-    compensate_drafts(decoder)
     costs = measure_costs(decoder, cancelled=cancelled)
     yield Way(target=target, gamma=0, seconds=costs.plain, perplexity=loses)
     accepted = _acceptance(decoder, tokens, cancelled)

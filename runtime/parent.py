@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import sys
 import threading
@@ -24,7 +25,9 @@ class ParentWatch:
         """Watch a process that is expected to live now."""
         self._pid = pid
         self._created = process_create_time(pid)
-        self._wake = threading.Event()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """What a signal handler may write to. An event's lock is not reentrant: the end of a parent with several
+        threads sends several signals, and the second within the first would wait for ever."""
         self._ended = False
 
     def gone(self) -> bool:
@@ -45,7 +48,7 @@ class ParentWatch:
             yield
         finally:
             self._ended = True
-            self._wake.set()
+            self._wake.put(None)
             thread.join()
 
     def _watch(self, lost: Callable[[], object]) -> None:
@@ -53,13 +56,13 @@ class ParentWatch:
             if self.gone():
                 lost()
                 return
-            self._wake.wait(POLL_S)
-            self._wake.clear()
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=POLL_S)
 
     def _ask_for_signal(self) -> None:
         if not sys.platform.startswith("linux") or threading.current_thread() is not threading.main_thread():
             return
-        signal.signal(signal.SIGUSR1, lambda _number, _frame: self._wake.set())
+        signal.signal(signal.SIGUSR1, lambda _number, _frame: self._wake.put(None))
         with contextlib.suppress(OSError, AttributeError):  # another C library: the thread looks anyway
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1), 0, 0, 0)
 

@@ -53,7 +53,7 @@ def profile_key(device: Device, backend: str, model: TunedModel, budget_percent:
         recipe=_digest(model.recipe.to_json()),
         versions=versions(),
         backend=backend,
-        budget_percent=budget_percent,
+        budget_percent=float(budget_percent),  # 5 and 5.0 are one budget, and would be two files
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,7 +25,7 @@ from runtime.decoder import Decoder
 from runtime.errors import BackendError, Cancelled, RuntimeFailure
 from runtime.problem import Problem
 from runtime.profile_key import TunedModel, profile_key
-from runtime.wire.device import Tuning
+from runtime.wire.device import Offer, Tuning
 from tuner.curve import Curve
 
 if TYPE_CHECKING:
@@ -177,7 +178,29 @@ def tune(
     else:
         cached = True
     decoder.set_k_chunk(profile.configuration.k_chunk, profile.configuration.n_tb)
-    return tuning_of(profile, cached=cached)
+    return replace(
+        tuning_of(profile, cached=cached),
+        bought=_bought(profile, decoder, model),
+        offer=_offer(decoder.backend, model, budget_percent, profiles),
+    )
+
+
+def _bought(profile: Profile, decoder: Decoder, model: TunedModel) -> tuple[tuple[float, float], ...]:
+    """What other slowdowns would buy; nothing where the losses of the model were not measured."""
+    from tuner.bought import bought
+
+    losses = losses_of(model)
+    return () if losses is None else bought(profile.configuration, profile.curve, layers_of(decoder), losses)
+
+
+def _offer(name: str, model: TunedModel, budget_percent: float, profiles: ProfileStore) -> Offer | None:
+    """The best way to decode within the budget, where the ways were measured."""
+    from runtime.offering import known
+
+    found = known(name, model, budget_percent=budget_percent, profiles=profiles)
+    if found is None:
+        return None
+    return Offer(words=found.words(found.chosen), target=found.chosen.target, gamma=found.chosen.gamma)
 
 
 def obstacle(runner: AnyBackend, model: TunedModel, context: int) -> Problem | None:

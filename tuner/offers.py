@@ -41,18 +41,22 @@ class Way:
     """Part of the drafted tokens that stayed; None where nothing is drafted."""
 
 
-def best(ways: Sequence[Way], budget_percent: float) -> Way:
+def best(ways: Sequence[Way], budget_percent: float, *, drafts: bool = True) -> Way:
     """The way of least loss whose tokens take at most so much longer than those of low bits alone.
 
     Of ways of the same target the fastest counts. Perplexities within a thousandth are alike: then the faster one.
+    What is compensated within the budget and drafts nothing is within it, whatever its time was here: the tuner held it
+    to the budget, with far more readings.
 
     Args:
         ways: Measured in one run; that of low bits alone among them.
         budget_percent: Slowdown that is allowed.
+        drafts: Whether ways that draft count.
     """
     plain = _plain(ways)
     allowed = plain.seconds * (1 + budget_percent / 100)
-    within = [way for way in ways if way.seconds <= allowed] or [plain]
+    usual = [way for way in ways if drafts or not way.gamma]
+    within = [way for way in usual if way.seconds <= allowed or (way.target == "compensated" and not way.gamma)]
     least = min(way.perplexity for way in within)
     return min((way for way in within if way.perplexity <= 1.001 * least), key=lambda way: way.seconds)
 
@@ -79,7 +83,21 @@ class Offers:
     @property
     def chosen(self) -> Way:
         """The best within the budget."""
-        return best(self.ways, self.key.budget_percent)
+        return self.best()
+
+    def best(self, *, drafts: bool = True, residual: bool = True) -> Way:
+        """The best within the budget, of those that may be taken.
+
+        Args:
+            drafts: Whether tokens may be drafted.
+            residual: Whether every residual may be read.
+        """
+        ways = [way for way in self.ways if residual or way.target != "residual"]
+        return best(ways, self.key.budget_percent, drafts=drafts)
+
+    def slowdown_percent(self, way: Way) -> float:
+        """How much longer a token takes than with low bits alone; negative where drafts make it faster."""
+        return 100 * (way.seconds / _plain(self.ways).seconds - 1)
 
     def words(self, way: Way) -> str:
         """For a person: `within 0.3 % of full precision at 0.9 x the low-bit speed (...)`."""

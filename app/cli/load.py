@@ -94,41 +94,60 @@ def _settings(choices: LoadChoices) -> Settings:
     return load({"kv": choices.kv, "backend": choices.backend, "speculate": speculate, "gamma": choices.gamma})
 
 
-def speculate(engine: Engine, choices: LoadChoices) -> None:
+def speculate(engine: Engine, choices: LoadChoices, *, pays: bool) -> None:
     """Let a model that was loaded and compensated speculate, where the choices or the settings say so.
+
+    Args:
+        engine: The loaded model.
+        choices: What was asked for.
+        pays: Whether drafts were measured to pay, for those who leave it open.
 
     Raises:
         KeyboardInterrupt: the person stopped it.
     """
+    from runtime.drafting import Speculate
     from runtime.errors import Cancelled
     from runtime.speculation.costs import start
 
     with Interrupt() as interrupt:
         try:
-            start(engine, _settings(choices).speculation, cancelled=interrupt.cancelled)
+            wanted = _settings(choices)
+            found = Speculate() if pays and wanted.drafts is None else wanted.speculation
+            start(engine, found, cancelled=interrupt.cancelled)
         except Cancelled:
             interrupt.raise_if_pressed()
 
 
-def compensate(decoder: Decoder, plan: LoadPlan, choices: LoadChoices, services: Services, output: Output) -> None:
+def compensate(decoder: Decoder, plan: LoadPlan, choices: LoadChoices, services: Services, output: Output) -> bool:
     """Give a model that was just loaded the compensation that its plan's budgets pay for, with progress.
 
-    Where there is no budget, nothing is done; where it has no effect, that is said.
+    Where there is no budget, nothing is done; where it has no effect, that is said. Where the ways to decode it were
+    measured for the budget, it gets the best.
+
+    Returns:
+        Whether the best way drafts.
 
     Raises:
         KeyboardInterrupt: the person stopped the tuning; what was measured is kept for the next time.
     """
+    from runtime.offering import take
     from runtime.prompt_tuning import prompts_within_budget
     from runtime.tuning import within_budget
 
     budget, prompts = plan.compensation.budget_percent, plan.compensation.prompt_percent
     problem: Problem | None = None
+    drafts = False
     with Interrupt() as interrupt, output.progress() as progress:
         common: Any = {"profiles": services.profiles(), "progress": progress, "cancelled": interrupt.cancelled}
         if budget:
-            _, problem = within_budget(decoder, plan.model, budget_percent=budget, **common)
+            tuned, problem = within_budget(decoder, plan.model, budget_percent=budget, **common)
+            wanted = _settings(choices).drafts
+            if tuned is not None and not wanted:
+                allowed = wanted is None
+                _, drafts = take(decoder, plan.model, tuned, profiles=services.profiles(), drafts=allowed)
         if prompts and problem is None:
             _, problem = prompts_within_budget(decoder, plan.model, budget_percent=prompts, **common)
     asked = choices.compensation is not None or choices.prompt_budget is not None
     if problem is not None and (problem.failure or asked):
         output.note(f"{problem.what}; {problem.fix}")
+    return drafts

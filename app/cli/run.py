@@ -128,8 +128,8 @@ def run(
     with output.progress() as progress:
         engine = services.open_engine(plan, progress)
     try:
-        compensate(engine.decoder, plan, choices, services, output)
-        speculate(engine, choices)
+        pays = compensate(engine.decoder, plan, choices, services, output)
+        speculate(engine, choices, pays=pays)
         if text:
             _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, raw=raw)
         else:

@@ -69,7 +69,7 @@ def serve(
         )
     with output.progress() as progress:
         code = server.run(
-            services.service(compensation, settings.speculation, settings.num_parallel),
+            services.service(compensation, settings.drafts, settings.num_parallel),
             host=host,
             port=port,
             token=token,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from runtime.backend import Presence
     from runtime.compensation import Compensation
     from runtime.decoder import Decoder
-    from runtime.drafting import Speculate
+    from runtime.drafting import Drafts
     from runtime.engine import Engine
     from runtime.loading import LoadPlan
     from runtime.server.service import Service
@@ -129,9 +129,7 @@ class Services:
                 cancelled=cancelled,
             )
 
-    def service(
-        self, compensation: Compensation, speculation: Speculate | None = None, parallel: int | None = None
-    ) -> Service:
+    def service(self, compensation: Compensation, speculation: Drafts = None, parallel: int | None = None) -> Service:
         """What a server serves: the stored models and the bundled one, compensated, drafted and shared like this."""
         prepare_folders()
         from app.paths import home

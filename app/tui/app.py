@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
 from textual.app import App, SystemCommand
@@ -25,6 +25,7 @@ from app.conversation import Conversation
 from app.errors import ClientError
 from app.settings import Settings, SettingsError
 from app.tui import clipboard, themes
+from app.tui.getting import unfinished
 from app.tui.kept import KeptChats
 from app.tui.keys import KEYS
 from app.tui.messages import (
@@ -46,6 +47,9 @@ from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
 from app.tui.terminal import ensure_size, outliving, terminal_is_gone
+
+if TYPE_CHECKING:
+    from runtime.wire.requests import QuantizeRequest
 
 CHECK_INTERVAL_S = 5.0
 QUIT_AGAIN_S = 2.0
@@ -191,15 +195,22 @@ class ChatApp(App[None]):
     @on(QuantizeAsked)
     async def quantize(self, event: QuantizeAsked) -> None:
         """Make a low-bit model in the background."""
-        self.run_worker(self._quantize(event), group="work", exit_on_error=False)
+        self.run_worker(self._get(event.request), group="work", exit_on_error=False)
 
-    async def _quantize(self, event: QuantizeAsked) -> None:
-        made = await self.session.quantize(event.request)
-        if made and event.load and event.request.name is not None:
-            self.post_message(LoadAsked(event.request.name))
-        elif made and self.session.job is not None:
-            self.notify(f"{self.session.job.message or 'The model'} is made; F2 loads it.", markup=False)
-            self.show_session()
+    async def _get(self, request: QuantizeRequest) -> None:
+        got = await self.session.get(request)
+        if got is not None and got.loaded:
+            self._save({"model": got.made})
+        elif got is not None and got.made is not None and self.session.job and self.session.job.outcome == "done":
+            self.notify(f"{got.made} is made; F2 loads it.", markup=False)
+        self.show_session()
+
+    def action_resume_work(self) -> None:
+        """Go on with getting a model that was stopped, or that the program was quit in."""
+        if not self.session.working and (request := unfinished()) is not None:
+            self.post_message(QuantizeAsked(request))
+        elif not self.session.working and self.session.wanted is not None:
+            self.post_message(LoadAsked(self.session.wanted))
 
     @on(TuneAsked)
     def tune(self) -> None:
@@ -467,6 +478,9 @@ class ChatApp(App[None]):
         if self.session.working:
             stop = ("Stop the work", "Stop loading, quantizing or tuning", "stop_work", self.action_stop_work)
             entries.insert(-3, stop)
+        elif unfinished() is not None:
+            resume = ("Go on with the model", "Go on fetching and making it", "resume_work", self.action_resume_work)
+            entries.insert(-3, resume)
         keys = {binding.action: self.get_key_display(binding) for binding in KEYS}
         for title, words, action, act in entries:
             yield SystemCommand(f"{title}  {keys[action]}" if action in keys else title, words, act)

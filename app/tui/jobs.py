@@ -14,6 +14,19 @@ if TYPE_CHECKING:
 Outcome = Literal["running", "done", "stopped", "failed"]
 PHASES = {"tune": "tuning", "allocate": "choosing bits", "sensitivities": "gradients"}
 """Words for phases whose names are none."""
+STAGES = ("fetch", "quantize", "load", "tune")
+"""What it takes to chat with a model that is not here yet, in this order."""
+_STAGE_OF = {
+    "download": "fetch",
+    "quantize": "quantize",
+    "allocate": "quantize",
+    "sensitivities": "quantize",
+    "verify": "quantize",
+    "load": "load",
+    "compile": "load",
+    "tune": "tune",
+}
+"""Which of them a phase belongs to; others belong to the one they are met in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +43,10 @@ class Job:
     """Units a second."""
     left: str = ""
     """How long the step still takes, in words."""
+    stages: tuple[str, ...] = ()
+    """All stages of it, where it has several."""
+    stage: int = 0
+    """Index of the one that is worked on."""
     outcome: Outcome = "running"
     error: str | None = None
 
@@ -44,12 +61,18 @@ class Job:
         if self.outcome == "failed":
             return f"{self.title} failed: {self.error}"
         if self.outcome == "stopped":
-            return f"{self.title} stopped"
+            return f"{self.title} stopped{'; what is done of it is kept' if self.stages else ''}"
         if self.message.lower().startswith(self.title.lower()):
             return self.message[:1].upper() + self.message[1:]
         phase = PHASES.get(self.phase, self.phase)
         parts = [self.title, phase if phase not in self.title.lower() else "", self.message]
         return " · ".join(part for part in parts if part)
+
+    @property
+    def course(self) -> str:
+        """All stages, with what became of each: `✓ fetch  ▸ quantize  · load  · tune`."""
+        marks = ["✓" if at < self.stage else "▸" if at == self.stage else "·" for at in range(len(self.stages))]
+        return "  ".join(f"{mark} {name}" for mark, name in zip(marks, self.stages, strict=True))
 
     @property
     def pace(self) -> str:
@@ -78,15 +101,16 @@ class Job:
 class Meter:
     """Turns a stream of progress reports into the state of a job."""
 
-    def __init__(self, title: str, clock: Callable[[], float], message: str = "") -> None:
+    def __init__(self, title: str, clock: Callable[[], float], message: str = "", stages: tuple[str, ...] = ()) -> None:
         """Begin.
 
         Args:
             title: what is being done.
             clock: seconds.
             message: what happens until the first report.
+            stages: those of `STAGES` that it has, where it has several.
         """
-        self.job = Job(title=title, message=message)
+        self.job = Job(title=title, message=message, stages=stages)
         self._clock = clock
         self._estimate = Estimate()
 
@@ -102,8 +126,14 @@ class Meter:
             unit=progress.unit,
             speed=self._estimate.speed,
             left=self._estimate.words,
+            stage=self._stage(progress.phase),
         )
         return self.job
+
+    def _stage(self, phase: str) -> int:
+        """The stage of a phase; none is gone back to."""
+        stages, stage = self.job.stages, _STAGE_OF.get(phase)
+        return max(self.job.stage, stages.index(stage)) if stage in stages else self.job.stage
 
     def end(self, outcome: Outcome, error: str | None = None) -> Job:
         """The job after its end."""

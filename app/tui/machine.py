@@ -6,13 +6,54 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.amounts import byte_count, duration
+from app.prospects import recommended
 from app.tui.figures import SEPARATOR, percent
 
 if TYPE_CHECKING:
-    from runtime.wire.device import PromptTuning, Tuning
+    from runtime.wire.device import DeviceReport, PromptTuning, Tuning
+    from runtime.wire.prospects import Prospect
     from tuner.curve import Curve
 
 Lines = list[tuple[str, str]]
+
+
+def found_words(report: DeviceReport) -> str:
+    """What machine was found, in two sentences."""
+    cpu, gpu, memory = (_part(report.machine, key) for key in ("cpu", "gpu", "memory"))
+    cores, card = cpu.get("usable_cores") or 1, gpu.get("name")
+    found = f"{cpu.get('name', 'A processor')}, {cores} core{'s' if cores > 1 else ''}"
+    found = _joined([found, _room(memory.get("available_bytes"), memory.get("total_bytes"))])
+    if card and gpu.get("memory_free_bytes"):
+        room = _room(gpu["memory_free_bytes"], gpu.get("memory_total_bytes"))
+        return f"{found}. Models run on {card} ({room})."
+    without = f"no driver answers for {card}" if card else "no graphics card was found"
+    speed = f", which reads its memory at {report.bandwidth_gb_s:.0f} GB/s" if report.bandwidth_gb_s else ""
+    return f"{found}. Models run on the processor{speed}; {without}."
+
+
+def welcome_words(found: Sequence[Prospect], *, offline: bool, model: str) -> str:
+    """What somebody who has only the bundled model is told of others.
+
+    Args:
+        found: the models that could be fetched.
+        offline: whether there is no network.
+        model: the bundled one.
+    """
+    here = f"You chat with {model}, a tiny model that came with the program; it only shows how things work."
+    if offline:
+        return (
+            f"There is no network, so nothing can be fetched now. {here} F2 makes a model of a folder or a GGUF file "
+            "that you have."
+        )
+    fitting = [one for one in found if one.fits != "no"]
+    best = recommended(found)
+    if best is None:
+        return f"{here} F2 gets another: {len(fitting)} of {len(found)} that are known would fit this machine now."
+    speed = "" if best.tokens_per_s is None else f"about {best.tokens_per_s:.0f} tokens a second, "
+    return (
+        f"{here} F2 gets a real one: {best.title} suits this machine best ({speed}"
+        f"{byte_count(best.download_bytes)} to fetch), and {len(fitting) - 1} others fit."
+    )
 
 
 def machine_lines(machine: Mapping[str, Any], bandwidth_gb_s: float | None) -> Lines:

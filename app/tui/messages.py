@@ -83,11 +83,9 @@ class LoadAsked(Message):
 
 @dataclass
 class QuantizeAsked(Message):
-    """A person wants a low-bit model made of a checkpoint."""
+    """A person wants a low-bit model made of a checkpoint, and to chat with it."""
 
     request: QuantizeRequest
-    load: bool = False
-    """Whether to load it then; the request names it."""
 
 
 @dataclass

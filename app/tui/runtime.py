@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from models.progress import Progress
     from runtime.wire.answers import Caches, Holding, ModelEntry, Status
     from runtime.wire.device import DeviceReport
+    from runtime.wire.prospects import Prospect
     from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
 
@@ -30,6 +31,9 @@ class ClientLike(Protocol):
 
     def tune(self, request: TuneRequest) -> AsyncGenerator[Progress, None]:
         """Apply a budget, or a k_chunk, to the loaded model."""
+
+    async def prospects(self) -> Sequence[Prospect]:
+        """The models that can be fetched, seen from this machine."""
 
     async def device(self) -> DeviceReport:
         """The device, and how the loaded model was tuned to it."""

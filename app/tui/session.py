@@ -16,7 +16,8 @@ from app.settings import Settings
 from app.tui.answers import Answers, Writing
 from app.tui.connection import Connection
 from app.tui.figures import tuning_title
-from app.tui.jobs import Job
+from app.tui.getting import Getting, forget, title_of, unfinished
+from app.tui.jobs import STAGES, Job
 from app.tui.kept import KeptChats
 from app.tui.messages import ChatEnded, JobChanged, RuntimeLost, StatusChanged
 from app.tui.open_chats import OpenChats
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from runtime.problem import Problem
     from runtime.wire.answers import Caches, Holding, ModelEntry, Status
     from runtime.wire.device import DeviceReport
-    from runtime.wire.requests import QuantizeRequest
+    from runtime.wire.prospects import Prospect
+    from runtime.wire.requests import LoadRequest, QuantizeRequest
 
 FORGET_TIMEOUT_S = 3.0
 """Whoever quits does not wait longer for the runtime to forget the chat."""
@@ -67,6 +69,8 @@ class Session:
         """The model that is loaded, or is to be."""
         self.summarizes = False
         """Whether what is left out next is summarized, because the person said so this time."""
+        self.newcomer = False
+        """Whether no model was ever picked, and there is none but what came with the program."""
         self.recent = Recent()
         self._post = post
         self._connection = Connection(supervisor, self._status_changed, lambda reason: post(RuntimeLost(reason)))
@@ -116,6 +120,8 @@ class Session:
     async def start(self) -> None:
         """Start the runtime, or find one, and load the model that the settings name or that runs already."""
         await self._connect(restart=False)
+        if (request := unfinished()) is not None:
+            self._work.recall(Job(title=title_of(request), stages=STAGES, outcome="stopped"))
 
     async def recover(self) -> None:
         """Start the runtime anew after it was lost, and load the same model again."""
@@ -140,10 +146,11 @@ class Session:
     async def _only_model(self) -> str | None:
         """The model to begin with where nothing was picked yet and there is no choice."""
         try:
-            names = [model.name for model in await self.models()]
+            models = await self.models()
         except (ClientError, OSError):
             return None
-        return names[0] if len(names) == 1 else None
+        self.newcomer = bool(models) and all(model.bundled for model in models)
+        return models[0].name if len(models) == 1 else None
 
     async def close(self) -> None:
         """Stop what runs and end what was started; chats that are not kept end with it. Safe to call twice."""
@@ -286,14 +293,22 @@ class Session:
             return False
         self.wanted = name
         connection.problem = None
+        loaded = await self._run(f"Loading {name}", connection.client.load(self._load_request(name)))
+        if not loaded and self.job is not None:
+            connection.problem = connection.problem or self.job.error
+        await self._ask_status()
+        return loaded
+
+    def _load_request(self, name: str) -> LoadRequest:
+        """How a model is loaded by the present settings."""
         from runtime.wire.requests import LoadRequest
 
         settings = self.settings
         wanted = of_settings(settings.k_chunk, settings.budget, prompt_budget=settings.prompt_budget)
-        request = LoadRequest(
+        return LoadRequest(
             model=name,
             kv=None if settings.speculation else settings.kv,
-            speculate=settings.speculation is not None,
+            speculate=None if settings.drafts is None else bool(settings.drafts),
             gamma=settings.gamma,
             k_chunk=wanted.k_chunk,
             budget=wanted.budget_percent,
@@ -302,23 +317,42 @@ class Session:
             num_parallel=settings.num_parallel,
             backend=settings.backend,
         )
-        loaded = await self._run(f"Loading {name}", connection.client.load(request))
-        if not loaded and self.job is not None:
-            connection.problem = connection.problem or self.job.error
-        await self._ask_status()
-        return loaded
 
-    async def quantize(self, request: QuantizeRequest) -> bool:
-        """Make a low-bit model of a checkpoint.
+    async def get(self, request: QuantizeRequest) -> Getting | None:
+        """Fetch a checkpoint where need be, make a low-bit model of it, and load it unless somebody chats by then.
 
         Returns:
-            Whether it is there now.
+            What became of it; None where there is no runtime.
         """
         client = self._connection.client
         if client is None:
-            return False
-        name = request.source.rstrip("/").rpartition("/")[2]
-        return await self._run(f"Quantizing {name} to {request.bits:g} bits", client.quantize(request))
+            return None
+        getting = Getting(client, request, self._loading, lambda: not len(self.conversation) and not self.generating)
+        done = await self._run(getting.title, getting.reports(), stages=getting.stages)
+        self.newcomer = self.newcomer and getting.made is None
+        if not done and getting.made is not None and self.job is not None:
+            self._connection.problem = self.job.error
+        await self._ask_status()
+        return getting
+
+    async def _loading(self, name: str) -> AsyncGenerator[Progress, None]:
+        """Load a model as a part of other work; what is sent meanwhile waits for it."""
+        client, self.wanted = self._connection.require(), name
+        self._connection.settled.clear()
+        try:
+            async with contextlib.aclosing(client.load(self._load_request(name))) as reports:
+                async for progress in reports:
+                    yield progress
+        finally:
+            self._connection.settled.set()
+
+    async def prospects(self) -> Sequence[Prospect]:
+        """The models that can be fetched, seen from this machine as it is now.
+
+        Raises:
+            ClientError: the runtime did not say.
+        """
+        return await self._connection.require().prospects()
 
     async def tune(self, *, force: bool = False) -> bool:
         """Apply the budget, or the k_chunk that overrides it, to the model that runs; load and quantize end first.
@@ -395,11 +429,15 @@ class Session:
         await self._work.stop()
 
     def dismiss_job(self) -> None:
-        """Forget a job that ended."""
+        """Forget a job that ended, and do not offer it again."""
+        if self.job is not None and self.job.stages and self.job.outcome != "running":
+            forget()
         self._work.dismiss()
 
-    async def _run(self, title: str, reports: AsyncGenerator[Progress, None], *, message: str = "") -> bool:
-        return await self._work.run(title, reports, self._connection.why, message=message)
+    async def _run(
+        self, title: str, reports: AsyncGenerator[Progress, None], *, message: str = "", stages: tuple[str, ...] = ()
+    ) -> bool:
+        return await self._work.run(title, reports, self._connection.why, message=message, stages=stages)
 
     # Answers
 

@@ -46,6 +46,11 @@ class Work:
             task.cancel()
             await asyncio.wait([task])
 
+    def recall(self, job: Job) -> None:
+        """Tell of work that another run of the program left unfinished, unless something else is told."""
+        if self.job is None or self.job.outcome == "done":
+            self._tell(job)
+
     def dismiss(self) -> None:
         """Forget a job that ended."""
         if not self.running:
@@ -58,6 +63,7 @@ class Work:
         explain: Callable[[Exception], Awaitable[str]],
         *,
         message: str = "",
+        stages: tuple[str, ...] = (),
     ) -> bool:
         """Stop what runs and do this instead.
 
@@ -66,12 +72,13 @@ class Work:
             reports: its progress; closing it stops the work.
             explain: turns the error that ended the work into words.
             message: what happens until the first report.
+            stages: its stages, where it has several.
 
         Returns:
             Whether it was done: it may also have been stopped, or have failed.
         """
         await self.stop()
-        meter = Meter(title, self._clock, message)
+        meter = Meter(title, self._clock, message, stages)
 
         async def follow() -> None:
             async with contextlib.aclosing(reports) as stream:

@@ -70,15 +70,6 @@ def _shown(value: float) -> str:
     return f"{value:.2f}" if value < 1e6 else "more than a million"
 
 
-def parameters(spec: ModelSpec) -> int:
-    """Weights of the full-precision model; a tied embedding counts once."""
-    count = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2) + spec.hidden_size
-    for name in spec.linear_names()[:-1]:
-        rows, width = spec.linear_shape(name.rsplit(".", 1)[-1])
-        count += rows * width + (rows if spec.has_bias(name) else 0)
-    return count + sum(sum(spec.block_norms(layer).values()) for layer in range(spec.num_layers))
-
-
 def summarize(spec: ModelSpec, recipe: Recipe, quality: Quality, files: Mapping[str, FileEntry]) -> Summary:
     """Sizes by use, from the layout that the files follow.
 
@@ -88,25 +79,16 @@ def summarize(spec: ModelSpec, recipe: Recipe, quality: Quality, files: Mapping[
         quality: Perplexities and warning.
         files: All files except the manifest.
     """
-    weights = code_bytes = device_bytes = residual_bytes = 0
-    for file in layout.tensor_files(spec):
-        for tensor, (dtype, shape) in layout.file_tensors(spec, recipe, file).items():
-            size, kind = dtype.itemsize * math.prod(shape), tensor.rsplit(".", 1)[-1]
-            if kind in ("codes", "scales", "zeros", "codebook", "group_scales"):
-                code_bytes += size
-            if kind == "residual":
-                residual_bytes += size
-            elif kind not in ("embed", "rank_maximum", "mean_square"):
-                device_bytes += size
+    weights, sizes = 0, layout.sizes(spec, recipe)
     for name in spec.linear_names():
         weights += math.prod(spec.linear_shape(name.rsplit(".", 1)[-1]))
     return Summary(
         family=spec.family,
-        parameters=parameters(spec),
+        parameters=spec.parameters,
         context=spec.max_context,
-        bits_per_weight=round(8 * code_bytes / weights, 4),
-        gpu_bytes=device_bytes,
-        residual_bytes=residual_bytes,
+        bits_per_weight=round(8 * sizes.codes / weights, 4),
+        gpu_bytes=sizes.device,
+        residual_bytes=sizes.residuals,
         disk_bytes=sum(entry.bytes for entry in files.values()),
         perplexity_before=quality.perplexity_before,
         perplexity_after=quality.perplexity_after,

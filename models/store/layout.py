@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,9 @@ OUTER = "outer.safetensors"
 TensorTypes = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of each tensor of a file."""
 
+_CODES = frozenset({"codes", "scales", "zeros", "codebook", "group_scales"})
+_NOT_ON_DEVICE = frozenset({"embed", "rank_maximum", "mean_square"})
+"""Last parts of tensors' names: those that hold weights, and those that no device needs."""
 _I32, _F32, _F16 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.float16)
 _U8, _I8 = np.dtype(np.uint8), np.dtype(np.int8)
 
@@ -98,3 +103,34 @@ def optional_tensors(spec: ModelSpec, file: str) -> TensorTypes:
         return {}
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
     return {name: (_F32, tensor_shape(spec)) for name in tensor_names(layer)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes of a model's tensors, by use."""
+
+    codes: int
+    """Codes of all linear layers, with scales, zero-points and codebooks."""
+    device: int
+    """What a device needs: these, norms, biases and scales of residuals."""
+    residuals: int
+    """Codes of the residuals."""
+
+
+def sizes(spec: ModelSpec, recipe: Recipe) -> Sizes:
+    """What a model of this architecture takes by this recipe, exactly; its files need not be there.
+
+    Args:
+        spec: The architecture.
+        recipe: How it is quantized, with the bits of every block.
+    """
+    codes = device = residuals = 0
+    for file in tensor_files(spec):
+        for tensor, (dtype, shape) in file_tensors(spec, recipe, file).items():
+            size, kind = dtype.itemsize * math.prod(shape), tensor.rsplit(".", 1)[-1]
+            codes += size if kind in _CODES else 0
+            if kind == "residual":
+                residuals += size
+            elif kind not in _NOT_ON_DEVICE:
+                device += size
+    return Sizes(codes=codes, device=device, residuals=residuals)

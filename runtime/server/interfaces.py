@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from models.progress import Cancelled, ProgressCallback
-from runtime.drafting import Speculate
+from runtime.drafting import Drafts, Speculate
 from runtime.generation import Piece
 from runtime.problem import Problem
 from runtime.sampling import Float32Array, SamplingOptions
@@ -111,6 +111,8 @@ class LoadedModel:
     """What the tuner found for the budget; None where k_chunk was given, or nothing was tuned."""
     prompts: PromptTuning | None = None
     """How far prompts are compensated; None where no budget decides that."""
+    drafts: Drafts = None
+    """How drafts were asked for."""
     speculation: Speculate | None = None
     """How it drafts tokens; None where it does not."""
     problems: Sequence[Problem] = ()

@@ -12,9 +12,10 @@ from models.store import Store, StoredModel
 from runtime.backends import backend
 from runtime.compensation import Compensation, k_chunk_by_type
 from runtime.decoder import Decoder
-from runtime.drafting import Speculate, cache_for
+from runtime.drafting import Drafts, Speculate, cache_for
 from runtime.errors import Cancelled
 from runtime.kv.saved_folder import SavedCaches, forget, holding
+from runtime.offering import take
 from runtime.problem import Problem
 from runtime.prompt_tuning import PROMPT_TOKENS, is_known, prompts_within_budget
 from runtime.server.catalogue import Bundle, StoreCatalogue
@@ -40,7 +41,8 @@ class StoreLoader:
         profiles: Folder of tuning profiles.
         compensation: What applies to a model that is loaded with neither a k_chunk nor a budget.
         chats: Folder in which long conversations outlive the loaded model; None: they do not.
-        speculation: What applies to a model that is loaded without a word about it; None: nothing is drafted.
+        speculation: What applies to a model that is loaded without a word about it; None: what was measured to be best,
+            False: nothing is drafted.
         parallel: Requests answered at the same time where a load says nothing of it; None: `PARALLEL`.
     """
 
@@ -51,7 +53,7 @@ class StoreLoader:
         compensation: Compensation | None = None,
         *,
         chats: Path | None = None,
-        speculation: Speculate | None = None,
+        speculation: Drafts = None,
         parallel: int | None = None,
     ) -> None:
         self._speculation, self._parallel = speculation, parallel
@@ -79,7 +81,8 @@ class StoreLoader:
         report("open", f"opening {request.model}")
         model = self._catalogue.open(request.model)
         compensation = request.compensation or self._compensation
-        speculation = request.speculation or self._speculation
+        asked = request.speculation or (self._speculation if request.speculate is None else False)
+        speculation = asked or None
         parallel = request.num_parallel or self._parallel or PARALLEL
         plan = plan_load(
             model,
@@ -109,15 +112,16 @@ class StoreLoader:
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
             slots=engine.parallel,
+            drafts=asked,
             problems=_lacking(engine.decoder),
             caches=cache_facts(model.spec, plan.memory, plan.options.max_rows),
         )
         try:
             if compensation.budget_percent is not None:
                 loaded = self._tuned(loaded, model, compensation.budget_percent, progress, cancelled)
+            loaded = self._in_best_way(loaded, model, asked)
             loaded = self._with_prompts(loaded, model, compensation, progress, cancelled)
-            start_speculation(engine, speculation, cancelled=cancelled)
-            loaded = replace(loaded, speculation=speculation)
+            start_speculation(engine, loaded.speculation, cancelled=cancelled)
             self._remember(engine, model)
         except BaseException:
             engine.close()
@@ -174,12 +178,12 @@ class StoreLoader:
                 loaded = replace(loaded, k_chunk=wanted.by_type, tuning=None, problems=_lacking(decoder))
             else:
                 loaded = self._tuned(loaded, model, wanted.budget_percent, progress, cancelled, force=request.force)
+            loaded = self._in_best_way(loaded, model, loaded.drafts)
             loaded = self._with_prompts(loaded, model, wanted, progress, cancelled, force=request.force)
             start_speculation(engine, loaded.speculation, cancelled=cancelled)
         except BaseException:
             decoder.set_k_chunk(before.k_chunk, before.n_tb)
             decoder.set_prompt_k_chunk(before.prompt_k_chunk)
-            decoder.set_draft_k_chunk(before.draft_k_chunk)
             raise
         if decoder.options.prompt_k_chunk != before.prompt_k_chunk:
             engine.forget()
@@ -212,6 +216,24 @@ class StoreLoader:
                 tuning=found,
                 problems=(*(() if problem is None else (problem,)), *_lacking(decoder)),
             )
+
+    def _in_best_way(self, loaded: LoadedModel, model: StoredModel, asked: Drafts) -> LoadedModel:
+        """Decode in the best way that was measured for the budget, unless drafts were asked for in any case.
+
+        Args:
+            loaded: The model, tuned.
+            model: The stored model.
+            asked: How tokens are to be drafted.
+        """
+        if isinstance(asked, Speculate):
+            return replace(loaded, speculation=asked)
+        if loaded.tuning is None or not loaded.tuning.budget_percent:
+            return replace(loaded, speculation=None)
+        with _engine(loaded).lent() as decoder:
+            tuning, drafts = take(
+                decoder, model, loaded.tuning, profiles=ProfileStore(self._profiles), drafts=asked is not False
+            )
+        return replace(loaded, k_chunk=tuning.k_chunk, tuning=tuning, speculation=Speculate() if drafts else None)
 
     def _with_prompts(
         self,
@@ -260,7 +282,7 @@ def open_service(
     compensation: Compensation | None = None,
     idle_unload_s: float | None = None,
     chats: Path | None = None,
-    speculation: Speculate | None = None,
+    speculation: Drafts = None,
     parallel: int | None = None,
 ) -> Service:
     """The service of the models under a home folder.
@@ -272,7 +294,8 @@ def open_service(
         idle_unload_s: Unload a model after so many seconds without a request; None: never.
         chats: Folder in which the caches of long conversations are kept while their model is not loaded; None: nothing
             of a conversation is written to disk.
-        speculation: What applies to models that are loaded without a word about it; None: nothing is drafted.
+        speculation: What applies to models that are loaded without a word about it; None: what was measured to be best,
+            False: nothing is drafted.
         parallel: Requests answered at the same time, likewise; None: a few.
     """
     store = Store(home / "models")

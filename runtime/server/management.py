@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from models.progress import Progress
+from models.shelf import SHELF
 from runtime.errors import RequestError
 from runtime.server.answer import json_answer
 from runtime.server.errors import unknown_model
@@ -22,6 +23,7 @@ from runtime.server.service import Service
 from runtime.server.streaming import Events, sse
 from runtime.wire.answers import Caches, Loaded, ModelEntry, ModelList, Pulled, Quantized
 from runtime.wire.codec import WireError, from_json, to_json
+from runtime.wire.prospects import Prospect, ProspectList
 from runtime.wire.requests import (
     ForgetRequest,
     LoadRequest,
@@ -50,6 +52,7 @@ class ManagementInterface:
             Route("/runtime/status", self.status, methods=["GET"]),
             Route("/runtime/models", self.models, methods=["GET"]),
             Route("/runtime/device", self.device, methods=["GET"]),
+            Route("/runtime/prospects", self.prospects, methods=["GET"]),
             Route("/runtime/load", self.load, methods=["POST"]),
             Route("/runtime/tune", self.tune, methods=["POST"]),
             Route("/runtime/unload", self.unload, methods=["POST"]),
@@ -89,6 +92,15 @@ class ManagementInterface:
     async def device(self, _request: Request) -> Response:
         """GET /runtime/device."""
         return json_answer(to_json(await asyncio.to_thread(self.service.device)))
+
+    async def prospects(self, _request: Request) -> Response:
+        """GET /runtime/prospects."""
+        return json_answer(to_json(ProspectList(prospects=await asyncio.to_thread(self._prospects))))
+
+    def _prospects(self) -> Sequence[Prospect]:
+        from runtime.prospects import prospects, room_of
+
+        return prospects(SHELF, room_of(self.service.device(), self.service.status()))
 
     async def unload(self, _request: Request) -> Response:
         """POST /runtime/unload."""

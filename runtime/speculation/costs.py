@@ -10,15 +10,11 @@ from typing import Protocol
 import numpy as np
 
 from models.progress import never_cancelled
-from runtime.compensation import k_chunk_by_type
 from runtime.decoder import Decoder, Step
 from runtime.drafting import Speculate
 from runtime.errors import Cancelled, RequestError
 from runtime.speculation.gamma import MOST_SEARCHED, Costs
 
-DRAFT_K_CHUNK = 64
-"""Most channels per 1024 that are compensated in drafts, where the backend can, and a quarter of the target's at most:
-half of the refusals go for some 15 % of a drafted token's time. A draft as good as its target would cost as much."""
 _FIRST = 8
 """Position of the rows that are timed."""
 LEAST_CONTEXT = _FIRST + MOST_SEARCHED + 1
@@ -55,18 +51,8 @@ def start(engine: Speculating, wanted: Speculate | None, *, cancelled: Callable[
         engine.speculate(None)
         return
     with engine.lent(LEAST_CONTEXT) as decoder:
-        compensate_drafts(decoder)
         costs = wanted.gamma or measure_costs(decoder, cancelled=cancelled)
     engine.speculate(costs)
-
-
-def compensate_drafts(decoder: Decoder) -> None:
-    """Give drafts a small part of the target's compensation; none where the target has none, or the backend cannot."""
-    target = k_chunk_by_type(decoder.options.k_chunk)
-    try:
-        decoder.set_draft_k_chunk({kind: min(DRAFT_K_CHUNK, own // 4) for kind, own in target.items()})
-    except RequestError:
-        decoder.set_draft_k_chunk(0)
 
 
 def measure_costs(

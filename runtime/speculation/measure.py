@@ -14,7 +14,7 @@ from runtime.errors import Cancelled, RequestError
 from runtime.kv.conversations import Conversations
 from runtime.rows import run_alone
 from runtime.sampling import Drawn, Sampler, SamplingOptions
-from runtime.speculation.costs import compensate_drafts, measure_costs
+from runtime.speculation.costs import measure_costs
 from runtime.speculation.counts import Speculation
 from runtime.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, Gamma, break_even
 from runtime.speculation.rounds import Place, Rounds
@@ -81,7 +81,6 @@ def measure_speculation(
         Cancelled: `cancelled` said so.
     """
     sampling = SamplingOptions(temperature=0)
-    compensate_drafts(decoder)
     costs = measure_costs(decoder, cancelled=cancelled)
     chosen = AdaptiveGamma(costs) if gamma is None else FixedGamma(gamma)
     plain, speculated = (

@@ -12,6 +12,18 @@ from tuner.curve import Curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The best way to decode within a budget, of those that were measured."""
+
+    words: str
+    """For a person: what it loses, how fast it is, how it decodes."""
+    target: str
+    """What verifies or decodes: `plain`, `compensated` or `residual`."""
+    gamma: int
+    """Tokens drafted a round; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """What was found for one model, device and budget."""
 
@@ -43,6 +55,10 @@ class Tuning:
     """Nats a token that compensation wins back, by the losses of the layer types; None where these are not known."""
     loss_without: float | None = None
     """Nats a token that the low-bit model loses without compensation, by the same."""
+    bought: Sequence[tuple[float, float]] = ()
+    """What other slowdowns would buy: (percent, share of that loss won back), ascending."""
+    offer: Offer | None = None
+    """The best way to decode within the budget; None where `tune-device` did not measure any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,9 @@ class LoadRequest:
     """Slowdown of decoding, in percent, that compensation may cost; 0 is none. Means nothing beside a k_chunk."""
     prompt_budget: Budget | None = None
     """How much longer, in percent, a prompt may take by compensation; 0 is none."""
-    speculate: bool = False
-    """Whether tokens are drafted and verified several at a time; the cache is hierarchical then."""
+    speculate: bool | None = None
+    """Whether tokens are drafted and verified several at a time; the cache is hierarchical then. None: where the cache
+    is that and it was measured to pay."""
     gamma: Annotated[int, Within(1, LARGEST_GAMMA)] | None = None
     """Tokens to draft in each round of speculation; None is the best by what steps cost and what is accepted."""
     context: Annotated[int, Within(1)] | None = None
@@ -46,7 +47,7 @@ class LoadRequest:
 
     @property
     def speculation(self) -> Speculate | None:
-        """How tokens are to be drafted; None: not at all."""
+        """How tokens are to be drafted whatever was measured; None: see `speculate`."""
         return Speculate(gamma=self.gamma) if self.speculate else None
 
     @property

@@ -27,7 +27,7 @@ from models.progress import Progress
 from models.quantize import matrix, outer, quantize, streams
 from models.quantize import text as text_module
 from models.quantize.chat import Trial, trials
-from models.quantize.quality import Quality, parameters
+from models.quantize.quality import Quality
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.recipe import Recipe
@@ -244,7 +244,7 @@ def test_summary_counts_real_bytes(run: Callable[..., StoredModelInfo], store: S
     assert info.summary.disk_bytes == sum(path.stat().st_size for path in files)
     checkpoint = Checkpoint.open(tiny_checkpoint)
     count = sum(checkpoint.linear(name)[0].numel() for name in checkpoint.spec.linear_names())
-    assert info.summary.parameters == parameters(checkpoint.spec) == count + norms // 4
+    assert info.summary.parameters == checkpoint.spec.parameters == count + norms // 4
 
 
 def test_name_says_source_and_recipe(run: Callable[..., StoredModelInfo], store: Store) -> None:

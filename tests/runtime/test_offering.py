@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,18 @@ import pytest
 from assets import demo_path, evaluation_text
 from models.store import StoredModel, StoredModelInfo
 from runtime import offering
+from runtime.backends import backend
+from runtime.compensation import k_chunk_by_type
 from runtime.decoder import Decoder, DecoderOptions
 from runtime.errors import Cancelled, RequestError
 from runtime.open import open_decoder
+from runtime.profile_key import profile_key
 from runtime.sampling import SamplingOptions
 from runtime.speculation.gamma import FixedGamma
 from runtime.speculation.measure import continued
 from runtime.tokenizer import Tokenizer
+from runtime.wire.device import Tuning
+from tuner.offers import Offers, OfferStore, Way
 from tuner.profiles import ProfileStore
 
 
@@ -96,3 +102,57 @@ def test_a_cache_without_drafts_is_refused(
     opened = open_decoder(stored, DecoderOptions(**options), "reference")[0]
     with pytest.raises(RequestError, match="hierarchical cache of 256"):
         offering.offers(opened, stored, tokens, budget_percent=5, full=None, profiles=ProfileStore(tmp_path))
+
+
+PLAIN = Way(target="plain", gamma=0, seconds=0.010, perplexity=12.0)
+RESIDUAL = Way(target="residual", gamma=0, seconds=0.014, perplexity=10.0)
+DRAFTED = Way(target="residual", gamma=1, seconds=0.013, perplexity=10.0, acceptance_rate=0.9)
+
+
+@pytest.fixture
+def tuned(decoder: Decoder) -> Iterator[Tuning]:
+    """What a budget of 50 % bought."""
+    none = {"predicted_slowdown_percent": 9.0, "measured_slowdown_percent": 9.0, "seconds": 0.0, "date": ""}
+    common: dict[str, Any] = {"device": "this one", "n_tb_max": None, "n_tb": {}, "cached": False, **none}
+    yield Tuning(budget_percent=50.0, k_chunk=k_chunk_by_type(64), **common)
+    decoder.set_k_chunk(64)
+
+
+def kept(stored: StoredModel, folder: Path, *ways: Way) -> ProfileStore:
+    """The ways to decode, as if they had been measured."""
+    key = profile_key(backend("cpu").device(DecoderOptions()), "cpu", stored, 50.0)
+    OfferStore(folder).save(Offers(key=key, ways=ways, full=9.0, seconds=1.0, date=""))
+    return ProfileStore(folder)
+
+
+def test_nothing_measured_changes_nothing(decoder: Decoder, stored: StoredModel, tuned: Tuning, tmp_path: Path) -> None:
+    taken = offering.take(decoder, stored, tuned, profiles=ProfileStore(tmp_path), drafts=True)
+    assert taken == (tuned, False)
+    assert decoder.options.k_chunk == 64
+
+
+@pytest.mark.parametrize(("drafts", "slower"), [(True, 30.0), (False, 40.0)])
+def test_the_best_way_is_taken(
+    decoder: Decoder, stored: StoredModel, tuned: Tuning, tmp_path: Path, drafts: bool, slower: float
+) -> None:
+    profiles = kept(stored, tmp_path, PLAIN, RESIDUAL, DRAFTED)
+    found, drafted = offering.take(decoder, stored, tuned, profiles=profiles, drafts=drafts)
+    assert (drafted, decoder.options.k_chunk, set(found.k_chunk.values())) == (drafts, 1024, {1024})
+    assert found.measured_slowdown_percent == pytest.approx(slower)
+
+
+def test_a_cache_without_drafts_takes_the_best_without(stored: StoredModel, tuned: Tuning, tmp_path: Path) -> None:
+    profiles = kept(stored, tmp_path, PLAIN, RESIDUAL, DRAFTED)
+    opened = open_decoder(stored, DecoderOptions(kv="fp16", context=64), "cpu")[0]
+    assert offering.take(opened, stored, tuned, profiles=profiles, drafts=True)[1] is False
+    assert opened.options.k_chunk == 1024
+    opened.close()
+
+
+def test_residuals_that_would_not_fit_twice_are_not_all_read(
+    decoder: Decoder, stored: StoredModel, tuned: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offering, "_SPARE_BYTES", 1 << 60)
+    profiles = kept(stored, tmp_path, PLAIN, replace(DRAFTED, target="compensated"), RESIDUAL)
+    found, drafted = offering.take(decoder, stored, tuned, profiles=profiles, drafts=True)
+    assert (found, drafted, decoder.options.k_chunk) == (tuned, True, 64)

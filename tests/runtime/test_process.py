@@ -25,6 +25,15 @@ child = subprocess.Popen([sys.executable, *sys.argv[1:], "--parent-pid", str(__i
 print(child.pid, flush=True)
 time.sleep(600)
 """
+SIGNALLED = """
+import os, signal, subprocess, sys, time
+from runtime.parent import ParentWatch
+with ParentWatch(os.getpid()).watching(lambda: None):
+    shots = f"import os; [os.kill({os.getpid()}, {int(signal.SIGUSR1)}) for _ in range(30000)]"
+    shooting = subprocess.Popen([sys.executable, "-c", shots])
+    while shooting.poll() is None:
+        pass
+"""
 
 
 def wait_until(predicate: Callable[[], object]) -> None:
@@ -260,3 +269,10 @@ def test_its_log_says_that_its_parent_is_gone(home: Path, tmp_path: Path) -> Non
     parent.communicate()
     wait_until(lambda: ended(pid))
     assert f"ends: the program that started it, process {parent.pid}, is gone" in log.read_text()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells of a parent's end by a signal")
+def test_a_signal_within_a_signal_does_not_stop_the_watch() -> None:
+    """The end of a parent with several threads sends several: the second may come within the first."""
+    watched = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=60, capture_output=True, text=True, check=False)
+    assert watched.returncode == 0, watched.stderr

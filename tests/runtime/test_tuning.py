@@ -150,6 +150,13 @@ def test_damaged_losses_leave_the_model_without_compensation(lab: Lab, tmp_path:
     assert "losses.json is damaged" in problem.what
 
 
+def test_it_tells_what_other_slowdowns_would_buy_and_what_was_offered(lab: Lab) -> None:
+    found = lab.tune()
+    assert found.offer is None
+    assert found.bought[:1] in ((), ((0.0, 0.0),))
+    assert list(found.bought) == sorted(found.bought)
+
+
 def test_a_larger_budget_pays_for_more(lab: Lab) -> None:
     sums = [sum(lab.tune(budget).k_chunk.values()) for budget in (2.5, 5, 10, 20)]
     assert sums == sorted(set(sums))

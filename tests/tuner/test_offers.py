@@ -27,7 +27,8 @@ def offers(*ways: Way, full: float | None = 10.0) -> Offers:
 @pytest.mark.parametrize(
     ("ways", "budget", "expected"),
     [
-        (WAYS, 0, PLAIN),
+        ((PLAIN, RESIDUAL, FAST), 0, PLAIN),
+        ((PLAIN, COMPENSATED, RESIDUAL), 5, COMPENSATED),  # though it was slower here: the tuner knows better
         (WAYS, 6, DRAFTED),
         (WAYS, 24, DRAFTED),
         (WAYS, 25, FAST),
@@ -40,6 +41,15 @@ def offers(*ways: Way, full: float | None = 10.0) -> Offers:
 )
 def test_the_least_loss_within_the_budget(ways: tuple[Way, ...], budget: float, expected: Way) -> None:
     assert best(ways, budget) == expected
+
+
+def test_what_may_not_be_taken_is_passed_over() -> None:
+    found = replace(offers(), key=replace(KEY, budget_percent=100.0))
+    assert found.best() == FAST == found.chosen
+    assert found.best(drafts=False) == RESIDUAL
+    assert found.best(residual=False) == DRAFTED
+    assert found.best(drafts=False, residual=False) == COMPENSATED
+    assert found.slowdown_percent(FAST) == pytest.approx(25)
 
 
 def test_words() -> None:

@@ -13,6 +13,7 @@ from textual.widgets import Footer
 from app.conversation import Message
 from app.errors import ClientError, HistoryError
 from app.tui.answers import Writing
+from app.tui.greeting import Greeting
 from app.tui.messages import Submitted
 from app.tui.pump import Pump
 from app.tui.screens.written import WrittenScreen
@@ -39,6 +40,7 @@ class ChatScreen(WrittenScreen):
         super().__init__(session)
         self._writing: Writing | None = None
         self._ticker: Timer | None = None
+        self._greeting = Greeting(session)
 
     def compose(self) -> ComposeResult:
         """Header, messages, progress, composer, keys."""
@@ -67,6 +69,7 @@ class ChatScreen(WrittenScreen):
         self.query_one(HeaderBar).show(session)
         self.query_one(ProgressPanel).show(session.job)
         self._show_context()
+        self._greeting.keep(self)
         if self._editing is None:
             self.composer.border_title = model_line(session) if self.has_class("-slim") else ""
 

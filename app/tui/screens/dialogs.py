@@ -170,13 +170,16 @@ class TitleDialog(FormDialog[str]):
 class QuantizeDialog(FormDialog[QuantizeRequest]):
     """Asks which checkpoint to quantize, to how many bits, by which method, and whether keys are evened out."""
 
+    def __init__(self, source: str = "") -> None:
+        super().__init__()
+        self._source = source
+
     def compose(self) -> ComposeResult:
         """Checkpoint, bits, method, evened keys, buttons."""
         with Vertical(classes="dialog"):
             yield Static("A name on the Hugging Face hub, a folder with a checkpoint, or a GGUF file")
-            yield Input(
-                placeholder="owner/name, /path/to/model or file.gguf", suggester=CheckpointSuggester(), compact=True
-            )
+            hint = "owner/name, /path/to/model or file.gguf"
+            yield Input(self._source, placeholder=hint, suggester=CheckpointSuggester(), compact=True)
             yield Static("", markup=False, classes="dialog-problem")
             yield Static("Bits of a weight")
             with RadioSet(compact=True, id="quantize-bits"):

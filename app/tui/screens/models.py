@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
+from rich.cells import cell_len
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -13,21 +14,30 @@ from textual.widgets import DataTable, Footer, Static
 
 from app.amounts import byte_count
 from app.errors import ClientError
+from app.prospects import recommended, room, words
+from app.tui.figures import SEPARATOR
+from app.tui.machine import found_words
 from app.tui.messages import LoadAsked, QuantizeAsked, RemoveAsked
 from app.tui.printable import printable
 from app.tui.screens.dialogs import ConfirmDialog, QuantizeDialog
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.progress_panel import ProgressPanel
-from models.catalogue import KNOWN, KnownModel
+from models.catalogue import KNOWN
 from models.recipe import Recipe
 
 if TYPE_CHECKING:
     from models.recipe import Method
     from runtime.wire.answers import ModelEntry
+    from runtime.wire.prospects import Prospect
     from runtime.wire.requests import QuantizeRequest
 
 EMPTY = "There are no models yet. Q makes one of a checkpoint: a name on the hub, a folder or a GGUF file."
+SLIM_NAME = 18
+"""Characters of a name where the terminal is slim."""
+ROOMY = 110
+"""Width in cells from which every figure has a column of its own."""
+_WORDS = {"yes": "fits", "tight": "tight", "no": "too large"}
 
 
 class ModelTable(DataTable[str]):
@@ -54,12 +64,14 @@ class ModelsScreen(Screen[None]):
         super().__init__()
         self._session = session
         self._models: Sequence[ModelEntry] = ()
-        self._fetchable: Sequence[KnownModel] = ()
+        self._fetchable: Sequence[Prospect] = ()
         self._seen: tuple[object, ...] = ()
+        self._pointed = False
 
     def compose(self) -> ComposeResult:
-        """Header, table, what is said about the chosen one, progress, keys."""
+        """Header, what machine was found, table, what is said about the chosen one, progress, keys."""
         yield HeaderBar()
+        yield Static("", markup=False, id="models-found")
         yield ModelTable(cursor_type="row")
         yield Static("", markup=False, id="models-note")
         yield ProgressPanel()
@@ -87,21 +99,44 @@ class ModelsScreen(Screen[None]):
 
     async def _refill(self) -> None:
         try:
-            self._models = await self._session.models()
-            here = {model.name for model in self._models}
-            self._fetchable = [known for known in KNOWN.values() if known.name not in here]
+            self._models, note = await self._session.models(), ""
             note = "" if self._models else EMPTY
         except (ClientError, OSError) as error:
-            self._models, self._fetchable, note = (), (), str(error)
+            self._models, note = (), str(error)
+        self._fill(note)
+        if not note:
+            await self._look()
+
+    async def _look(self) -> None:
+        """Add what can be fetched, seen from this machine."""
+        try:
+            report, found = await self._session.device(), await self._session.prospects()
+        except (ClientError, OSError):
+            return
+        line = self.query_one("#models-found", Static)
+        line.update(printable(found_words(report)))
+        line.display = True
+        here = {model.name for model in self._models}
+        self._fetchable = [one for one in found if not any(_made_of(one, name) for name in here)]
+        self._fill("")
+        best = recommended(self._fetchable)
+        if self._session.newcomer and best is not None and not self._pointed:
+            self._pointed = True
+            self.query_one(ModelTable).move_cursor(row=len(self._models) + self._fetchable.index(best))
+
+    def _fill(self, note: str) -> None:
         table = self.query_one(ModelTable)
         row = table.cursor_row
+        rows = {model.name: self._cells(model) for model in self._models}
+        best = recommended(self._fetchable)
+        for one in self._fetchable:
+            fits = "best here" if one is best else _WORDS[one.fits]
+            rows[f"↓{one.source}"] = self._cells_to_fetch(one, fits)
         table.clear(columns=True)
-        table.add_columns(*self._columns())
-        for model in self._models:
-            table.add_row(*self._cells(model), key=model.name)
-        for known in self._fetchable:
-            more = [] if self.has_class("-slim") else ["", byte_count(known.bytes), "", "to fetch"]
-            table.add_row("↓", known.name, "", "", *more, key=known.name)
+        for at, label in enumerate(self._columns()):
+            table.add_column(label, width=max(map(cell_len, (label, *(cells[at] for cells in rows.values())))))
+        for key, cells in rows.items():
+            table.add_row(*cells, key=key)
         table.move_cursor(row=min(row, max(0, table.row_count - 1)))
         if note:
             self._note(note, warning=True)
@@ -110,21 +145,41 @@ class ModelsScreen(Screen[None]):
 
     def _columns(self) -> list[str]:
         if self.has_class("-slim"):
-            return ["", "model", "bits", "size"]
-        return ["", "model", "bits", "size", "residuals", "disk", "perplexity", ""]
+            return ["", "model", "size", ""]
+        if self.size.width < ROOMY:
+            return ["", "model", "at 3 · 3.5 · 4 bits", "perplexity, speed", ""]
+        return ["", "model", "at 3 · 3.5 · 4 bits", "residuals", "context", "tokens/s", "perplexity", "disk", ""]
 
     def _cells(self, model: ModelEntry) -> list[str]:
-        cells = ["●" if model.loaded else " ", printable(model.name), f"{model.bits:g}", byte_count(model.gpu_bytes)]
+        size = f"{byte_count(model.gpu_bytes)} at {model.bits:g}"
+        name = printable(model.name)
+        if self.has_class("-slim") and len(name) > SLIM_NAME:
+            name = f"{name[: SLIM_NAME - 1]}…"
+        cells = ["●" if model.loaded else " ", name, size]
+        note = "bundled" if model.bundled else "! " if model.warning else ""
         if self.has_class("-slim"):
-            return cells
-        sizes = [byte_count(model.residual_bytes), byte_count(model.disk_bytes)]
-        return [*cells, *sizes, perplexity(model), "bundled" if model.bundled else "! " if model.warning else ""]
+            return [*cells, note]
+        if self.size.width < ROOMY:
+            return [*cells, perplexity(model), note]
+        speed = self._session.recent.last_speed if model.loaded else None
+        more = [byte_count(model.residual_bytes), _context(model.context), "" if speed is None else f"{speed:.0f}"]
+        return [*cells, *more, perplexity(model), byte_count(model.disk_bytes), note]
+
+    def _cells_to_fetch(self, one: Prospect, fits: str) -> list[str]:
+        speed = "" if one.tokens_per_s is None else f"≈ {one.tokens_per_s:.0f}"
+        cells = ["↓", one.title]
+        if self.has_class("-slim"):
+            return [*cells, byte_count(one.sizes[-1]), fits]
+        if self.size.width < ROOMY:
+            return [*cells, _sizes(one.sizes), f"{speed} tokens/s" if speed else "", fits]
+        more = [byte_count(one.residual_bytes), _context(one.max_context), speed]
+        return [*cells, _sizes(one.sizes), *more, "", f"{byte_count(one.download_bytes)} to fetch", fits]
 
     def _chosen(self) -> ModelEntry | None:
         row = self.query_one(ModelTable).cursor_row
         return self._models[row] if 0 <= row < len(self._models) else None
 
-    def _chosen_to_fetch(self) -> KnownModel | None:
+    def _chosen_to_fetch(self) -> Prospect | None:
         row = self.query_one(ModelTable).cursor_row - len(self._models)
         return self._fetchable[row] if 0 <= row < len(self._fetchable) else None
 
@@ -148,8 +203,9 @@ class ModelsScreen(Screen[None]):
     @on(DataTable.RowHighlighted)
     def tell_about(self) -> None:
         """Say what there is to know about the model under the cursor."""
-        if (known := self._chosen_to_fetch()) is not None:
-            self._note(f"{known.about} · Enter fetches {byte_count(known.bytes)}, makes it low-bit and loads it")
+        if (one := self._chosen_to_fetch()) is not None:
+            does = "" if one.bits is None else f"{SEPARATOR}Enter gets it at {one.bits:g} bits, Q as you choose"
+            self._note(f"{words(one)}{does}", warning=one.bits is None)
         elif self._models:
             model = self._chosen()
             self._note(self._about(model), warning=model is not None and bool(model.warning))
@@ -160,8 +216,11 @@ class ModelsScreen(Screen[None]):
         if (model := self._chosen()) is not None:
             self.app.post_message(LoadAsked(model.name))
             self.dismiss()
-        elif (known := self._chosen_to_fetch()) is not None:
-            self.app.post_message(QuantizeAsked(_usual_request(known.name), load=True))
+        elif (one := self._chosen_to_fetch()) is not None:
+            if one.bits is None:
+                self.notify(f"{one.title} {room(one)}.", severity="warning", markup=False)
+                return
+            self.app.post_message(QuantizeAsked(_usual_request(one.source, one.bits)))
             self.dismiss()
 
     def action_quantize(self) -> None:
@@ -171,7 +230,8 @@ class ModelsScreen(Screen[None]):
             if request is not None:
                 self.app.post_message(QuantizeAsked(request))
 
-        self.app.push_screen(QuantizeDialog(), begin)
+        one = self._chosen_to_fetch()
+        self.app.push_screen(QuantizeDialog("" if one is None else one.source), begin)
 
     def action_delete(self) -> None:
         """Delete the model under the cursor, if that is confirmed."""
@@ -198,20 +258,39 @@ class ModelsScreen(Screen[None]):
         self.dismiss(result)
 
 
-def _usual_request(name: str) -> QuantizeRequest:
-    """What makes a low-bit model of one that has a short name, as it is usually made and under that name."""
+def _usual_request(source: str, bits: float) -> QuantizeRequest:
+    """What makes a low-bit model as it is usually made; one with a short name keeps that where its bits are usual."""
     from runtime.wire.requests import QuantizeRequest
 
     usual = Recipe()
     return QuantizeRequest(
-        source=name,
-        name=name,
-        bits=usual.bits,
+        source=source,
+        name=source if source in KNOWN and bits == usual.bits else None,
+        bits=bits,
         method=cast("Method", usual.method),
         group_size=usual.group_size,
         residual_bits=usual.residual_bits,
         smooth_attention=usual.smooth_attention,
     )
+
+
+def _made_of(one: Prospect, name: str) -> bool:
+    """Whether a stored model was made of it, by the name that it was given."""
+    source = one.source
+    return name == source or name.startswith(f"{source}-")
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """Sizes in one unit: `767 · 855 · 943 MB`."""
+    words = [byte_count(size).split(" ") for size in sizes]
+    if len({unit for _, unit in words}) > 1:
+        return SEPARATOR.join(" ".join(pair) for pair in words)
+    return f"{SEPARATOR.join(number for number, _ in words)} {words[0][1]}"
+
+
+def _context(tokens: int) -> str:
+    """`8k`, `128k`."""
+    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
 
 
 def perplexity(model: ModelEntry, *, words: bool = False) -> str:

@@ -18,9 +18,11 @@ from app.tui.screens.dialogs import ConfirmDialog
 from app.tui.session import Session
 from app.tui.widgets.budget_row import BudgetRow, effect
 from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.offer_row import OfferRow
 from app.tui.widgets.progress_panel import ProgressPanel
 from app.tui.widgets.saved_row import SavedRow, cache_effect
 from app.tui.widgets.setting_row import SettingRow
+from runtime.compensation import of_settings
 
 if TYPE_CHECKING:
     from runtime.wire.answers import Caches
@@ -61,6 +63,8 @@ class SettingsScreen(Screen[None]):
                 for key in keys:
                     row = BudgetRow if key == "budget" else SettingRow
                     yield row(key, self._before.get(key))
+                    if key == "gamma":
+                        yield OfferRow()
                 if group == "Memory":
                     yield Static("", markup=False, id="cache-effect")
                     yield SavedRow()
@@ -102,6 +106,14 @@ class SettingsScreen(Screen[None]):
         self.query_one(SavedRow).show(self._caches)
         self._show_effect()
 
+    @on(Button.Pressed, "#offer-take")
+    def take_offer(self) -> None:
+        """Decode as the best way that was measured does; the model is loaded again when the screen is left."""
+        for key, value in self.query_one(OfferRow).changes.items():
+            row = self.query_one(f"#setting-{key}", SettingRow)
+            row.put(value)
+            self._take(row)
+
     @on(Button.Pressed, "#saved-delete")
     def delete_saved(self) -> None:
         """Delete what is kept of chats, if that is confirmed."""
@@ -131,8 +143,11 @@ class SettingsScreen(Screen[None]):
             speed=session.recent.last_speed,
             tuning=session.tuning,
         )
-        self.query_one(BudgetRow).show_effect(lines)
         settings, caches = session.settings, self._caches
+        found = self._report.tuning if self._report is not None and session.ready else None
+        wanted = of_settings(settings.k_chunk, settings.budget).budget_percent
+        self.query_one(BudgetRow).show_effect(lines, () if found is None else found.bought, wanted)
+        self.query_one(OfferRow).show(None if found is None else found.offer, settings)
         words = cache_effect(caches.kinds if caches is not None else {}, settings.kv, settings.context, session.status)
         about = self.query_one("#cache-effect", Static)
         about.update("\n".join(words))

@@ -11,8 +11,9 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Input, RadioSet, Static
 
 from app.settings import UNSET, Settings
-from app.tui.figures import SEPARATOR, compensated, k_chunk_text, percent
+from app.tui.figures import compensated, percent
 from app.tui.printable import printable
+from app.tui.widgets.bought_chart import BoughtChart
 from app.tui.widgets.setting_row import SettingRow
 from app.tui.widgets.toggles import Choice
 from runtime.compensation import DEFAULT_BUDGET_PERCENT, of_settings
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 CHOICES = (0.0, 2.5, 5.0, 10.0, 20.0)
 """Percent, each a button; any other number is custom."""
+LEAST_TOLD = 0.05
+"""A slowdown in percent below which there is none."""
 CUSTOM = len(CHOICES)
 """Index of the button for any other number."""
 
@@ -45,13 +48,14 @@ class BudgetRow(SettingRow):
                         yield Static("% slower at most", classes="setting-meaning")
                     yield Static("", markup=False, classes="setting-problem")
             yield Static("", markup=False, id="budget-effect")
+        yield BoughtChart()
 
     def on_mount(self) -> None:
         """Show the field of a custom number only where one is chosen."""
         self._show_custom()
 
     def _show_custom(self) -> None:
-        self.query_one(".budget-custom").display = self.query_one(RadioSet).pressed_index == CUSTOM
+        self.query_one(".budget-custom").visible = self.query_one(RadioSet).pressed_index == CUSTOM
 
     @on(RadioSet.Changed)
     def choose(self, event: RadioSet.Changed) -> None:
@@ -74,9 +78,18 @@ class BudgetRow(SettingRow):
             return self.query_one(Input).value.strip().removesuffix("%").rstrip()
         return UNSET if self._value is None and CHOICES[at] == DEFAULT_BUDGET_PERCENT else str(CHOICES[at])
 
-    def show_effect(self, lines: Sequence[str]) -> None:
-        """Say what the budget buys."""
+    def show_effect(
+        self, lines: Sequence[str], points: Sequence[tuple[float, float]] = (), budget: float | None = None
+    ) -> None:
+        """Say and draw what the budget buys.
+
+        Args:
+            lines: in words.
+            points: what other slowdowns would buy, as `BoughtChart` has it.
+            budget: the wanted one in percent; None where a fixed k_chunk overrides it.
+        """
         self.query_one("#budget-effect", Static).update(printable("\n".join(lines)))
+        self.query_one(BoughtChart).show(points, budget)
 
 
 def effect(
@@ -101,12 +114,12 @@ def effect(
     lines = []
     wanted = of_settings(settings.k_chunk, settings.budget)
     if wanted.budget_percent is None:
-        lines.append(f"k_chunk {wanted.k_chunk} is set below and overrides the budget.")
+        lines.append(f"k_chunk {wanted.k_chunk}, set below, overrides the budget.")
     elif tuning:
         lines.append("Another budget is being applied; until then:")
     elif status.budget_percent is not None and status.budget_percent != wanted.budget_percent:
         lines.append(f"Not applied yet: still {status.budget_percent:g} %. F4, then R, tries again.")
-    lines.append(_chunks(status) if compensated(status.k_chunk) else "no compensation: the plain low-bit model")
+    lines.append(_quality(status, report))
     if cost := _cost(status, report):
         lines.append(cost)
     lines.append(f"{speed:.1f} tok/s in the last answer" if speed is not None else "tok/s: after the next answer")
@@ -115,18 +128,24 @@ def effect(
     return lines
 
 
-def _chunks(status: Status) -> str:
-    k_chunk = status.k_chunk or {}
-    if len(set(k_chunk.values())) == 1:
-        return f"{k_chunk_text(k_chunk)} in every layer"
-    return "k_chunk " + SEPARATOR.join(f"{kind} {k}" for kind, k in k_chunk.items())
+def _quality(status: Status, report: DeviceReport | None) -> str:
+    """What compensation does for the answers."""
+    if not compensated(status.k_chunk):
+        return "no compensation: the plain low-bit model"
+    found = report.tuning if report is not None else None
+    if found is None or found.predicted_loss_won is None or not found.loss_without:
+        return "nearer to full precision; details: F4"
+    share = percent(100 * found.predicted_loss_won / found.loss_without)
+    return f"wins back {share} of what low bits lose"
 
 
 def _cost(status: Status, report: DeviceReport | None) -> str:
     if not compensated(status.k_chunk):
         return ""
     found = report.tuning if report is not None else None
-    parts = [f"{percent(found.predicted_slowdown_percent)} predicted"] if found is not None else []
-    if status.slowdown_percent is not None:
-        parts.append(f"{percent(max(0.0, status.slowdown_percent))} measured")
-    return f"slowdown {SEPARATOR.join(parts)}" if parts else "slowdown not measured"
+    expected = f"{percent(found.predicted_slowdown_percent)} expected" if found is not None else ""
+    if status.slowdown_percent is None:
+        return f"{expected} slower, not measured" if expected else "slowdown not measured"
+    slower = status.slowdown_percent
+    words = f"{percent(slower)} slower" if slower >= LEAST_TOLD else "no slower"
+    return f"{words}, measured{f' ({expected})' if expected else ''}"

@@ -24,6 +24,7 @@ class ProgressPanel(Vertical):
         with Horizontal(classes="progress-line"):
             yield Static("", markup=False, classes="progress-words")
             yield Static("", classes="progress-action")
+        yield Static("", markup=False, classes="progress-course")
         with Horizontal(classes="progress-line progress-numbers"):
             yield Static("", markup=False, classes="progress-bar")
             yield Static("", markup=False, classes="progress-pace")
@@ -36,15 +37,24 @@ class ProgressPanel(Vertical):
         running = job.outcome == "running"
         self.set_class(job.outcome == "failed", "-failed")
         self.query_one(".progress-words", Static).update(printable(job.line))
-        self.query_one(".progress-action", Static).update(
-            "[@click=app.stop_work]stop[/] ^T" if running else "[@click=app.dismiss_job]close[/]"
-        )
+        self.query_one(".progress-action", Static).update(_actions(job))
+        course = self.query_one(".progress-course", Static)
+        course.update(job.course)
+        course.display = bool(job.course)
         numbers = self.query_one(".progress-numbers")
         numbers.display = running and bool(job.pace)
         self.query_one(".progress-bar", Static).update(
             bar(job.fraction, SLIM_BAR_CELLS if self.app.size.width < SLIM else BAR_CELLS)
         )
         self.query_one(".progress-pace", Static).update(job.pace)
+
+
+def _actions(job: Job) -> str:
+    """What can be done about it, to click."""
+    if job.outcome == "running":
+        return "[@click=app.stop_work]stop[/] ^T"
+    resume = "[@click=app.resume_work]go on[/] · " if job.stages else ""
+    return f"{resume}[@click=app.dismiss_job]close[/]"
 
 
 def bar(fraction: float | None, cells: int = BAR_CELLS) -> str:

@@ -15,6 +15,11 @@ from app.tui.figures import SEPARATOR, token_count
 if TYPE_CHECKING:
     from runtime.wire.answers import CacheFacts, Holding, Status
 
+GOOD_CACHES = ("fp16", "int8", "int4")
+"""Kinds that are recommended, the best first: what each of the others does better is none of a person's business."""
+USUAL_CONTEXT = 8192
+"""Tokens of context that a chat should have."""
+
 
 class SavedRow(Horizontal):
     """How much is kept of chats on disk, and a button that deletes it."""
@@ -58,9 +63,33 @@ def cache_effect(caches: Mapping[str, CacheFacts], kv: str, context: int | None,
     tokens = min(context or status.context or 0, chosen.context)
     if tokens:
         parts.append(f"{byte_count(tokens * chosen.bytes_per_token)} for {token_count(tokens)}")
-    lines = [SEPARATOR.join(parts)]
+    lines = [SEPARATOR.join(parts), _advice(caches, kv, context, status)]
     if context is not None and context > chosen.context:
         lines.append(
             f"A context of {token_count(context)} does not fit this model or memory: it will be cut, or refused."
         )
     return lines
+
+
+def recommended_cache(caches: Mapping[str, CacheFacts], tokens: int) -> str | None:
+    """The kind of cache that loses least of those in which so many tokens fit; the smallest good one where none does.
+
+    Args:
+        caches: what each kind means for the model; with `fp16`, `int8` and `int4`.
+        tokens: a context to have.
+    """
+    known = [kind for kind in GOOD_CACHES if kind in caches]
+    return next((kind for kind in known if caches[kind].context >= tokens), known[-1] if known else None)
+
+
+def _advice(caches: Mapping[str, CacheFacts], kv: str, context: int | None, status: Status) -> str:
+    tokens = context or max(status.context or 0, USUAL_CONTEXT)
+    best = recommended_cache(caches, min(tokens, max(facts.context for facts in caches.values())))
+    if best is None:
+        return ""
+    if best == kv:
+        return f"Recommended here: {kv}, as you have it."
+    why = (
+        "nothing is won by a smaller one" if best == "fp16" else f"it holds {token_count(caches[best].context)} tokens"
+    )
+    return f"Recommended here: {best}; {why}."

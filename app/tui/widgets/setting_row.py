@@ -82,6 +82,13 @@ class SettingRow(Vertical):
             return self.query_one(TextArea).text
         return self.query_one(Input).value.strip() or (UNSET if self._rule.optional else "")
 
+    def put(self, value: str) -> None:
+        """Write something into the field, as a person would; not for texts of many lines."""
+        if self._rule.choices:
+            self.query_one(Select).value = value
+        else:
+            self.query_one(Input).value = value
+
     def take(self) -> bool:
         """Check what was typed and say so.
 

@@ -31,6 +31,7 @@ class Transcript(VerticalScroll):
         """
         super().__init__(id="transcript")
         self._conversation = conversation
+        self._greeting = WELCOME
         self._window = Window.at_end(0)
         self._views: dict[str, MessageView] = {}
         self._moving = False
@@ -69,10 +70,16 @@ class Transcript(VerticalScroll):
             self._views.clear()
             await self._column.remove_children()
             if not messages:
-                await self._column.mount(Static(WELCOME, id="welcome"))
+                await self._column.mount(Static(self._greeting, id="welcome", markup=False))
             await self._column.mount_all([self._make(message) for message in messages[self._window.start :]])
         self.mark()
         self.anchor()
+
+    def greet(self, words: str) -> None:
+        """Say something to whoever has said nothing yet, before the keys; or no longer."""
+        self._greeting = f"{words}\n\n{WELCOME}" if words else WELCOME
+        for welcome in self.query("#welcome").results(Static):
+            welcome.update(self._greeting)
 
     async def extend(self) -> None:
         """Show the messages that were added at the end, and follow it."""

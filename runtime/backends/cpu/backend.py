@@ -45,8 +45,11 @@ class CpuBackend:
         return Presence(usable=True, reason=f"the CPU kernels use {VARIANT}{forced}", variant=VARIANT)
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
-        """See `runtime.backend.Backend.footprint`. Residuals are copied out of the mapped file."""
-        residuals = sizes.residual_bytes if compensated else 0
+        """See `runtime.backend.Backend.footprint`.
+
+        Residuals are copied out of the mapped file: as rows, and once more as tiles where every one is read.
+        """
+        residuals = sizes.residual_bytes * (1 + sizes.whole) if compensated else 0
         return Footprint(weight_bytes=sizes.weight_bytes, residual_bytes=residuals, residuals_beside=True)
 
     def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:

@@ -113,7 +113,7 @@ def link(program: npt.NDArray[np.int64], threads: int) -> None:
 
 def most_scratch(program: npt.NDArray[np.int64]) -> int:
     """Bytes of scratch that a thread needs for a linked program."""
-    return max(int(op.header_of(words)["scratch"]) for words in program)
+    return int(op.headers_of(program)["scratch"].max())
 
 
 def is_linked(program: npt.NDArray[np.int64]) -> bool:

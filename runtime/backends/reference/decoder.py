@@ -6,7 +6,7 @@ is meant for small models and for checking the other backends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -150,7 +150,12 @@ def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.
 
 
 class _Pass(Operations[torch.Tensor]):
-    """The operations of one step."""
+    """The operations of one step.
+
+    Rows that are no prompt are computed one by one, so that each has the bits that it has alone: the sums of torch's
+    products hang on the number of rows, and greedy answers of drafted or shared steps would part from those of single
+    ones.
+    """
 
     def __init__(self, decoder: ReferenceDecoder, step: Step) -> None:
         decoder.cache.begin(step.slots, step.positions, flush=step.flush)
@@ -162,6 +167,7 @@ class _Pass(Operations[torch.Tensor]):
         self._positions = torch.from_numpy(np.asarray(step.positions, np.int64))
         self._logit_rows = torch.from_numpy(np.asarray(step.logit_rows, np.int64))
         self._linear_positions = self._positions
+        self._singly = not step.prefill
 
     def embed(self) -> torch.Tensor:
         return self._decoder.embedding[self._tokens].float()
@@ -170,7 +176,8 @@ class _Pass(Operations[torch.Tensor]):
         return rms_norm(x, self._decoder.norms[name], self._spec.norm_eps)
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self._decoder.linears[name](x, self._linear_positions, way=self._way, draft=self._draft)
+        layer, positions = self._decoder.linears[name], self._linear_positions
+        return self._by_rows(x, lambda row: layer(x[row], positions[row], way=self._way, draft=self._draft))
 
     def split(self, x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         ends = np.cumsum(widths).tolist()
@@ -191,7 +198,10 @@ class _Pass(Operations[torch.Tensor]):
             q = turn(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
             k = turn(k, reflection) - mean
         cache.append(layer, self._slots, self._positions, k, self._heads(v))
-        return cache.attend(layer, q, self._slots, self._positions, window, draft=self._draft).flatten(1)
+        slots, positions = self._slots, self._positions
+        return self._by_rows(
+            q, lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=self._draft)
+        ).flatten(1)
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return silu_gate(gate, up)
@@ -202,6 +212,12 @@ class _Pass(Operations[torch.Tensor]):
     def logit_rows(self, x: torch.Tensor) -> torch.Tensor:
         self._linear_positions = self._positions[self._logit_rows]
         return x[self._logit_rows]
+
+    def _by_rows(self, x: torch.Tensor, compute: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        """What is computed of the rows of x: one by one, or of a prompt's all together."""
+        if not self._singly or len(x) < 2:
+            return compute(slice(None))
+        return torch.cat([compute(slice(i, i + 1)) for i in range(len(x))])
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """[M, heads * D] -> [M, heads, D]."""

@@ -18,9 +18,11 @@ from app.protocol import ChatDelta, ChatOptions
 from app.settings import Settings
 from app.tui.app import ChatApp
 from models.progress import Progress
+from models.shelf import SHELF
 from runtime.problem import Problem
 from runtime.wire.answers import CacheFacts, Caches, Holding, ModelEntry, Status, Timings
-from runtime.wire.device import DeviceReport, Tuning
+from runtime.wire.device import DeviceReport, Offer, Tuning
+from runtime.wire.prospects import Prospect
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 
@@ -43,7 +45,7 @@ TIMINGS = Timings(
     completion_tokens=412, k_chunk=None, slowdown_percent=None,
 )  # fmt: skip
 DONE = Progress(phase="done", done=1, total=1, unit="", message="")
-MACHINE = {
+MACHINE: dict[str, Any] = {
     "cpu": {"name": "Example 7840U", "physical_cores": 8, "usable_cores": 8, "kernels": "avx512_vnni"},
     "memory": {"total_bytes": 32_000 * MEGABYTE, "available_bytes": 21_400 * MEGABYTE},
     "gpu": None,
@@ -59,6 +61,19 @@ CHUNKS = {"qkv": 48, "o": 41, "gate_up": 44, "down": 48}
 """By layer type, at a budget of 5 %."""
 
 
+OFFER = Offer(
+    words="within 0.3 % of full precision at 0.9 x the low-bit speed (low bits with every residual; 4 tokens drafted a "
+    "round, 83 % accepted)",
+    target="residual",
+    gamma=4,
+)
+
+
+def won(slowdown: float) -> float:
+    """The share of the loss that the scripted tuner says is won back."""
+    return round(slowdown / (slowdown + 6), 3)
+
+
 def tuned(budget: float) -> Tuning:
     """What the scripted tuner finds."""
     chunks = {kind: round(k * budget / 5) for kind, k in CHUNKS.items()}
@@ -71,6 +86,8 @@ def tuned(budget: float) -> Tuning:
         device="Example 7840U", budget_percent=budget, n_tb_max=None, n_tb={}, k_chunk=chunks,
         predicted_slowdown_percent=budget * 0.92, measured_slowdown_percent=budget * 0.84, seconds=42.0,
         date="2026-11-21T16:40:00+00:00", cached=False, curve=knees,
+        predicted_loss_won=won(budget * 0.92), loss_without=1.0, offer=OFFER,
+        bought=tuple((slowdown, won(slowdown)) for slowdown in (0.0, 1.0, 2.0, 4.0, 6.0, 8.0, 12.0)),
     )  # fmt: skip
 
 
@@ -130,6 +147,10 @@ class Runtime:
     finish_reason: str = "stop"
     answers_as: str | None = None
     """The model that says it answers, if it is another than was asked."""
+    shelf: bool = True
+    """Whether models to fetch are known."""
+    free_bytes: int = MACHINE["memory"]["available_bytes"]
+    """Main memory that is free."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
     """Lets the answer that hangs go on."""
 
@@ -240,11 +261,19 @@ class Client:
         self._check()
         runtime = self.runtime
         return DeviceReport(
-            machine=MACHINE,
+            machine={**MACHINE, "memory": {**MACHINE["memory"], "available_bytes": runtime.free_bytes}},
             bandwidth_gb_s=41.3,
             tuning=runtime.tuning,
             problems=tuple(runtime.problems),
         )
+
+    async def prospects(self) -> Sequence[Prospect]:
+        self._check()
+        if not self.runtime.shelf:
+            return ()
+        from runtime.prospects import prospects, room_of
+
+        return prospects(SHELF, room_of(await self.device(), self.runtime.status))
 
     async def quantize(self, request: QuantizeRequest) -> AsyncIterator[Progress]:
         self._check()
@@ -257,9 +286,9 @@ class Client:
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("quantize")
             raise
-        name = request.source.rpartition("/")[2]
+        name = request.name or request.source.rpartition("/")[2]
         runtime.entries.append(entry(name, bits=request.bits, perplexity_before=12.3, perplexity_after=12.8))
-        yield DONE
+        yield replace(DONE, message=name)
 
     async def remove(self, name: str) -> None:
         self._check()

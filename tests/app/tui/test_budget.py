@@ -8,13 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from textual.widgets import Input, RadioSet
+from textual.widgets import Button, Input, RadioSet, Select
 
 from app import settings
 from app.settings import Settings
 from app.tui.messages import QuantizeAsked
 from app.tui.screens.settings import SettingsScreen
+from app.tui.widgets.bought_chart import BoughtChart, axis
 from app.tui.widgets.budget_row import effect
+from app.tui.widgets.offer_row import changes
+from runtime.wire.device import Offer
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
 
@@ -33,11 +36,11 @@ async def test_a_budget_is_applied_at_once_without_a_reload_and_kept(stage: Call
     async with stage(runtime, size=(120, 40)) as s:
         await s.ready()
         await open_settings(s)
-        await s.until(lambda: "k_chunk qkv 48 · o 41 · gate_up 44 · down 48" in s.screen_text())
-        await s.shows("slowdown 4.6 % predicted · 4.2 % measured")
+        await s.shows("wins back 43.4 % of what low bits lose")
+        await s.shows("4.2 % slower, measured (4.6 % expected)")
         await choose(s, "right")
         await s.until(lambda: runtime.status.budget_percent == 10 and not s.app.session.working)
-        await s.until(lambda: "slowdown 9.2 % predicted · 8.4 % measured" in s.screen_text())
+        await s.until(lambda: "8.4 % slower, measured (9.2 % expected)" in s.screen_text())
         await s.shows("budget 10 %")
         assert runtime.named("tune") == [TuneRequest(budget=10.0)]
         assert len(runtime.named("load")) == 1
@@ -79,7 +82,7 @@ async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: An
         await s.ready()
         screen = await open_settings(s)
         field = screen.query_one("#setting-budget Input", Input)
-        assert not field.is_on_screen
+        assert not field.visible
         await choose(s, "right", "right", "right")
         await s.until(lambda: field.has_focus)
         assert runtime.named("tune") == []
@@ -97,7 +100,7 @@ async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: An
         assert runtime.named("load")[-1] == LoadRequest(model="demo", kv="fp16", budget=7.5)
         screen = await open_settings(s)
         assert screen.query_one("#setting-budget Input", Input).value == "7.5"
-        assert screen.query_one("#setting-budget Input", Input).is_on_screen
+        assert screen.query_one("#setting-budget Input", Input).visible
 
 
 async def test_k_chunk_overrides_the_budget(stage: Callable[..., Any], runtime: Any) -> None:
@@ -108,7 +111,7 @@ async def test_k_chunk_overrides_the_budget(stage: Callable[..., Any], runtime: 
         screen.query_one("#setting-k_chunk Input", Input).focus()
         await s.pilot.press("enter")
         await s.until(lambda: runtime.status.k_chunk["qkv"] == 64)
-        await s.until(lambda: "k_chunk 64 is set below and overrides the budget" in s.screen_text())
+        await s.until(lambda: "k_chunk 64, set below, overrides the budget" in s.screen_text())
         await s.shows("demo · 4-bit · k_chunk 64")
         screen.query_one(RadioSet).focus()
         await choose(s, "right")
@@ -273,12 +276,83 @@ def test_the_effect_in_words(runtime: Any) -> None:
         runtime.status, state="ready", model="demo", budget_percent=5.0, k_chunk={"qkv": 16, "o": 16}, backend="cpu"
     )
     lines = effect(Settings(), status, None, speed=None, tuning=False)
-    assert lines == ["k_chunk 16 in every layer", "slowdown not measured", "tok/s: after the next answer"]
+    assert lines == [
+        "nearer to full precision; details: F4",
+        "slowdown not measured",
+        "tok/s: after the next answer",
+    ]
     assert effect(Settings(), None, None, speed=None, tuning=False) == [
         "What it buys is shown here once a model is loaded."
     ]
     assert effect(Settings(budget=20.0), status, None, speed=9.04, tuning=False)[0].startswith("Not applied yet")
     assert effect(Settings(), status, None, speed=9.04, tuning=False)[-1] == "9.0 tok/s in the last answer"
+
+
+async def test_a_picture_of_what_slowdown_buys_follows_the_budget(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(120, 40)) as s:
+        await s.ready()
+        screen = await open_settings(s)
+        chart = screen.query_one(BoughtChart)
+        await s.shows("5 % slower at most wins back 45 % of the loss")
+        await s.shows("▲5 %")
+        assert "66.7 %" in s.screen_text()  # the end of the curve
+        runtime.tune_delay_s = 600
+        await choose(s, "right")
+        await s.shows("10 % slower at most wins back 61.9 % of the loss")  # before it is applied
+        await s.shows("Another budget is being applied")
+        await s.pilot.press("ctrl+t")
+        assert chart.size.height == 6
+
+
+async def test_nothing_jumps_while_a_budget_is_chosen(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(120, 40)) as s:
+        await s.ready()
+        screen = await open_settings(s)
+        await s.shows("▲5 %")
+
+        def places() -> list[int]:
+            return [screen.query_one(f"#setting-{key}").region.y for key in ("prompt_budget", "kv", "context")]
+
+        before = places()
+        for keys in (("left", "enter"), ("left", "enter"), ("left", "enter")):
+            await s.pilot.press(*keys)
+            await s.settled()
+            assert places() == before
+        await s.until(lambda: screen.query_one("#setting-budget Input", Input).visible)
+        screen.query_one("#setting-kv Select", Select).value = "int4"
+        await s.shows("% of fp16")
+        assert places() == before
+
+
+async def test_an_offer_is_taken_up(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(120, 40)) as s:
+        await s.ready()
+        screen = await open_settings(s)
+        await s.shows("within 0.3 % of full precision at 0.9 x the low-bit speed")
+        await s.pilot.click("#offer-take")
+        await s.shows("taken up: within 0.3 %")
+        assert screen.query_one("#offer-take", Button).disabled
+        await s.shows("the model is loaded again when you leave this screen")
+        await s.pilot.press("escape")
+        await s.until(lambda: len(runtime.named("load")) == 2)
+        asked = runtime.named("load")[-1]
+        assert (asked.speculate, asked.gamma, asked.k_chunk) == (True, 4, 1024)
+        kept = settings.load()
+        assert (kept.speculate, kept.gamma, kept.k_chunk) == ("on", 4, 1024)
+
+
+def test_what_takes_an_offer_up() -> None:
+    assert changes(Offer(words="", target="compensated", gamma=3)) == {
+        "k_chunk": "auto", "speculate": "on", "gamma": "3",
+    }  # fmt: skip
+    assert changes(Offer(words="", target="plain", gamma=0)) == {"k_chunk": "0", "speculate": "off", "gamma": "auto"}
+
+
+def test_where_the_mark_of_a_budget_stands() -> None:
+    assert axis(30, 12.0, 5.0) == "0" + "─" * 11 + "▲5 %" + "─" * 10 + "12 %"
+    assert axis(30, 12.0, 40.0).endswith("40 %▲")
+    assert axis(30, 12.0, None) == "0" + "─" * 25 + "12 %"
+    assert all(len(axis(30, 12.0, budget / 4)) == 30 for budget in range(100))
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 15)])

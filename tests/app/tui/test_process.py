@@ -21,7 +21,7 @@ spec.loader.exec_module(scripted)
 """
 CHAT = """
 async def main():
-    runtime = scripted.Runtime(answers=["# Hello\\n\\n```python\\nx = 1\\n```"])
+    runtime = scripted.Runtime(answers=["# Hello\\n\\n```python\\nx = 1\\n```"], shelf=False)
     app = scripted.make_app(runtime)
     async with app.run_test() as pilot:
         stage = scripted.Stage(app, pilot, runtime)

@@ -110,7 +110,7 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
 
         s.app.post_message(QuantizeAsked(QuantizeRequest(source=str(tmp_path), bits=3.0)))
         await s.until(lambda: s.app.session.working)
-        await s.shows("Quantizing")
+        await s.shows("▸ quantize")
         await s.shows("0 of 4 blocks")
         await s.ask("still there?")
         await s.answered()
@@ -138,8 +138,9 @@ async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Callable[
             await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
             await s.until(lambda expected=left: len(runtime.entries) == expected)
         assert runtime.named("remove") == ["tiny-3bit"]
-        await s.until(lambda: s.app.screen.query_one("ModelTable").row_count == 2, "the bundled one, and one to fetch")
-        await s.pilot.press("down", "d")
+        await s.hides("tiny-3bit")
+        s.app.screen.query_one("ModelTable").move_cursor(row=0)
+        await s.pilot.press("d")
         await s.settled()
         assert isinstance(s.app.screen, ModelsScreen)
 
@@ -327,13 +328,14 @@ async def test_a_known_model_is_fetched_made_and_loaded(stage: Callable[..., Any
     async with stage(runtime, size=(100, 30)) as s:
         await s.ready()
         await open_models(s)
-        await s.shows("smollm2-135m")
+        await s.shows("SmolLM2 135M")
         await s.pilot.press("down", "down")
-        await s.shows("Enter fetches 98 MB")
+        await s.shows("98 MB to fetch")
         await s.pilot.press("enter")
         await s.until(lambda: s.app.session.status.model == "smollm2-135m")
         assert runtime.named("quantize") == [QuantizeRequest(source="smollm2-135m", name="smollm2-135m")]
         assert s.app.screen is s.app.chat
         assert settings.load().model == "smollm2-135m"
         await open_models(s)
-        assert s.app.screen.query_one("ModelTable").row_count == len(runtime.entries)
+        await s.shows("SmolLM2 360M")
+        assert "SmolLM2 135M" not in s.screen_text()

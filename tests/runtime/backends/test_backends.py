@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,13 @@ def test_each_says_whether_it_can_run_here_and_what_it_has(name: str) -> None:
 def test_residuals_count_where_they_are_used(tiny_spec: Callable[..., Any], name: str) -> None:
     plain, used = (backend(name).footprint(tiny_spec(), SIZES, compensated=on) for on in (False, True))
     assert (plain.residual_bytes, used.residual_bytes) == (0, SIZES.residual_bytes)
+
+
+def test_all_residuals_of_the_cpu_are_there_twice(tiny_spec: Callable[..., Any]) -> None:
+    once, twice = (
+        backend("cpu").footprint(tiny_spec(), replace(SIZES, whole=on), compensated=True) for on in (False, True)
+    )
+    assert twice.residual_bytes == 2 * once.residual_bytes > 0
 
 
 def test_the_reference_unpacks_the_weights(tiny_spec: Callable[..., Any]) -> None:

@@ -17,14 +17,15 @@ from models import fetch
 from models.catalogue import KNOWN
 from models.errors import CheckpointError, QuantizationError, StoreError
 from models.progress import Progress, ignore_progress, never_cancelled
-from models.store import Store
+from models.store import Store, StoredModel
 from runtime import tuning
+from runtime.backends import backend
 from runtime.clocks import Clocks
 from runtime.compensation import DEFAULT_BUDGET_PERCENT, Compensation
-from runtime.decoder import Step
+from runtime.decoder import DecoderOptions, Step
 from runtime.errors import BackendError, Cancelled, RequestError
 from runtime.kv.kinds import KINDS
-from runtime.profile_key import content_of
+from runtime.profile_key import content_of, profile_key
 from runtime.sampling import SamplingOptions
 from runtime.server.app import create_app
 from runtime.server.catalogue import Bundle, StoreCatalogue
@@ -36,6 +37,7 @@ from runtime.server.security import Security
 from runtime.wire.answers import Holding
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tests.models.gguf.making import random_model, write_gguf
+from tuner.offers import Offers, OfferStore, Way
 
 BUNDLE = Bundle(models={"demo": demo_path()}, calibration=calibration_file(), evaluation=evaluation_file())
 
@@ -405,10 +407,8 @@ def test_speculation_is_asked_for_with_the_load_and_stays_with_another_budget(
         assert engine.speculates
         *_, last = engine.generate([5, 6, 7], SamplingOptions(temperature=0, max_tokens=20))
         assert last.usage.speculation.gamma == 3
-        assert set(engine.decoder.options.draft_k_chunk.values()) == {16}
         loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=0), ignore_progress, never_cancelled)
         assert engine.speculates
-        assert set(engine.decoder.options.draft_k_chunk.values()) == {2}
     finally:
         loaded.engine.close()
     plain = loader.load(LoadRequest(model="demo", k_chunk=0, context=256), ignore_progress, never_cancelled)
@@ -416,3 +416,33 @@ def test_speculation_is_asked_for_with_the_load_and_stays_with_another_budget(
     assert plain.speculation is None
     with pytest.raises(RequestError, match="needs the hierarchical cache, not int8"):
         loader.load(LoadRequest(model="demo", kv="int8", speculate=True), ignore_progress, never_cancelled)
+
+
+@pytest.mark.parametrize(("speculate", "drafts"), [(None, True), (False, False)])
+def test_what_was_measured_to_be_best_is_taken_with_the_load_and_with_another_budget(
+    loader: StoreLoader, clock: Clock, tmp_path: Path, speculate: bool | None, drafts: bool
+) -> None:
+    common: dict[str, Any] = {"target": "residual", "perplexity": 9.0}
+    ways = (
+        Way(target="plain", gamma=0, seconds=0.010, perplexity=12.0),
+        Way(gamma=0, seconds=0.011, **common),
+        Way(gamma=2, seconds=0.008, acceptance_rate=0.9, **common),
+    )
+    model = StoredModel.open_folder(demo_path(), "demo")
+    key = profile_key(backend("cpu").device(DecoderOptions()), "cpu", model, 20.0)
+    OfferStore(tmp_path / "profiles").save(Offers(key=key, ways=ways, full=None, seconds=1.0, date=""))
+    request = LoadRequest(model="demo", kv="hierarchical", budget=20, prompt_budget=0, context=256, speculate=speculate)
+    loaded = loader.load(request, ignore_progress, never_cancelled)
+    try:
+        engine: Any = loaded.engine
+        assert engine.speculates is drafts
+        assert set(loaded.k_chunk.values()) == {1024} == {engine.decoder.options.k_chunk}
+        assert loaded.tuning is not None
+        assert loaded.tuning.measured_slowdown_percent == pytest.approx(-20 if drafts else 10)
+        other = loader.tune(loaded, TuneRequest(budget=10, prompt_budget=0), ignore_progress, never_cancelled)
+        assert not engine.speculates
+        assert max(other.k_chunk.values()) < 1024
+        loader.tune(other, TuneRequest(budget=20, prompt_budget=0), ignore_progress, never_cancelled)
+        assert engine.speculates is drafts
+    finally:
+        loaded.engine.close()

@@ -179,3 +179,10 @@ async def test_a_prompt_says_whose_it_is(manager: httpx.AsyncClient, house: Fake
         asked = {"model": "small", "messages": [{"role": "user", "content": "echo a"}], **key}
         assert (await manager.post("/v1/chat/completions", json=asked)).status_code == 200
     assert house.engine.chats == ["my chat", None]
+
+
+async def test_models_that_can_be_fetched_are_seen_from_this_machine(manager: httpx.AsyncClient) -> None:
+    found = (await manager.get("/runtime/prospects")).json()["prospects"]
+    assert found[0]["source"] == "smollm2-135m"
+    assert {"license", "sizes", "fits", "tokens_per_s", "bits"} <= found[0].keys()
+    assert all(len(one["sizes"]) == 3 for one in found)

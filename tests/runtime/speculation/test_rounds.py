@@ -110,10 +110,7 @@ def test_greedy_tokens_are_the_targets_own(
     bench = Bench(backend, model, GREEDY, 30, **options)
     tokens, logits, rounds = bench.run(gamma, count)
     assert tokens == alone
-    exact = backend is CpuDecoder
-    worst = max(float(np.abs(a - b).max()) for a, b in zip(own, logits, strict=True))
-    if exact or k_chunk != 200:  # rounding may move a channel of the reference's from one bucket to the next
-        assert worst <= (0 if exact else 2e-2)
+    assert all(np.array_equal(a, b) for a, b in zip(own, logits, strict=True))
     assert bench.decoder.cache.paged_length(0) > 400
     counts = rounds.counts
     assert counts.rounds + counts.accepted + counts.plain == pytest.approx(count - 1, abs=gamma)

@@ -21,7 +21,7 @@ from runtime.kv.saved import About
 from runtime.kv.saved_folder import SavedCaches
 from runtime.open import open_engine
 from runtime.sampling import SamplingOptions
-from runtime.speculation.costs import LEAST_CONTEXT, compensate_drafts, measure_costs, start
+from runtime.speculation.costs import LEAST_CONTEXT, measure_costs, start
 from runtime.speculation.gamma import FixedGamma
 from runtime.speculation.measure import continued, measure_speculation
 
@@ -32,9 +32,9 @@ TEXT = "The old lighthouse stood on a rock in the sea, and every evening the kee
 def opened(*, gamma: int | None = None, **options: Any) -> Iterator[Engine]:
     """The bundled model, much compensated, its drafts a little."""
     usual: dict[str, Any] = {"kv": "hierarchical", "context": 400, "k_chunk": 512, "slots": 2, "max_rows": 64}
+    usual["draft_k_chunk"] = 64
     engine = open_engine(StoredModel.open_folder(demo_path(), "demo"), DecoderOptions(**{**usual, **options}), "cpu")
     try:
-        compensate_drafts(engine.decoder)
         engine.speculate(gamma)
         yield engine
     finally:
@@ -143,7 +143,6 @@ def test_another_budget_in_the_middle_of_a_chat() -> None:
             for k_chunk in (512, 0, 1024, 64):
                 with engine.lent(LEAST_CONTEXT) as decoder:
                     decoder.set_k_chunk(k_chunk)
-                    compensate_drafts(decoder)
                 pieces = said(engine, text, greedy(max_tokens=40), "chat")
                 text += "".join(piece.text for piece in pieces)
                 found.append(gist(pieces))
@@ -219,12 +218,8 @@ def test_a_context_too_short_for_timing_is_refused_in_words() -> None:
         start(engine, Speculate())
 
 
-def test_drafts_are_compensated_by_a_quarter_of_the_target() -> None:
-    with opened(k_chunk={"qkv": 4, "down": 100}) as engine:
-        assert engine.decoder.options.draft_k_chunk == {"qkv": 1, "o": 0, "gate_up": 0, "down": 25, "head": 0}
-        engine.decoder.set_k_chunk(1024)
-        compensate_drafts(engine.decoder)
-        assert set(engine.decoder.options.draft_k_chunk.values()) == {64}
+def test_speculation_begins_and_ends_when_asked() -> None:
+    with opened() as engine:
         assert not engine.speculates
         start(engine, Speculate(gamma=2))
         assert engine.speculates

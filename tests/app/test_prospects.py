@@ -1,0 +1,126 @@
+"""What models that are not here yet would take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from app.prospects import recommended, words
+from models.catalogue import KNOWN
+from models.hub import is_hub_name
+from models.shelf import SHELF
+from runtime.prospects import Room, prospects, room_of
+from runtime.wire.answers import Status
+from runtime.wire.device import DeviceReport
+
+PUBLISHED = {
+    "SmolLM2 135M": 134_515_008,
+    "SmolLM2 360M": 361_821_120,
+    "SmolLM2 1.7B": 1_711_376_384,
+    "Qwen2.5 0.5B": 494_032_768,
+    "Qwen2.5 1.5B": 1_543_714_304,
+    "Qwen2.5 7B": 7_615_616_512,
+    "Qwen3 0.6B": 596_049_920,
+    "Qwen3 1.7B": 1_720_574_976,
+    "Qwen3 4B": 4_022_468_096,
+    "Qwen3 8B": 8_190_735_360,
+    "Llama 3.2 1B": 1_235_814_400,
+    "Llama 3.2 3B": 3_212_749_824,
+    "Phi-3.5 mini": 3_821_079_552,
+    "Mistral 7B v0.3": 7_248_023_552,
+}
+"""Weights as published with each model."""
+GB = 10**9
+EMPTY = Status(state="empty")
+CARD = "NVIDIA GeForce RTX 4050 Laptop GPU"
+
+
+def room(free: float, **changes: Any) -> Room:
+    values: dict[str, Any] = {
+        "backend": "cpu",
+        "available_bytes": round(free * GB),
+        "main_bytes": round(free * GB),
+        "cores": 2,
+        "read_gb_s": 45.0,
+    }
+    return Room(**values | changes)
+
+
+@pytest.mark.parametrize("model", SHELF, ids=lambda model: model.title)
+def test_architectures_have_the_weights_that_were_published(model: Any) -> None:
+    assert model.spec.parameters == PUBLISHED[model.title]
+    assert model.source in KNOWN or is_hub_name(model.source)
+
+
+def test_what_fits_follows_from_what_is_free() -> None:
+    fits = {one.title: one for one in prospects(SHELF, room(6))}
+    assert [fits[title].fits for title in ("SmolLM2 135M", "Qwen3 4B", "Phi-3.5 mini", "Qwen3 8B")] == [
+        "yes", "yes", "tight", "no",
+    ]  # fmt: skip
+    tight, none = fits["Phi-3.5 mini"], fits["Qwen3 8B"]
+    assert tight.context < 8192
+    assert "tokens of context" in words(tight)
+    assert none.bits is None
+    assert "not free now" in words(none)
+    assert all(one.fits == "yes" for one in prospects(SHELF, room(64)))
+    assert all(one.fits == "no" for one in prospects(SHELF, room(0.2)))
+
+
+def test_fewer_bits_are_taken_where_more_leave_no_context_to_work_with() -> None:
+    phi = next(model for model in SHELF if model.title == "Phi-3.5 mini")
+    (found,) = prospects([phi], room(4.8))
+    assert found.fits == "tight"
+    assert found.bits in (3.0, 3.5)
+    assert list(found.sizes) == sorted(set(found.sizes))
+
+
+def test_speed_agrees_with_what_was_measured() -> None:
+    (small,) = prospects(SHELF[:1], room(6))
+    assert small.tokens_per_s == pytest.approx(377, rel=0.15)  # docs/speed.md, on a machine that reads about 45 GB/s
+    assert prospects(SHELF[:1], room(6, read_gb_s=None))[0].tokens_per_s is None
+
+
+def test_the_largest_that_is_fast_enough_and_needs_no_login_is_recommended() -> None:
+    best = recommended(prospects(SHELF, room(6)))
+    assert best is not None
+    assert best.title == "Qwen3 4B"
+    slow = recommended(prospects(SHELF, room(6, read_gb_s=10.0)))
+    assert slow is not None
+    assert slow.tokens_per_s is not None
+    assert slow.tokens_per_s >= 10
+    assert slow.parameters < best.parameters
+    assert recommended(prospects(SHELF, room(0.2))) is None
+    assert recommended(prospects(SHELF, room(6, read_gb_s=None))) is None
+    assert recommended([one for one in prospects(SHELF, room(6)) if one.gated]) is None
+
+
+def machine(**gpu: Any) -> Mapping[str, Any]:
+    return {
+        "cpu": {"name": "Example", "usable_cores": 8},
+        "memory": {"total_bytes": 32 * GB, "available_bytes": 20 * GB},
+        "gpu": gpu or None,
+        "backend": None,
+    }
+
+
+def test_the_room_is_that_of_the_device_that_would_run_models() -> None:
+    plain = room_of(DeviceReport(machine=machine(), bandwidth_gb_s=41.0), EMPTY)
+    assert (plain.backend, plain.available_bytes, plain.cores, plain.read_gb_s) == ("cpu", 20 * GB, 8, 41.0)
+    held = Status(state="ready", weight_bytes=2 * GB, kv_bytes=GB)
+    assert room_of(DeviceReport(machine=machine()), held).available_bytes == 23 * GB
+    card = room_of(DeviceReport(machine=machine(name=CARD, vendor="nvidia", memory_free_bytes=5 * GB)), EMPTY)
+    assert (card.backend, card.available_bytes, card.main_bytes) == ("triton", 5 * GB, 20 * GB)
+    assert card.card is not None
+    assert card.card.name == CARD
+    driverless = DeviceReport(machine=machine(name=CARD, vendor="nvidia", memory_free_bytes=None))
+    assert room_of(driverless, EMPTY).backend == "cpu"
+
+
+def test_a_card_is_judged_by_its_own_memory_and_cost_model() -> None:
+    report = DeviceReport(machine=machine(name=CARD, vendor="nvidia", memory_free_bytes=round(5.6 * GB)))
+    found = {one.title: one for one in prospects(SHELF, room_of(report, EMPTY))}
+    assert found["Qwen3 1.7B"].fits == "yes"
+    assert found["Qwen3 8B"].fits != "yes"
+    assert found["Qwen3 1.7B"].tokens_per_s == pytest.approx(168, rel=0.05)  # of the simulated card

@@ -1,0 +1,52 @@
+"""What other slowdowns would buy, around a configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from tuner.bought import bought
+from tuner.curve import Curve
+from tuner.losses import Losses
+from tuner.search import Configuration
+from tuner.shapes import LayerShape
+
+LAYERS = (LayerShape("qkv", 1024, 1024, 3), LayerShape("down", 1024, 1024, 1))
+LOSSES = Losses(k_chunk=(0, 64), nats={"qkv": (0.3, 0.1), "down": (0.1, 0.05)})
+
+
+def configuration(**k_chunk: int) -> Configuration:
+    return Configuration(
+        n_tb_max=None,
+        n_tb=dict.fromkeys(k_chunk, 0),
+        k_chunk=k_chunk,
+        predicted_slowdown_percent=6.0,
+        predicted_loss_won=None,
+        loss_without=None,
+    )
+
+
+def line(kind: str, slope: float) -> Curve:
+    return Curve(kind=kind, n_tb=0, points=tuple((k, 1 + slope * k) for k in range(0, 65, 8)))
+
+
+def test_the_configuration_is_on_the_curve_and_more_wins_more() -> None:
+    found = configuration(qkv=32, down=16)
+    points = bought(found, [line("qkv", 0.002), line("down", 0.001)], LAYERS, LOSSES)
+    assert points[0] == (0.0, 0.0)
+    assert points == tuple(sorted(points))
+    assert [won for _, won in points] == sorted(won for _, won in points)
+    own = 1 - LOSSES.total(LAYERS, found.k_chunk) / LOSSES.total(LAYERS, {"qkv": 0, "down": 0})
+    assert (pytest.approx(6.0), pytest.approx(own)) in points
+    assert points[-1][0] == pytest.approx(12.0)
+
+
+def test_where_nothing_is_compensated_or_measured_there_is_no_curve() -> None:
+    assert bought(configuration(qkv=0, down=0), [line("qkv", 0.002)], LAYERS, LOSSES) == ()
+    assert bought(configuration(qkv=8, down=8), [], LAYERS, LOSSES) == ()
+    nothing_lost = Losses(k_chunk=(0,), nats={"qkv": (0.0,), "down": (0.0,)})
+    assert bought(configuration(qkv=8, down=8), [line("qkv", 0.002)], LAYERS, nothing_lost) == ()
+
+
+def test_no_more_than_all_channels_are_compensated() -> None:
+    points = bought(configuration(qkv=900, down=900), [line("qkv", 0.002), line("down", 0.001)], LAYERS, LOSSES)
+    assert points[-1][1] == pytest.approx(1.0)
