@@ -37,6 +37,10 @@ UNSET = "auto"
 """What a person writes for "the program chooses"; in the file the key is simply absent."""
 
 
+DEFAULT_IDLE_MINUTES = 30
+"""Minutes after which a model that nobody uses leaves memory."""
+
+
 class SettingsError(Exception):
     """A setting is unknown or its value not acceptable, or the settings file cannot be read or written.
 
@@ -168,6 +172,15 @@ class Settings:
     )
     backend: str = _setting(
         "auto", str, "what runs the model", choices=("auto", "triton", "cpu", "reference"), reload=True
+    )
+    idle_unload: int | None = _setting(
+        None,
+        int,
+        f"minutes without a request after which the model leaves memory until it is needed again; 0 is never; auto: "
+        f"{DEFAULT_IDLE_MINUTES}; from the next start",
+        low=0,
+        high=100_000,
+        optional=True,
     )
     temperature: float = _setting(0.7, float, "spread of sampling; 0 is greedy", low=0, high=2)
     top_p: float = _setting(0.95, float, "share of probability sampled from; 1 is all", low=0, high=1, above_low=True)

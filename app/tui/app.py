@@ -43,6 +43,7 @@ from app.tui.messages import (
     StatusChanged,
     TuneAsked,
 )
+from app.tui.naps import Naps
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
@@ -55,10 +56,11 @@ CHECK_INTERVAL_S = 5.0
 QUIT_AGAIN_S = 2.0
 
 
-def _own_supervisor() -> SupervisorLike:
+def _own_supervisor(settings: Settings) -> SupervisorLike:
     from app.supervisor import Supervisor
 
-    return Supervisor(paths.home())
+    minutes = settings.idle_unload
+    return Supervisor(paths.home(), idle_minutes=stored.DEFAULT_IDLE_MINUTES if minutes is None else minutes)
 
 
 class ChatApp(App[None]):
@@ -73,7 +75,7 @@ class ChatApp(App[None]):
         self,
         settings: Settings,
         *,
-        supervisor: Callable[[], SupervisorLike] = _own_supervisor,
+        supervisor: Callable[[], SupervisorLike] | None = None,
         history: Path | None = None,
         now: Callable[[], datetime] | None = None,
     ) -> None:
@@ -81,15 +83,17 @@ class ChatApp(App[None]):
 
         Args:
             settings: the settings to begin with.
-            supervisor: makes what starts the runtime; called after the first paint.
+            supervisor: makes what starts the runtime; called after the first paint. This program's own by default.
             history: file in which chats are kept; they end with the program where there is none.
             now: the time of day, for the messages.
         """
         super().__init__()
         conversation = Conversation(now) if now else Conversation()
         kept = KeptChats(history, self._cannot_keep) if history else None
+        supervisor = supervisor or (lambda: _own_supervisor(settings))
         self.session = Session(supervisor, settings, self.post_message, conversation=conversation, kept=kept)
         self._interrupted = -QUIT_AGAIN_S
+        self._naps = Naps(CHECK_INTERVAL_S)
 
     def _cannot_keep(self, reason: str) -> None:
         """Called by any thread."""
@@ -129,6 +133,8 @@ class ChatApp(App[None]):
         if terminal_is_gone() and not self.is_headless:
             self.exit()  # not every terminal sends SIGHUP when it goes
             return
+        if self._naps.slept() is not None:
+            await self.session.wake()
         await self.session.refresh()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:

@@ -172,6 +172,20 @@ class Session:
         if not self._recovering:
             await self._ask_status()
 
+    async def wake(self) -> None:
+        """The machine slept: what ran on a graphics card is started again, for drivers lose it in a suspend."""
+        status = self.status
+        if status is not None and status.backend == "triton" and not self._recovering:
+            await self.answers.stop()
+            await self.recover()
+
+    @property
+    def resting(self) -> bool:
+        """Whether the model left memory because nobody used it; the next message brings it back."""
+        status = self.status
+        empty = status is not None and status.state == "empty"
+        return empty and self.wanted is not None and self.problem is None and not self.working
+
     async def _ask_status(self) -> None:
         connection = self._connection
         if connection.client is None:
@@ -466,6 +480,8 @@ class Session:
         bound, status = conversation.extras.model, self.status
         if bound is not None and status is not None and status.model != bound and not self.working:
             await self._load(bound)
+        elif self.resting and self.wanted is not None:
+            await self._load(self.wanted)
         if self._connection.client is None or not self.ready:
             return self.problem or "no model is loaded; pick one with F2"
         if bound is None and self.status is not None and self.status.model is not None:
