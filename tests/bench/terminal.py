@@ -62,7 +62,7 @@ class Terminal:
         """Press keys, as tmux names them."""
         for key in keys:
             self._tmux("send-keys", key)
-            time.sleep(0.15)
+            time.sleep(1.0 if key == "Escape" else 0.15)  # a letter right behind Escape would count as Alt
 
     def type(self, text: str) -> None:
         """Type a text."""
