@@ -64,6 +64,8 @@ class Rule:
     """Whether `low` itself is excluded."""
     optional: bool = False
     """Whether `auto` (None) is acceptable."""
+    secret: bool = False
+    """Whether its value is not for lists that others may see."""
     reload: bool = False
     """Whether a change takes effect only when the model is loaded again."""
 
@@ -200,7 +202,14 @@ class Settings:
     history: str = _setting(
         "on", str, "whether chats are kept on this machine, to be found again", choices=("on", "off")
     )
-    theme: str = _setting("dark", str, "colours of the terminal UI", choices=("dark", "light", "terminal"))
+    endpoint: str | None = _setting(
+        None,
+        str,
+        "address of a server that answers in the place of this machine (OpenAI's protocol); auto: this machine",
+        optional=True,
+    )
+    endpoint_token: str = _setting("", str, "what that server wants to be shown", secret=True)
+    theme: str = _setting("dark", str, "colours of the terminal UI", choices=("dark", "light", "contrast", "terminal"))
 
     def __post_init__(self) -> None:
         for key, rule in RULES.items():

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from runtime.problem import Problem
     from runtime.wire.answers import Caches, Holding, ModelEntry, Status
     from runtime.wire.device import DeviceReport
+    from runtime.wire.inspection import Inspection
     from runtime.wire.prospects import Prospect
     from runtime.wire.requests import LoadRequest, QuantizeRequest
 
@@ -65,7 +66,7 @@ class Session:
             clock: seconds, for speeds.
         """
         self.settings = settings
-        self.wanted: str | None = settings.model
+        self.wanted: str | None = None if settings.endpoint else settings.model
         """The model that is loaded, or is to be."""
         self.summarizes = False
         """Whether what is left out next is summarized, because the person said so this time."""
@@ -166,6 +167,19 @@ class Session:
                 await self.kept.close()
         finally:
             await self._connection.close()
+
+    @property
+    def remote(self) -> str | None:
+        """The address of the server that answers, where it is not our own runtime."""
+        return self.settings.endpoint
+
+    async def switch(self) -> None:
+        """Let the server answer that the settings name now; answers and work of the one before are stopped."""
+        await self.answers.stop()
+        await self.stop_work()
+        await self._connection.close()
+        self.wanted = None if self.remote else self.settings.model
+        await self._connect(restart=False)
 
     async def refresh(self) -> None:
         """Ask the runtime how it is; a runtime that does not answer is lost."""
@@ -499,6 +513,25 @@ class Session:
     def will_leave_out(self, typed: str = "") -> int:
         """Messages of the chat in sight that the next prompt leaves out and the last one did not."""
         return self._prompts.will_leave_out(self.conversation, typed)
+
+    async def inspect(self, answer: str) -> AsyncGenerator[Progress | Inspection, None]:
+        """Let the model that wrote an answer of the chat in sight read it again, token by token.
+
+        Raises:
+            ClientError: another model is loaded, or it can't be done.
+        """
+        from runtime.wire.inspection import InspectRequest, Said
+
+        message, model = self.conversation[answer], self.status.model if self.status is not None else None
+        if not self.ready or model is None:
+            raise ClientError("no model is loaded")
+        if message.model not in (None, model):
+            raise ClientError(f"{message.model} wrote it, and {model} is loaded; F2 loads the other one")
+        before = [Said(**said) for said in self._prompts.read_before(self.conversation, answer)]
+        request = InspectRequest(model=model, messages=before, answer=message.text)
+        async with contextlib.aclosing(self._connection.require().inspect(request)) as reports:
+            async for report in reports:
+                yield report
 
     async def _answer_ended(self, _writing: Writing) -> None:
         if self._connection.client is not None:

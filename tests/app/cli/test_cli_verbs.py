@@ -255,6 +255,8 @@ def test_config(run: Callable[..., Any], isolated_home: Path) -> None:
     run("config", "set", "k_chunk", "8")
     assert run("config", "get", "k_chunk").stdout == "8\n"
     assert "k_chunk" in run("config").stdout
+    run("config", "set", "endpoint_token", "sesame")
+    assert "sesame" not in run("config").stdout
     run("config", "set", "k_chunk", "auto")
     assert run("config", "get", "k_chunk").stdout == "auto\n"
 
