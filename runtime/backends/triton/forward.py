@@ -192,9 +192,9 @@ class Pass(Operations[Value]):
         out, sums, rounded = self._buffers.input(M, C), self._buffers.sums(M, C), self._buffers.rounded(M, C)
         weight, eps = self._model.norms[name], self._spec.norm_eps
         if x.tokens is not None:
-            embed_norm(x.tokens, self._model.table, h, weight, eps, out, sums, rounded)
+            embed_norm(x.tokens, self._model.table, h, weight, eps, out, sums if rounded is None else rounded)
         elif out.numel():
-            add_norm(h, y, dec, weight, eps, out, rows, sums, rounded)
+            add_norm(h, y, dec, weight, eps, out, rows, sums if rounded is None else rounded)
         return Value(out, sums=sums, rounded=rounded, gathered=x.gathered)
 
     def linear(self, x: Value, name: str) -> Value:

@@ -37,7 +37,8 @@ def _add_norm_kernel(
 
     table [V, C], of which row index[r] begins the residual stream; sums [M or R, ceil(C / 32)].
     """
-    x = _normed_row(h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr, eps, given, C, BLOCK_C).to(tl.float16)
+    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr)
+    x = _normed_row(pointers, eps, given, C, BLOCK_C).to(tl.float16)
     out_row = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     tl.store(x_ptr + out_row * C + offs_c, x, mask=offs_c < C)
@@ -51,7 +52,8 @@ def _add_norm_round_kernel(
     C: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """The same, and rows are rounded to INT8 as well."""
-    x = _normed_row(h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr, eps, given, C, shape.BLOCK_K)
+    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr)
+    x = _normed_row(pointers, eps, given, C, shape.BLOCK_K)
     out_row = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, shape.BLOCK_K)
     tl.store(x_ptr + out_row * C + offs_c, x.to(tl.float16), mask=offs_c < C)
@@ -59,10 +61,12 @@ def _add_norm_round_kernel(
 
 
 @triton.jit
-def _normed_row(
-    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr, eps, given, C: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """The row of this program, added up, kept in h and normalized, float32 [BLOCK_C]; 0 from C on."""
+def _normed_row(pointers, eps, given, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The row of this program, added up, kept in h and normalized, float32 [BLOCK_C]; 0 from C on.
+
+    The pointers are those of h, y, dec, index, table and weight.
+    """
+    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr = pointers
     out_row = tl.program_id(0).to(tl.int64)
     gathered = (given & _GATHERED) != 0
     embedded = (given & _EMBEDDED) != 0
@@ -90,8 +94,7 @@ def add_norm(
     eps: float,
     x: torch.Tensor,
     rows: torch.Tensor | None = None,
-    sums: torch.Tensor | None = None,
-    tokens: Tokens | None = None,
+    left: torch.Tensor | Tokens | None = None,
 ) -> None:
     """Add y + dec to the residual stream, then x = h / sqrt(mean(h²) + eps) * weight, rounded to half precision.
 
@@ -103,14 +106,13 @@ def add_norm(
         eps: `ModelSpec.norm_eps`.
         x: float16 [M, C], or [R, C] with `rows`; overwritten.
         rows: int32 [R], the rows of h to normalize, each in [0, M); None = all, in order.
-        sums: float32 [M, ceil(C / 32)], or [R, ...] with `rows`; overwritten with the sums of the pieces of x
-            (`runtime.backends.triton.kernels.sums`). None: nobody asks.
-        tokens: INT8 [M or R, C], of the same rows before half precision; overwritten, and `sums` is not. None: nobody
-            asks.
+        left: What else is left of the same rows; overwritten. The sums of the pieces of x, float32 [M, ceil(C / 32)],
+            or [R, ...] with `rows` (`runtime.backends.triton.kernels.sums`); or INT8 tokens [M or R, C], rounded before
+            half precision. None: nobody asks.
     """
     assert y is not None or dec is None, "a compensation belongs to the output of a linear layer"
     given = (y is not None) | (dec is not None) << 1 | (rows is not None) << 2
-    _launch(h, (y, dec), rows, x, (weight, eps), x, sums if tokens is None else tokens, given)
+    _launch(h, (y, dec), rows, x, (weight, eps), x, left, given)
 
 
 def embed_norm(
@@ -120,8 +122,7 @@ def embed_norm(
     weight: torch.Tensor,
     eps: float,
     x: torch.Tensor,
-    sums: torch.Tensor | None = None,
-    tokens_to: Tokens | None = None,
+    left: torch.Tensor | Tokens | None = None,
 ) -> None:
     """Begin the residual stream with the table's rows of the tokens, and normalize them as `add_norm` does.
 
@@ -135,10 +136,8 @@ def embed_norm(
         weight: As in `add_norm`.
         eps: As in `add_norm`.
         x: As in `add_norm`.
-        sums: As in `add_norm`.
-        tokens_to: `add_norm`'s `tokens`.
+        left: As in `add_norm`.
     """
-    left = sums if tokens_to is None else tokens_to
     _launch(h, (None, None), tokens, table, (weight, eps), x, left, _EMBEDDED.value)
 
 
