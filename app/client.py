@@ -13,6 +13,7 @@ from app.protocol import ChatDelta, ChatOptions, read, read_delta, read_items, r
 from models.progress import Progress
 from runtime.wire.answers import Caches, Holding, Loaded, ModelEntry, ModelList, Pulled, Quantized, Status
 from runtime.wire.codec import to_json
+from runtime.wire.inspection import Inspection, InspectRequest
 from runtime.wire.requests import (
     ForgetRequest,
     LoadRequest,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport
     from runtime.wire.prospects import Prospect
 
-D = TypeVar("D", Loaded, Quantized, Pulled)
+D = TypeVar("D", Loaded, Quantized, Pulled, Inspection)
 
 CONNECT_S = 5.0
 """Longest wait for a connection."""
@@ -57,6 +58,7 @@ class RuntimeClient:
         import httpx
 
         self.base_url = base_url
+        self.silence_s = SILENCE_S
         self._model: str | None = None
         self._http = httpx.AsyncClient(
             base_url=base_url,
@@ -125,6 +127,12 @@ class RuntimeClient:
         await self._json("POST", "/runtime/remove", RemoveRequest(name=name), timeout_s=TURN_S)
         self._model = None if self._model == name else self._model
 
+    async def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
+        """What the model thought at each token of an answer: reports, then that."""
+        async with aclosing(self._progress("/runtime/inspect", request, Inspection)) as reports:
+            async for report in reports:
+                yield report
+
     async def caches(self) -> Caches:
         """What is on disk of conversations' caches, and what each kind of cache means for the loaded model."""
         return read(Caches, await self._json("GET", "/runtime/caches"))
@@ -164,7 +172,7 @@ class RuntimeClient:
         if "chat" in asked:
             asked["prompt_cache_key"] = asked.pop("chat")
         if asked.pop("continue_final"):
-            asked["continue_final_message"] = True
+            asked |= {"continue_final_message": True, "add_generation_prompt": False}  # vLLM and SGLang want both
         body = {**asked, "model": model, "messages": list(messages), "stream": True}
         finished = False
         async with aclosing(self._events("/v1/chat/completions", body)) as events:
@@ -220,7 +228,7 @@ class RuntimeClient:
         """A response whose body has not been read."""
         import httpx
 
-        timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
+        timeout = httpx.Timeout(self.silence_s, connect=CONNECT_S)
         request = self._http.build_request("POST", path, json=body, timeout=timeout)
         with _translated():
             response = await self._http.send(request, stream=True)

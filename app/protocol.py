@@ -122,6 +122,6 @@ def read_delta(choice: Mapping[str, Any], timings: object, model: object = None)
     return ChatDelta(
         text=text if isinstance(text, str) else "",
         finish_reason=finish if isinstance(finish, str) else None,
-        timings=read(Timings, timings) if isinstance(timings, dict) else None,
+        timings=read(Timings, timings) if isinstance(timings, dict) and "ttft_s" in timings else None,
         model=model if isinstance(model, str) else None,
     )

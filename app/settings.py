@@ -37,6 +37,10 @@ UNSET = "auto"
 """What a person writes for "the program chooses"; in the file the key is simply absent."""
 
 
+DEFAULT_IDLE_MINUTES = 30
+"""Minutes after which a model that nobody uses leaves memory."""
+
+
 class SettingsError(Exception):
     """A setting is unknown or its value not acceptable, or the settings file cannot be read or written.
 
@@ -60,6 +64,8 @@ class Rule:
     """Whether `low` itself is excluded."""
     optional: bool = False
     """Whether `auto` (None) is acceptable."""
+    secret: bool = False
+    """Whether its value is not for lists that others may see."""
     reload: bool = False
     """Whether a change takes effect only when the model is loaded again."""
 
@@ -169,6 +175,15 @@ class Settings:
     backend: str = _setting(
         "auto", str, "what runs the model", choices=("auto", "triton", "cpu", "reference"), reload=True
     )
+    idle_unload: int | None = _setting(
+        None,
+        int,
+        f"minutes without a request after which the model leaves memory until it is needed again; 0 is never; auto: "
+        f"{DEFAULT_IDLE_MINUTES}; from the next start",
+        low=0,
+        high=100_000,
+        optional=True,
+    )
     temperature: float = _setting(0.7, float, "spread of sampling; 0 is greedy", low=0, high=2)
     top_p: float = _setting(0.95, float, "share of probability sampled from; 1 is all", low=0, high=1, above_low=True)
     top_k: int = _setting(40, int, "most tokens sampled from; 0 is all", low=0, high=10_000_000)
@@ -187,7 +202,14 @@ class Settings:
     history: str = _setting(
         "on", str, "whether chats are kept on this machine, to be found again", choices=("on", "off")
     )
-    theme: str = _setting("dark", str, "colours of the terminal UI", choices=("dark", "light", "terminal"))
+    endpoint: str | None = _setting(
+        None,
+        str,
+        "address of a server that answers in the place of this machine (OpenAI's protocol); auto: this machine",
+        optional=True,
+    )
+    endpoint_token: str = _setting("", str, "what that server wants to be shown", secret=True)
+    theme: str = _setting("dark", str, "colours of the terminal UI", choices=("dark", "light", "contrast", "terminal"))
 
     def __post_init__(self) -> None:
         for key, rule in RULES.items():

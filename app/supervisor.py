@@ -42,19 +42,24 @@ class Supervisor:
         *,
         command: Sequence[str] | None = None,
         model: str | None = None,
+        idle_minutes: float | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """Prepare; nothing is started yet.
 
         Args:
             home: The program's folder (`app.paths.home`).
-            command: Starts a runtime; this program's own by default. `--home`, `--parent-pid` and `--model` are added.
+            command: Starts a runtime; this program's own by default. `--home`, `--parent-pid`, `--model`
+                and `--idle-unload` are added.
             model: A model that a newly started runtime loads.
+            idle_minutes: Time without a request after which a newly started runtime unloads its model, until the next
+                one; None or 0: never.
             start_timeout_s: Longest wait for a new process to answer.
         """
         self.home = home
         self._command = None if command is None else tuple(command)
         self._model = model
+        self._idle_minutes = idle_minutes
         self._start_timeout_s = start_timeout_s
         self._lock = asyncio.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -198,6 +203,8 @@ class Supervisor:
             self.log_file.replace(self.log_file.with_name(OLD_LOG_NAME))
         log = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         arguments = ["--home", str(self.home), "--parent-pid", str(os.getpid())]
+        if self._idle_minutes:
+            arguments += ["--idle-unload", f"{self._idle_minutes:g}"]
         if self._model is not None:
             arguments += ["--model", self._model]
         try:

@@ -44,6 +44,8 @@ QOQ_GROUP_SIZE = 128
 """`DEFAULT_GROUP_SIZE` of `qoq`."""
 QOQ_STEPS = ("rotate", "reorder", "smooth_attention", "smooth_outputs", "clip")
 """What `qoq` does to a block before rounding it, in this order; fields of `Recipe`."""
+QOQ_USUAL = frozenset(QOQ_STEPS) - {"rotate"}
+"""Those that are done unless told not. Rotation costs SmolLM2 a tenth of its perplexity: see docs/decisions.md."""
 _OF_QOQ = frozenset(QOQ_STEPS) - {"smooth_attention"}
 _LATER = frozenset({"block_bits", *QOQ_STEPS})
 """Keys that a recipe's JSON object leaves out at their defaults."""
@@ -138,7 +140,7 @@ class Recipe:
         """The recipe that a method is used with unless something else is asked for.
 
         Args:
-            method: One of `METHODS`. `qoq` has all its steps, groups of its own size and no residuals.
+            method: One of `METHODS`. `qoq` has `QOQ_USUAL`, groups of its own size and no residuals.
             changes: Fields that differ from it. Without groups channels are not reordered.
 
         Raises:
@@ -146,7 +148,7 @@ class Recipe:
         """
         if method != "qoq":
             return cls(method=method, **changes)
-        steps = dict.fromkeys(QOQ_STEPS, True) | {"reorder": changes.get("group_size") != 0}
+        steps = {step: step in QOQ_USUAL for step in QOQ_STEPS} | {"reorder": changes.get("group_size") != 0}
         usual: dict[str, Any] = {"group_size": QOQ_GROUP_SIZE, "residual_bits": 0, **steps}
         return cls(method=method, **{**usual, **changes})
 

@@ -22,12 +22,12 @@ from typing import Any
 
 from models.progress import never_cancelled
 from runtime.constraint import Constraints
-from runtime.decoder import Decoder, Float32Array
-from runtime.embedding import embed
+from runtime.decoder import Decoder
 from runtime.errors import BackendError, ContextOverflowError, RequestError
 from runtime.generation import Piece, Run
 from runtime.kv.conversations import Conversations
 from runtime.kv.saved_folder import SavedCaches
+from runtime.rereading import Rereading
 from runtime.sampling import Sampler, SamplingOptions
 from runtime.scheduling.answer import Answer, Language, Receive
 from runtime.scheduling.request import Request
@@ -41,7 +41,7 @@ LENT_TOKENS = 128
 """Tokens that whoever measures the decoder may put into slot 0, unless more are asked for."""
 
 
-class Engine:
+class Engine(Rereading):
     """A decoder with its tokenizer.
 
     Thread-safe. `close` releases the decoder.
@@ -221,12 +221,6 @@ class Engine:
                 yield self.decoder
             finally:
                 self._conversations.clear(0)
-
-    def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled) -> Float32Array:
-        """See `runtime.embedding.embed`. Waits until all requests have ended; tokens are checked as `submit` does."""
-        checked = self._checked(tokens)
-        with self.lent(len(checked)) as decoder, decoder.session():
-            return embed(decoder, checked, cancelled)
 
     def abandon(self, error: Exception) -> None:
         """End all requests with an error."""

@@ -30,7 +30,8 @@ def config(ctx: typer.Context) -> None:
 
     settings, output = load(), Output()
     for key, rule in RULES.items():
-        output.text(f"{key:<15}{_shown(settings.get(key)):<12}  {rule.meaning}")
+        value = "(set)" if rule.secret and settings.get(key) else _shown(settings.get(key))
+        output.text(f"{key:<15}{value:<12}  {rule.meaning}")
 
 
 @app.command("path")

@@ -82,6 +82,14 @@ def quantize(
         list[Step] | None,
         typer.Option("--without", help="A step of qoq to leave out; may be given several times.", show_default=False),
     ] = None,
+    also: Annotated[
+        list[Step] | None,
+        typer.Option(
+            "--with",
+            help="A step of qoq that is left out unless asked for: rotate.",
+            show_default=False,
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option("--calibration", metavar="FILE", help="Text to calibrate on; a bundled one if not given."),
@@ -95,10 +103,14 @@ def quantize(
     from models.recipe import Recipe
 
     try:
-        if without and method != "qoq":
-            raise QuantizationError(f"--without is for the method qoq, not for {method}")
+        for option, steps in (("--without", without), ("--with", also)):
+            if steps and method != "qoq":
+                raise QuantizationError(f"{option} is for the method qoq, not for {method}")
+        if both := sorted(set(without or ()) & set(also or ())):
+            raise QuantizationError(f"{both[0]} is both asked for (--with) and left out (--without); drop one")
         asked = {"group_size": group_size, "residual_bits": residual_bits, "smooth_attention": smooth_attention}
         asked |= {step.replace("-", "_"): False for step in without or ()}
+        asked |= {step.replace("-", "_"): True for step in also or ()}
         given = {key: value for key, value in asked.items() if value is not None}
         recipe = Recipe.usual(method, bits=bits, expected_k_chunk=expect_k_chunk, **given)
     except QuantizationError as error:

@@ -24,7 +24,7 @@ from app import settings as stored
 from app.conversation import Conversation
 from app.errors import ClientError
 from app.settings import Settings, SettingsError
-from app.tui import clipboard, themes
+from app.tui import clipboard, elsewhere, themes
 from app.tui.getting import unfinished
 from app.tui.kept import KeptChats
 from app.tui.keys import KEYS
@@ -43,6 +43,7 @@ from app.tui.messages import (
     StatusChanged,
     TuneAsked,
 )
+from app.tui.naps import Naps
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
@@ -53,12 +54,17 @@ if TYPE_CHECKING:
 
 CHECK_INTERVAL_S = 5.0
 QUIT_AGAIN_S = 2.0
+OF_THE_CHAT = frozenset(
+    {"new_chat", "regenerate", "continue", "copy_answer", "stop", "edit", "attach", "chat_settings", "inspect"}
+)
+"""Actions that only the chat screen has."""
 
 
-def _own_supervisor() -> SupervisorLike:
+def _own_supervisor(settings: Settings) -> SupervisorLike:
     from app.supervisor import Supervisor
 
-    return Supervisor(paths.home())
+    minutes = settings.idle_unload
+    return Supervisor(paths.home(), idle_minutes=stored.DEFAULT_IDLE_MINUTES if minutes is None else minutes)
 
 
 class ChatApp(App[None]):
@@ -73,7 +79,7 @@ class ChatApp(App[None]):
         self,
         settings: Settings,
         *,
-        supervisor: Callable[[], SupervisorLike] = _own_supervisor,
+        supervisor: Callable[[], SupervisorLike] | None = None,
         history: Path | None = None,
         now: Callable[[], datetime] | None = None,
     ) -> None:
@@ -81,15 +87,28 @@ class ChatApp(App[None]):
 
         Args:
             settings: the settings to begin with.
-            supervisor: makes what starts the runtime; called after the first paint.
+            supervisor: makes what starts the runtime; called after the first paint. This program's own by default.
             history: file in which chats are kept; they end with the program where there is none.
             now: the time of day, for the messages.
         """
         super().__init__()
         conversation = Conversation(now) if now else Conversation()
         kept = KeptChats(history, self._cannot_keep) if history else None
-        self.session = Session(supervisor, settings, self.post_message, conversation=conversation, kept=kept)
+        own = supervisor or (lambda: _own_supervisor(settings))
+        self.session = Session(
+            lambda: self._supervisor(own), settings, self.post_message, conversation=conversation, kept=kept
+        )
         self._interrupted = -QUIT_AGAIN_S
+        self._naps = Naps(CHECK_INTERVAL_S)
+
+    def _supervisor(self, own: Callable[[], SupervisorLike]) -> SupervisorLike:
+        """Our own runtime's, or that of the server elsewhere that is set."""
+        settings = self.session.settings
+        if settings.endpoint is None:
+            return own()
+        from app.remote import RemoteSupervisor
+
+        return RemoteSupervisor(settings.endpoint, settings.endpoint_token)
 
     def _cannot_keep(self, reason: str) -> None:
         """Called by any thread."""
@@ -113,13 +132,18 @@ class ChatApp(App[None]):
 
     def on_mount(self) -> None:
         """Choose the theme; start the runtime once the first frame is out."""
-        self.register_theme(themes.DARK)
-        self.register_theme(themes.LIGHT)
-        self.theme = themes.NAMES[self.session.settings.theme]
+        for theme in themes.OWN:
+            self.register_theme(theme)
+        self._wear_theme()
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             for number in (signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
         self.call_after_refresh(self._start)
+
+    def _wear_theme(self) -> None:
+        """Take the colours of the settings."""
+        self.theme = themes.NAMES[self.session.settings.theme]
+        self.set_class(self.theme == themes.CONTRAST.name, "-high-contrast")
 
     def _start(self) -> None:
         self.run_worker(self.session.start(), group="runtime", exit_on_error=False)
@@ -129,6 +153,8 @@ class ChatApp(App[None]):
         if terminal_is_gone() and not self.is_headless:
             self.exit()  # not every terminal sends SIGHUP when it goes
             return
+        if self._naps.slept() is not None:
+            await self.session.wake()
         await self.session.refresh()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
@@ -178,8 +204,9 @@ class ChatApp(App[None]):
 
     @on(LoadAsked)
     def load_model(self, event: LoadAsked) -> None:
-        """Load a model, and remember it."""
-        self._save({"model": event.name})
+        """Load a model, and remember it, if it is one of this machine's."""
+        if self.session.remote is None:
+            self.keep_settings({"model": event.name})
         self.run_worker(self._load(event.name), group="work", exit_on_error=False)
 
     async def _load(self, name: str) -> None:
@@ -200,7 +227,7 @@ class ChatApp(App[None]):
     async def _get(self, request: QuantizeRequest) -> None:
         got = await self.session.get(request)
         if got is not None and got.loaded:
-            self._save({"model": got.made})
+            self.keep_settings({"model": got.made})
         elif got is not None and got.made is not None and self.session.job and self.session.job.outcome == "done":
             self.notify(f"{got.made} is made; F2 loads it.", markup=False)
         self.show_session()
@@ -239,15 +266,16 @@ class ChatApp(App[None]):
     def change_setting(self, event: SettingChanged) -> None:
         """Apply and keep a setting."""
         self.session.settings = self.session.settings.changed({event.key: event.value})
-        self._save({event.key: event.value})
+        self.keep_settings({event.key: event.value})
         if event.key == "theme":
-            self.theme = themes.NAMES[self.session.settings.theme]
+            self._wear_theme()
         elif event.key in ("k_chunk", "prompt_budget") or (
             event.key == "budget" and self.session.settings.k_chunk is None
         ):
             self._compensate(force=False)
 
-    def _save(self, changes: dict[str, str | int | float | None]) -> None:
+    def keep_settings(self, changes: dict[str, str | int | float | None]) -> None:
+        """Write settings into the file."""
         try:
             stored.save(changes)
         except SettingsError as error:
@@ -259,7 +287,9 @@ class ChatApp(App[None]):
         """Offer only what can be done here and now."""
         if action == "chats":
             return self.session.kept is not None
-        if action in ("new_chat", "regenerate", "continue", "copy_answer", "stop", "edit", "attach", "chat_settings"):
+        if action in elsewhere.OWN_ALONE and self.session.remote is not None:
+            return False
+        if action in OF_THE_CHAT:
             if not self.screen_stack or not isinstance(self.screen, ChatScreen):
                 return False
             path = self.session.conversation.path()
@@ -306,10 +336,12 @@ class ChatApp(App[None]):
             self.push_screen(ConfirmDialog(told, verb), decided)
 
     def action_chats(self) -> None:
-        """Open the chats that are kept."""
+        """Show the chats that are kept: beside the one in sight, or on a screen of their own where that is narrow."""
+        if self.session.kept is None or (self.screen is self.chat and self.chat.toggle_sidebar()):
+            return
         from app.tui.screens.chats import ChatsScreen
 
-        if self.session.kept is not None and not isinstance(self.screen, ChatsScreen):
+        if not isinstance(self.screen, ChatsScreen):
             self._open(ChatsScreen(self.session))
 
     @on(ChatAsked)
@@ -342,6 +374,10 @@ class ChatApp(App[None]):
     def action_chat_settings(self) -> None:
         """System prompt and sampling of this chat alone."""
         self.chat.settings_of_chat()
+
+    def action_inspect(self) -> None:
+        """Look at the tokens of the last answer."""
+        self.chat.inspect()
 
     def action_help(self) -> None:
         """List the keys."""
@@ -378,11 +414,18 @@ class ChatApp(App[None]):
         self.show_session()
 
     def action_models(self) -> None:
-        """Open the models."""
+        """Open the models; those of a server elsewhere are a plain list."""
+        if self.session.remote is not None:
+            self.run_worker(elsewhere.pick_model(self), group="models", exit_on_error=False)
+            return
         from app.tui.screens.models import ModelsScreen
 
         if not isinstance(self.screen, ModelsScreen):
             self._open(ModelsScreen(self.session))
+
+    def action_endpoint(self) -> None:
+        """Ask which server answers."""
+        elsewhere.ask_endpoint(self)
 
     def action_settings(self) -> None:
         """Open the settings."""
@@ -465,9 +508,11 @@ class ChatApp(App[None]):
             ("Copy answer", "Copy the last answer", "copy_answer", self.action_copy_answer),
             ("Attach a file", "Send a text file with the message", "attach", self.action_attach),
             ("This chat", "System prompt and sampling of this chat alone", "chat_settings", self.action_chat_settings),
+            ("Tokens", "How likely each token of the last answer was", "inspect", self.action_inspect),
             ("Models", "Pick, get, make or delete a model", "models", self.action_models),
             ("Settings", "Budget, sampling, memory, looks", "settings", self.action_settings),
             ("Device", "What was detected, and how the model is tuned to it", "device", self.action_device),
+            ("Endpoint", "Let a server elsewhere answer, or this machine again", "", self.action_endpoint),
             ("Log", "What the runtime wrote, and why it ended", "log", self.action_log),
             ("Restart the runtime", "Load the model again; the chat is kept", "", self.action_restart_runtime),
             ("Keys", "List every key", "help", self.action_help),
@@ -483,4 +528,6 @@ class ChatApp(App[None]):
             entries.insert(-3, resume)
         keys = {binding.action: self.get_key_display(binding) for binding in KEYS}
         for title, words, action, act in entries:
+            if self.session.remote is not None and action in elsewhere.OWN_ALONE:
+                continue
             yield SystemCommand(f"{title}  {keys[action]}" if action in keys else title, words, act)

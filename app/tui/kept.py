@@ -52,15 +52,18 @@ class KeptChats:
             return ()
         return await self._do(lambda history: history.prompts())
 
-    async def chats(self) -> Sequence[Chat]:
-        """All chats: pinned ones first, then the newest first.
+    async def chats(self, limit: int = -1) -> Sequence[Chat]:
+        """Chats: pinned ones first, then the newest first.
+
+        Args:
+            limit: Most chats; -1: all.
 
         Raises:
             HistoryError: the history can't be read; so every method.
         """
         if not self._path.is_file():
             return ()
-        return await self._do(lambda history: history.chats())
+        return await self._do(lambda history: history.chats(limit))
 
     async def search(self, text: str) -> Sequence[Found]:
         """Messages that hold the words of a text; see `History.search`."""

@@ -42,6 +42,15 @@ KEYS = (
         "f6", "log", "log", tooltip="What the runtime wrote, and why it ended", id="app.log", priority=True, show=False
     ),
     Binding(
+        "f7",
+        "inspect",
+        "tokens",
+        tooltip="How likely each token of the last answer was",
+        id="chat.tokens",
+        priority=True,
+        show=False,
+    ),
+    Binding(
         "ctrl+t",
         "stop_work",
         "stop the work",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from textual.message import Message as Event
@@ -99,12 +99,25 @@ class Prompts:
         found = self.fit(conversation, path)
         if found.first and path[found.first].id != conversation.extras.since:
             await self._leave_out(conversation, path, found.first)
-        extras = conversation.extras
         system = str(self.setting_of(conversation, "system_prompt"))
-        if found.first and extras.summary:
-            system = f"{system}\n\nEarlier in this conversation: {extras.summary}".strip()
-        prompt = prompt_of(path[found.first :], system)
-        return prompt, ChatOptions(**sampling, model=extras.model, chat=conversation.id, continue_final=resume)
+        prompt = prompt_of(path[found.first :], self._with_summary(conversation, system, found.first))
+        return prompt, ChatOptions(
+            **sampling, model=conversation.extras.model, chat=conversation.id, continue_final=resume
+        )
+
+    @staticmethod
+    def _with_summary(conversation: Conversation, system: str, first: int) -> str:
+        """The system prompt, with what is told of the messages that are left out."""
+        summary = conversation.extras.summary
+        return f"{system}\n\nEarlier in this conversation: {summary}".strip() if first and summary else system
+
+    def read_before(self, conversation: Conversation, answer: str) -> list[Mapping[str, str]]:
+        """What the model had been given when it wrote an answer, as far as that can be told now."""
+        path = conversation.path(answer)
+        statistics = path[-1].statistics
+        first = statistics.left_out or 0 if statistics is not None else 0
+        system = str(self.setting_of(conversation, "system_prompt"))
+        return prompt_of(path[first:-1], self._with_summary(conversation, system, first))
 
     async def _leave_out(self, conversation: Conversation, path: Sequence[Message], first: int) -> None:
         """Take note of what the model reads from now on, with a summary of the rest where that is wanted."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from models.progress import Progress
     from runtime.wire.answers import Caches, Holding, ModelEntry, Status
     from runtime.wire.device import DeviceReport
+    from runtime.wire.inspection import Inspection, InspectRequest
     from runtime.wire.prospects import Prospect
     from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
@@ -43,6 +44,9 @@ class ClientLike(Protocol):
 
     def chat(self, messages: Sequence[Mapping[str, str]], options: ChatOptions) -> AsyncGenerator[ChatDelta, None]:
         """Answer a conversation."""
+
+    def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
+        """What the model thought at each token of an answer."""
 
     async def remove(self, name: str) -> None:
         """Delete a stored model."""

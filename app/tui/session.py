@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from runtime.problem import Problem
     from runtime.wire.answers import Caches, Holding, ModelEntry, Status
     from runtime.wire.device import DeviceReport
+    from runtime.wire.inspection import Inspection
     from runtime.wire.prospects import Prospect
     from runtime.wire.requests import LoadRequest, QuantizeRequest
 
@@ -65,7 +66,7 @@ class Session:
             clock: seconds, for speeds.
         """
         self.settings = settings
-        self.wanted: str | None = settings.model
+        self.wanted: str | None = None if settings.endpoint else settings.model
         """The model that is loaded, or is to be."""
         self.summarizes = False
         """Whether what is left out next is summarized, because the person said so this time."""
@@ -167,10 +168,37 @@ class Session:
         finally:
             await self._connection.close()
 
+    @property
+    def remote(self) -> str | None:
+        """The address of the server that answers, where it is not our own runtime."""
+        return self.settings.endpoint
+
+    async def switch(self) -> None:
+        """Let the server answer that the settings name now; answers and work of the one before are stopped."""
+        await self.answers.stop()
+        await self.stop_work()
+        await self._connection.close()
+        self.wanted = None if self.remote else self.settings.model
+        await self._connect(restart=False)
+
     async def refresh(self) -> None:
         """Ask the runtime how it is; a runtime that does not answer is lost."""
         if not self._recovering:
             await self._ask_status()
+
+    async def wake(self) -> None:
+        """The machine slept: what ran on a graphics card is started again, for drivers lose it in a suspend."""
+        status = self.status
+        if status is not None and status.backend == "triton" and not self._recovering:
+            await self.answers.stop()
+            await self.recover()
+
+    @property
+    def resting(self) -> bool:
+        """Whether the model left memory because nobody used it; the next message brings it back."""
+        status = self.status
+        empty = status is not None and status.state == "empty"
+        return empty and self.wanted is not None and self.problem is None and not self.working
 
     async def _ask_status(self) -> None:
         connection = self._connection
@@ -466,6 +494,8 @@ class Session:
         bound, status = conversation.extras.model, self.status
         if bound is not None and status is not None and status.model != bound and not self.working:
             await self._load(bound)
+        elif self.resting and self.wanted is not None:
+            await self._load(self.wanted)
         if self._connection.client is None or not self.ready:
             return self.problem or "no model is loaded; pick one with F2"
         if bound is None and self.status is not None and self.status.model is not None:
@@ -483,6 +513,25 @@ class Session:
     def will_leave_out(self, typed: str = "") -> int:
         """Messages of the chat in sight that the next prompt leaves out and the last one did not."""
         return self._prompts.will_leave_out(self.conversation, typed)
+
+    async def inspect(self, answer: str) -> AsyncGenerator[Progress | Inspection, None]:
+        """Let the model that wrote an answer of the chat in sight read it again, token by token.
+
+        Raises:
+            ClientError: another model is loaded, or it can't be done.
+        """
+        from runtime.wire.inspection import InspectRequest, Said
+
+        message, model = self.conversation[answer], self.status.model if self.status is not None else None
+        if not self.ready or model is None:
+            raise ClientError("no model is loaded")
+        if message.model not in (None, model):
+            raise ClientError(f"{message.model} wrote it, and {model} is loaded; F2 loads the other one")
+        before = [Said(**said) for said in self._prompts.read_before(self.conversation, answer)]
+        request = InspectRequest(model=model, messages=before, answer=message.text)
+        async with contextlib.aclosing(self._connection.require().inspect(request)) as reports:
+            async for report in reports:
+                yield report
 
     async def _answer_ended(self, _writing: Writing) -> None:
         if self._connection.client is not None:

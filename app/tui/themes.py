@@ -1,4 +1,4 @@
-"""Two calm themes: one accent colour, everything else grey."""
+"""Calm themes, one accent colour and everything else grey; and one of high contrast, without greys."""
 
 from __future__ import annotations
 
@@ -34,5 +34,31 @@ LIGHT = Theme(
     panel="#e8eaec",
     variables={"footer-key-foreground": "#2f6690", "footer-description-foreground": "#6a717b"},
 )
-NAMES = {"dark": DARK.name, "light": LIGHT.name, "terminal": "ansi-dark"}
+CONTRAST = Theme(
+    name="high-contrast",
+    dark=True,
+    primary="#ffff00",
+    secondary="#ffffff",
+    accent="#ffff00",
+    warning="#ffb000",
+    error="#ff8080",
+    success="#80ff80",
+    foreground="#ffffff",
+    background="#000000",
+    surface="#000000",
+    panel="#1c1c1c",
+    variables={
+        "footer-key-foreground": "#ffff00",
+        "footer-description-foreground": "#ffffff",
+        "text-muted": "#ffffff",
+        "text-disabled": "#d0d0d0",
+        "surface-lighten-2": "#ffffff",
+        "block-cursor-foreground": "#000000",
+        "block-cursor-background": "#ffff00",
+        "input-selection-background": "#0050c0",
+    },
+)
+OWN = (DARK, LIGHT, CONTRAST)
+"""The themes that Textual does not bring."""
+NAMES = {"dark": DARK.name, "light": LIGHT.name, "contrast": CONTRAST.name, "terminal": "ansi-dark"}
 """Theme of Textual by value of the setting `theme`."""

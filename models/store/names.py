@@ -70,9 +70,11 @@ def default_name(checkpoint: Path, recipe: Recipe) -> str:
     for letter, field in (("g", "group_size"), ("r", "residual_bits"), ("h", "head_bits"), ("e", "expected_k_chunk")):
         if getattr(recipe, field) != getattr(usual, field):
             name += f"-{letter}{getattr(recipe, field)}"
-    for field in QOQ_STEPS if recipe.per_token else ():
-        if not getattr(recipe, field) and (field != "reorder" or recipe.progressive):
-            name += f"-no-{field.replace('_', '-')}"
+    if recipe.per_token:
+        usual = Recipe.usual(recipe.method, group_size=recipe.group_size)
+        for field in QOQ_STEPS:
+            if getattr(recipe, field) != getattr(usual, field):
+                name += f"-{'' if getattr(recipe, field) else 'no-'}{field.replace('_', '-')}"
     if recipe.smooth_attention and not recipe.per_token:
         name += "-sa"
     return check_name(name)

@@ -13,6 +13,7 @@ from runtime.problem import Problem
 from runtime.sampling import Float32Array, SamplingOptions
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
 from runtime.wire.device import DeviceReport, PromptTuning, Tuning
+from runtime.wire.inspection import Inspection
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
 
@@ -70,6 +71,12 @@ class EngineLike(Protocol):
 
     def embed(self, tokens: Sequence[int], cancelled: Cancelled) -> Float32Array:
         """The embedding of a text, float32 [C] of length 1. Refuses what it cannot read."""
+        ...
+
+    def inspect(
+        self, prompt: Sequence[int], answer: str, progress: ProgressCallback, cancelled: Cancelled
+    ) -> Inspection:
+        """What the model thought at each token of an answer. Refuses what it cannot read."""
         ...
 
     def forget(self, chat: str | None = None) -> None:

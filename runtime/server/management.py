@@ -23,6 +23,7 @@ from runtime.server.service import Service
 from runtime.server.streaming import Events, sse
 from runtime.wire.answers import Caches, Loaded, ModelEntry, ModelList, Pulled, Quantized
 from runtime.wire.codec import WireError, from_json, to_json
+from runtime.wire.inspection import Inspection, InspectRequest
 from runtime.wire.prospects import Prospect, ProspectList
 from runtime.wire.requests import (
     ForgetRequest,
@@ -61,6 +62,7 @@ class ManagementInterface:
             Route("/runtime/remove", self.remove, methods=["POST"]),
             Route("/runtime/caches", self.caches, methods=["GET"]),
             Route("/runtime/forget", self.forget, methods=["POST"]),
+            Route("/runtime/inspect", self.inspect, methods=["POST"]),
             Route("/runtime/shutdown", self.stop, methods=["POST"]),
         ]
 
@@ -132,6 +134,10 @@ class ManagementInterface:
         """POST /runtime/forget: delete what caches hold of the conversation `chat`, or of all."""
         return json_answer(to_json(await self.service.forget((await _read(request, ForgetRequest)).chat)))
 
+    async def inspect(self, request: Request) -> Response:
+        """POST /runtime/inspect: what the model thought at each token of an answer."""
+        return await self._stream(_reported(self.service.inspect(await _read(request, InspectRequest))))
+
     async def stop(self, _request: Request) -> Response:
         """POST /runtime/shutdown."""
         logger.warning("ends: a program asked for it (POST /runtime/shutdown)")
@@ -181,7 +187,7 @@ async def _read(request: Request, kind: type[R]) -> R:
         raise refused(error.field, str(error), code=MISSING if error.missing else INVALID) from error
 
 
-async def _reported(work: AsyncGenerator[Progress, None]) -> Events:
+async def _reported(work: AsyncGenerator[Progress, None] | AsyncGenerator[Progress | Inspection, None]) -> Events:
     async with aclosing(work) as reports:
         async for progress in reports:
             yield to_json(progress)

@@ -23,7 +23,9 @@ from runtime.server.errors import ApiError, api_error, conflict, unavailable
 from runtime.server.interfaces import Catalogue, EngineLike, Inspector, Loader, Workshop
 from runtime.server.slot import ModelSlot
 from runtime.wire.answers import CacheFacts, Holding, Status
+from runtime.wire.codec import to_json
 from runtime.wire.device import DeviceReport
+from runtime.wire.inspection import Inspection, InspectRequest
 from runtime.wire.requests import LoadRequest, TuneRequest
 
 MAX_WAITING = 64
@@ -237,6 +239,18 @@ class Service:
             async for item in items:
                 yield item
 
+    async def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
+        """Read an answer again, token by token: reports, then what was found. Closing the iterator stops the work.
+
+        Raises:
+            ApiError: the model or the answer is not acceptable, or the work failed.
+        """
+        stream: Stream[Progress | Inspection] = Stream()
+        job = self._job(stream, lambda: self._inspect(request, stream))
+        async with aclosing(self._queued(stream, job)) as items:
+            async for item in items:
+                yield item
+
     async def make(self, work: Callable[[Stream[Progress]], object]) -> AsyncGenerator[Progress, None]:
         """Do a long piece of work on stored models in a thread of its own, one at a time.
 
@@ -387,3 +401,12 @@ class Service:
                 except (RequestError, ContextOverflowError) as error:
                     raise api_error(error, prompt=f"input[{index}]" if len(texts) > 1 else "input") from error
                 stream.put(Embedded(model=loaded.name, tokens=len(tokens), vector=vector))
+
+    def _inspect(self, request: InspectRequest, stream: Stream[Progress | Inspection]) -> None:
+        loaded = self._slot.ensure(request.model, stream.cancelled)
+        with self._slot.generating():
+            try:
+                prompt = loaded.engine.chat_prompt([to_json(message) for message in request.messages])
+                stream.put(loaded.engine.inspect(prompt, request.answer, stream.put, stream.cancelled))
+            except (RequestError, ContextOverflowError) as error:
+                raise api_error(error, prompt="answer") from error

@@ -34,6 +34,7 @@ from runtime.server.listening import bind, listen
 from runtime.server.security import Security
 from runtime.wire.answers import Holding, Quantized
 from runtime.wire.codec import to_json
+from runtime.wire.inspection import Inspection, InspectRequest, Said
 from runtime.wire.requests import LoadRequest, PullRequest, QuantizeRequest, TuneRequest
 
 HELLO = [{"role": "user", "content": "echo hello there"}]
@@ -320,3 +321,11 @@ async def test_proxies_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     client = RuntimeClient("http://127.0.0.1:1", "t")
     assert client._http._mounts == {}
     await client.aclose()
+
+
+async def test_the_tokens_of_an_answer(client: RuntimeClient) -> None:
+    asked = InspectRequest(model="small", messages=[Said(role="user", content="hi")], answer="one two")
+    report, told = await collect(client.inspect(asked))
+    assert isinstance(report, Progress)
+    assert isinstance(told, Inspection)
+    assert [token.text for token in told.tokens] == ["one", "two"]

@@ -1,4 +1,4 @@
-"""Pictures of every screen at several sizes in two themes: `python -m tests.bench.screens FOLDER [--only NAME]`.
+"""Pictures of every screen at several sizes in three themes: `python -m tests.bench.screens FOLDER [--only NAME]`.
 
 Writes SVG files, `NAME-WIDTHxHEIGHT-THEME.svg`, of the real screens over the scripted runtime of the UI's tests.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from tests.bench.streaming import scripted_runtime
 
 SIZES = ((120, 40), (80, 24), (60, 18), (40, 15))
-THEMES = ("dark", "light")
+THEMES = ("dark", "light", "contrast")
 ANSWER = """<think>
 Which channels have large activations?
 </think>
@@ -38,7 +38,7 @@ def error(weights, activations, quantize, scale=1.0, groups=64, symmetric=False,
 KEYS: Mapping[str, tuple[str, ...]] = {
     "empty": (), "answer": (), "message": ("ctrl+up", "d"), "chats": ("ctrl+b",), "help": ("f1",), "models": ("f2",),
     "quantize": ("f2", "q"), "settings": ("f3",), "device": ("f4",), "this-chat": ("f5",), "log": ("f6",),
-    "palette": ("ctrl+p",),
+    "palette": ("ctrl+p",), "tokens": ("f7",),
 }  # fmt: skip
 """What is pressed for each picture."""
 

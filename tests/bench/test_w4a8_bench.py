@@ -6,17 +6,18 @@ from pathlib import Path
 
 from tests.bench.reporting.results import Results
 from tests.bench.w4a8.models import ablation, alone, compared
-from tests.bench.w4a8.report import section
+from tests.bench.w4a8.report import ROTATED_STEP, section
 
 
 def test_every_step_of_the_ablation_adds_to_the_one_before() -> None:
-    steps = ablation(128)
-    recipes = [step.recipe.to_json() for step in steps]
-    assert all(
-        one != other or a.kv != b.kv for one, other, a, b in zip(recipes, recipes[1:], steps, steps[1:], strict=False)
-    )
-    assert steps[-1].recipe == compared(128)[1].recipe
-    assert steps[0].recipe == compared(128)[4].recipe
+    by_name = {variant.name: variant.recipe for variant in compared(128)}
+    for rotated, whole in ((True, "W4A8 QoQ, groups, rotated"), (False, "W4A8 QoQ, groups")):
+        steps = ablation(128, rotated=rotated)
+        settings = [(step.recipe, step.kv) for step in steps]
+        same = [step.name for step, a, b in zip(steps[1:], settings, settings[1:], strict=False) if a == b]
+        assert same == ([] if rotated else [ROTATED_STEP])
+        assert steps[-1].recipe == by_name[whole]
+        assert steps[0].recipe == by_name["W4A8 RTN, per channel"]
     assert all(recipe != compared(128)[1].recipe for recipe in alone(128).values())
 
 

@@ -212,7 +212,8 @@ def test_what_is_asked_for_has_to_go_together() -> None:
             Recipe(**bad)  # type: ignore[arg-type]
     usual = Recipe.usual("qoq")
     assert (usual.group_size, usual.residual_bits, usual.reorder) == (128, 0, True)
+    assert not usual.rotate
     assert not Recipe.usual("qoq", group_size=0).reorder
     assert Recipe.from_json(usual.to_json()) == usual
     assert not set(QOQ_STEPS) & Recipe().to_json().keys()
-    assert replace(usual, clip=False).to_json().keys() >= {"rotate", "reorder"}
+    assert replace(usual, clip=False).to_json().keys() >= {"smooth_outputs", "reorder"}

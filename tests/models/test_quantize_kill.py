@@ -20,6 +20,7 @@ from models.errors import ModelNotFoundError
 from models.store import Store
 
 KILLS = 30
+KILLS_OF_QOQ = 10
 
 WORKER = """
 import os, signal, sys, time
@@ -32,11 +33,12 @@ from models.store import Store
 torch.set_num_threads(1)
 folder, root, text = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]).read_text()
 for line in sys.stdin:
-    name, bits, kill_after = line.split()
+    name, method, bits, kill_after = line.split()
     child = os.fork()
     if child == 0:
         try:
-            recipe = Recipe(bits=int(bits), group_size=32)
+            steps = {"residual_bits": 4, "rotate": True} if method == "qoq" else {}
+            recipe = Recipe.usual(method, bits=int(bits), group_size=32, **steps)
             quantize(folder, Store(root), recipe, name=name, force=True, calibration=text, evaluation=text)
         except BaseException:
             import traceback
@@ -63,11 +65,11 @@ class Attempts:
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TOKENIZERS_PARALLELISM": "false"},
         )
 
-    def attempt(self, name: str, bits: int, kill_after: float | None = None) -> int:
+    def attempt(self, name: str, bits: int, kill_after: float | None = None, *, method: str = "gptq") -> int:
         """Run one quantization, killed after some seconds; the exit code."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"{name} {bits} {'never' if kill_after is None else kill_after}\n")
+        self.process.stdin.write(f"{name} {method} {bits} {'never' if kill_after is None else kill_after}\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
@@ -117,6 +119,32 @@ def test_killed_at_thirty_random_moments(attempts: Attempts, tmp_path: Path) -> 
         store.verify("undisturbed")
     assert resumed > 0
     assert attempts.attempt("killed", 3) == 0
+    assert content(store.path("killed")) == expected
+    assert not any((store.root / ".work").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_qoq_killed_between_its_steps_goes_on(attempts: Attempts, tmp_path: Path) -> None:
+    """The steps of a block that was not finished are done anew: nothing twice, nothing left out."""
+    store = Store(tmp_path / "store")
+    assert attempts.attempt("warm", 4, method="qoq") == 0
+    begin = time.monotonic()
+    assert attempts.attempt("undisturbed", 4, method="qoq") == 0
+    duration = time.monotonic() - begin
+    expected = content(store.path("undisturbed"))
+    kept = 0
+    for number in range(KILLS_OF_QOQ):
+        code = attempts.attempt("killed", 4, duration * (0.15 + 0.5 * number / KILLS_OF_QOQ), method="qoq")
+        assert code in (0, -signal.SIGKILL)
+        kept += code != 0 and any(store.work_folder("killed").glob("streams-*"))
+        assert "killed" not in store or code == 0
+        assert [entry.folder for entry in store.damaged()] == []
+        if code == 0:
+            assert content(store.path("killed")) == expected
+            store.remove("killed")
+    assert kept > 0
+    assert attempts.attempt("killed", 4, method="qoq") == 0
     assert content(store.path("killed")) == expected
     assert not any((store.root / ".work").iterdir())
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
 from textual.timer import Timer
 from textual.widgets import Footer
 
@@ -16,6 +17,7 @@ from app.tui.answers import Writing
 from app.tui.greeting import Greeting
 from app.tui.messages import Submitted
 from app.tui.pump import Pump
+from app.tui.screens.sidebar import Sidebar
 from app.tui.screens.written import WrittenScreen
 from app.tui.session import Session
 from app.tui.widgets.composer import Composer
@@ -43,11 +45,14 @@ class ChatScreen(WrittenScreen):
         self._greeting = Greeting(session)
 
     def compose(self) -> ComposeResult:
-        """Header, messages, progress, composer, keys."""
+        """Header, the other chats, messages, progress, composer, keys."""
         yield HeaderBar()
-        yield Transcript(lambda: self._session.conversation)
-        yield ProgressPanel()
-        yield Composer()
+        with Horizontal(id="chat-body"):
+            yield Sidebar(self._session)
+            with Vertical(id="chat-main"):
+                yield Transcript(lambda: self._session.conversation)
+                yield ProgressPanel()
+                yield Composer()
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -68,6 +73,7 @@ class ChatScreen(WrittenScreen):
         session = self._session
         self.query_one(HeaderBar).show(session)
         self.query_one(ProgressPanel).show(session.job)
+        self.query_one(Sidebar).fold(self.app.size.width)
         self._show_context()
         self._greeting.keep(self)
         if self._editing is None:

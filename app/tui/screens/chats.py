@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 from app.errors import HistoryError
 from app.tui.messages import ChatAsked
 from app.tui.printable import printable
-from app.tui.screens.dialogs import TitleDialog
+from app.tui.screens.chat_deeds import ChatDeeds
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
 
@@ -55,7 +55,7 @@ class ChatsScreen(Screen[None]):
         self._session = session
         self._chats: Sequence[Chat] = ()
         self._snippets: dict[str, str] = {}
-        self._deleted: list[str] = []
+        self._deeds = ChatDeeds(self, session, self._chosen, self.refill)
 
     def compose(self) -> ComposeResult:
         """Header, search, table, what is said about the chosen one, keys."""
@@ -165,44 +165,19 @@ class ChatsScreen(Screen[None]):
 
     def action_rename(self) -> None:
         """Ask for another title."""
-        chat, kept = self._chosen(), self._session.kept
-        if chat is None or kept is None:
-            return
-
-        def rename(title: str | None) -> None:
-            if title is not None:
-                self._change(kept.rename(chat.id, title))
-
-        self.app.push_screen(TitleDialog(chat.title), rename)
+        self._deeds.rename()
 
     def action_pin(self) -> None:
         """Put the chat above the others, or back among them."""
-        if (chat := self._chosen()) is not None and self._session.kept is not None:
-            self._change(self._session.kept.pin(chat.id, pinned=not chat.pinned))
+        self._deeds.pin()
 
     def action_delete(self) -> None:
         """Delete the chat; it can be brought back."""
-        if (chat := self._chosen()) is not None:
-            self._deleted.append(chat.id)
-            self._change(self._session.delete_chat(chat.id), f"{chat.title} is deleted; U brings it back.")
+        self._deeds.delete()
 
     def action_undo(self) -> None:
         """Bring back the chat that was deleted last."""
-        if self._deleted and self._session.kept is not None:
-            self._change(self._session.kept.restore(self._deleted.pop()))
-
-    def _change(self, change: Awaitable[None], told: str = "") -> None:
-        self.run_worker(self._changed(change, told), group="change", exit_on_error=False)
-
-    async def _changed(self, change: Awaitable[None], told: str) -> None:
-        try:
-            await change
-        except HistoryError as error:
-            self.notify(str(error), severity="error", markup=False)
-        else:
-            if told:
-                self.notify(told, markup=False)
-        self.refill()
+        self._deeds.undo()
 
 
 def when(moment: datetime, now: datetime | None = None) -> str:

@@ -33,7 +33,7 @@ GROUPS = {
     "Memory": ("kv", "context"),
     "Chat": ("system_prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "overflow", "history"),
     "Look": ("theme",),
-    "Runtime": ("backend",),
+    "Runtime": ("backend", "idle_unload"),
 }
 
 

@@ -17,6 +17,7 @@ from textual.widgets import TextArea
 from app.conversation import Message
 from app.errors import HistoryError
 from app.tui.messages import MessageAct
+from app.tui.screens.sidebar import LEAST_COLUMNS, Sidebar
 from app.tui.session import Session
 from app.tui.widgets.composer import Composer, remembered
 from app.tui.widgets.message_view import MessageView
@@ -109,6 +110,8 @@ class WrittenScreen(Screen[None]):
             self._copy_code(message)
         elif event.act == "edit":
             self.edit(message.id if message.role == "user" else message.parent)
+        elif event.act == "inspect":
+            self.inspect(message)
         elif event.act == "regenerate":
             await self.regenerate(message.id)
         elif event.act in ("before", "after") and not self.busy:
@@ -126,6 +129,19 @@ class WrittenScreen(Screen[None]):
         if (view := self.transcript.view(conversation.path()[at].id)) is not None:
             view.focus()
 
+    def inspect(self, message: Message | None = None) -> None:
+        """Look at the tokens of an answer, by default the last one."""
+        answers = [one for one in self._session.conversation.path() if one.role == "assistant" and one.text]
+        wanted = message or (answers[-1] if answers else None)
+        if wanted is None or wanted.role != "assistant" or not wanted.text:
+            self.notify("There is no answer to look at.", severity="warning")
+        elif wanted.state == "streaming":
+            self.notify("The answer is still being written.", severity="warning")
+        else:
+            from app.tui.screens.inspector import InspectorScreen
+
+            self.app.push_screen(InspectorScreen(self._session, wanted))
+
     def _copy_code(self, message: Message) -> None:
         """Copy a code block of a message, another one each time."""
         view = self.transcript.view(message.id)
@@ -138,6 +154,19 @@ class WrittenScreen(Screen[None]):
         self._copied = (message.id, at)
         self.app.copy_to_clipboard(blocks[at])
         self.notify(f"Code block {at + 1} of {len(blocks)} is copied.", timeout=2)
+
+    def toggle_sidebar(self) -> bool:
+        """Show the sidebar and put the keys on it; where they are on it, hide it. Returns whether there is room."""
+        if self.app.size.width < LEAST_COLUMNS:
+            return False
+        sidebar = self.query_one(Sidebar)
+        sidebar.wanted = not (sidebar.display and sidebar.has_focus_within)
+        sidebar.fold(self.app.size.width)
+        if sidebar.wanted:
+            sidebar.action_search()
+        else:
+            self.composer.focus()
+        return True
 
     def action_to_messages(self) -> None:
         """Put the keys on the last message."""

@@ -64,6 +64,8 @@ def model_parts(session: Session) -> list[str]:
         return [f"{session.job.title} …"]
     if status is None:
         return [session.problem or "starting …"]
+    if session.resting:
+        return [f"{session.wanted} rests until you write"]
     if not session.ready or status.model is None:
         return ["no model loaded"]
     return [status.model] if status.bits is None else [status.model, bit_count(status.bits)]

@@ -62,6 +62,7 @@ class MessageView(Vertical, can_focus=True):
             "b", "act('copy_code')", "code", tooltip="Copy its code blocks, one after the other", id="message.code"
         ),
         Binding("d,enter", "toggle_details", "details", tooltip="What the answer cost", id="message.details"),
+        Binding("t", "act('inspect')", "tokens", tooltip="How likely each token was", id="message.tokens"),
         Binding("f", "toggle_fold", "fold", tooltip="Fold or unfold a long prompt", id="message.fold", show=False),
         Binding("escape", "screen.to_composer", "back", tooltip="Back to writing", id="message.back"),
     ]
@@ -189,9 +190,9 @@ class MessageView(Vertical, can_focus=True):
         before = ["stopped"] if message.state == "stopped" else []
         if message.statistics is None:
             return fitting(before, self.content_size.width)
-        link = "details"
-        line = statistics_line(message.statistics, self.content_size.width - len(link) - 3, before)
-        return f"{line} · [@click=toggle_details]{link}[/]"
+        links = "details · tokens"
+        line = statistics_line(message.statistics, self.content_size.width - len(links) - 3, before)
+        return f"{line} · [@click=toggle_details]details[/] · [@click=act('inspect')]tokens[/]"
 
     def _actions(self) -> str:
         if not self._last or not self.message.resumable:

@@ -7,10 +7,11 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Input, Select, Static, TextArea
 
-from app.settings import RULES, UNSET, SettingsError, Value, check
+from app.settings import DEFAULT_IDLE_MINUTES, RULES, UNSET, SettingsError, Value, check
 from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
 
 MEANINGS = {
+    "idle_unload": f"minutes until an unused model leaves memory; 0 is never; auto: {DEFAULT_IDLE_MINUTES}",
     "overflow": "what becomes of the oldest messages of a full chat",
     "k_chunk": "a number overrides the budget; 0 is none",
     "prompt_budget": f"% more time to the first word; auto: {DEFAULT_PROMPT_BUDGET_PERCENT:g}",

@@ -54,14 +54,15 @@ class TritonBackend:
         """See `runtime.backend.Backend.footprint`. Residuals stay in main memory, but for two layers' of a prompt."""
         values = [N * K for N, K in (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())]
         staged = 2 * sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
-        weights = sizes.weight_bytes
-        if sizes.recipe is not None:
-            weights = weight_bytes(spec, sizes.recipe, compensated=compensated)
+        weights, recipe = sizes.weight_bytes, sizes.recipe
+        token_group = recipe.group_size if recipe is not None and recipe.per_token else None
+        if recipe is not None:
+            weights = weight_bytes(spec, recipe, compensated=compensated)
         return Footprint(
             weight_bytes=weights,
             residual_bytes=sizes.residual_bytes if compensated else 0,
             overhead_bytes=_MODULE_BYTES + (0 if card.is_started() else _DRIVER_BYTES) + (staged if compensated else 0),
-            buffer_bytes=partial(buffer_bytes, spec),
+            buffer_bytes=partial(buffer_bytes, spec, token_group=token_group),
         )
 
     def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:

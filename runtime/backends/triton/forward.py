@@ -28,9 +28,12 @@ from runtime.backends.triton.kernels.gemv import ROWS, few_rows
 from runtime.backends.triton.kernels.norm import add_norm, embed_norm
 from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.backends.triton.kernels.together import multiply
+from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
+from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
 from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes
-from runtime.backends.triton.words import pieces
+from runtime.backends.triton.whole import WholeLinear
+from runtime.backends.triton.words import pieces, token_width
 from runtime.backends.triton.workspace import Workspace
 from runtime.decoder import Way
 
@@ -51,7 +54,11 @@ class Buffers:
 
     def __init__(self, model: GpuModel, rows: int) -> None:
         spec, device = model.spec, model.device
-        sizes = buffer_sizes(spec, rows)
+        sizes = buffer_sizes(spec, rows, model.token_group)
+        self._token_group = model.token_group
+        self._tokens = torch.zeros(sizes.tokens, dtype=torch.int8, device=device)
+        self._token_sums = torch.zeros(sizes.token_sums, dtype=torch.int32, device=device)
+        self._token_scales = torch.zeros(sizes.token_scales, device=device)
         self._inputs = torch.zeros(sizes.inputs, dtype=torch.float16, device=device)
         self._sums = torch.zeros(sizes.sums, device=device)
         self._queries = torch.zeros(sizes.queries, dtype=torch.float16, device=device)
@@ -81,9 +88,22 @@ class Buffers:
         return self._inputs[: M * K].view(M, K)
 
     def sums(self, M: int, K: int) -> torch.Tensor | None:
-        """float32 [M, ceil(K / 32)], the sums of the pieces of that input; None of more rows than need them."""
+        """float32 [M, ceil(K / 32)], the sums of the pieces of that input; None where none are needed.
+
+        More rows than a few don't need them, nor do products that read INT8 tokens.
+        """
         each = pieces(K)
-        return None if M > SUMMED_ROWS else self._sums[: M * each].view(M, each)
+        return None if M > SUMMED_ROWS or self._token_group is not None else self._sums[: M * each].view(M, each)
+
+    def rounded(self, M: int, K: int) -> Tokens | None:
+        """That input as INT8 tokens [M, K]; None where products read half precision."""
+        group = self._token_group
+        if group is None:
+            return None
+        width = token_width(K, group)
+        groups = width // group if group else 1
+        codes, sums = self._tokens[: M * width].view(M, width), self._token_sums[: M * groups].view(M, groups)
+        return Tokens(codes, self._token_scales[:M], sums, group)
 
     def queries(self, M: int, width: int) -> torch.Tensor:
         """float16 [M, H * D]."""
@@ -117,6 +137,8 @@ class Value:
     """An output that is still to be added to this residual stream."""
     sums: torch.Tensor | None = None
     """The sums of the pieces of an input, where the kernel that made it left them."""
+    rounded: Tokens | None = None
+    """An input as INT8 tokens, where products read these."""
     norm: str = ""
     """The norm of these heads, still to be applied."""
     tokens: torch.Tensor | None = None
@@ -167,13 +189,13 @@ class Pass(Operations[Value]):
         y, dec = (None, None) if x.added is None else (x.added.tensor, x.added.dec)
         rows = self._buffers.logit_rows[: self._R] if x.gathered else None
         M = self._R if x.gathered else self._M
-        out, sums = self._buffers.input(M, C), self._buffers.sums(M, C)
+        out, sums, rounded = self._buffers.input(M, C), self._buffers.sums(M, C), self._buffers.rounded(M, C)
         weight, eps = self._model.norms[name], self._spec.norm_eps
         if x.tokens is not None:
-            embed_norm(x.tokens, self._model.table, h, weight, eps, out, sums)
+            embed_norm(x.tokens, self._model.table, h, weight, eps, out, sums if rounded is None else rounded)
         elif out.numel():
-            add_norm(h, y, dec, weight, eps, out, rows, sums)
-        return Value(out, sums=sums, gathered=x.gathered)
+            add_norm(h, y, dec, weight, eps, out, rows, sums if rounded is None else rounded)
+        return Value(out, sums=sums, rounded=rounded, gathered=x.gathered)
 
     def linear(self, x: Value, name: str) -> Value:
         """See `models.architecture.Operations`."""
@@ -221,15 +243,19 @@ class Pass(Operations[Value]):
         heads(v.tensor, v.dec, norms, rope, model.bases[layer], rows, pages, queries)
         context, draft = model.options.context, self._draft
         sums = attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft)
-        return Value(out, sums=sums)
+        rounded = buffers.rounded(M, spec.q_width)
+        if rounded is not None:
+            round_tokens(out, rounded)
+        return Value(out, sums=sums, rounded=rounded)
 
     def gate(self, gate_value: Value, up: Value) -> Value:
         """See `models.architecture.Operations`."""
         assert gate_value.tensor is up.tensor
         width = self._spec.intermediate_size
         out, sums = self._buffers.input(self._M, width), self._buffers.sums(self._M, width)
-        gate(up.tensor, up.dec, out, sums)
-        return Value(out, sums=sums)
+        rounded = self._buffers.rounded(self._M, width)
+        gate(up.tensor, up.dec, out, sums, rounded)
+        return Value(out, sums=sums, rounded=rounded)
 
     def add(self, x: Value, y: Value) -> Value:
         """See `models.architecture.Operations`. Done by the norm that reads the sum."""
@@ -260,11 +286,14 @@ def product(linear: Linear, x: Value, out: torch.Tensor, buffers: Buffers) -> No
 
     Args:
         linear: The layer.
-        x: float16 [M, K], and the sums of its pieces where they are known.
+        x: float16 [M, K], and the sums of its pieces where they are known; or its INT8 tokens.
         out: float32 [M, N]; overwritten.
         buffers: For the workspace.
     """
-    if x.tensor.shape[0] <= ROWS:
+    if isinstance(linear.weight, WholeLinear):
+        assert x.rounded is not None
+        gemm_w4a8(x.rounded, linear.weight, out)
+    elif x.tensor.shape[0] <= ROWS:
         few_rows(x.tensor, linear.weight, out, buffers.main, sums=x.sums)
     else:
         gemm(x.tensor, linear.weight, out, buffers.main)

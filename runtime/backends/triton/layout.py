@@ -91,7 +91,8 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
     """Bring a stored matrix to the device in the layout of the kernels.
 
     Args:
-        packed: Codes in canonical packing, uniform or with codebooks, whose entries become half precision values.
+        packed: Codes in canonical packing, uniform or with codebooks, whose entries become half precision values; those
+            of W4A8 are `runtime.backends.triton.whole.repack_whole`'s.
         device: Where the result lies.
 
     Raises:
@@ -107,8 +108,6 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
             bias=packed.bias,
             device=device,
         )
-    if packed.per_token:
-        raise BackendError(f"{packed.name} is made by qoq, which the GPU backend does not run; the CPU backend does")
     N, K = packed.shape
     assert packed.zeros is not None
     if packed.group_size <= 0 or packed.group_size % PIECE:

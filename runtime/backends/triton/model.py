@@ -17,6 +17,7 @@ from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import REMEDY, GpuResidual, PageLockError, load_residuals, page_locked
 from runtime.backends.triton.staging import Shared, Staging
+from runtime.backends.triton.whole import WholeLinear, repack_whole
 from runtime.decoder import DecoderOptions
 from runtime.errors import RequestError
 from runtime.kv.basis import key_bases
@@ -40,7 +41,7 @@ class Linear:
     """As it is stored (mapped)."""
     index: int
     """Its place in `ModelSpec.linear_names`."""
-    weight: GpuLinear
+    weight: GpuLinear | WholeLinear
     """In the kernels' layout."""
     residual: GpuResidual | None = None
     """Fetched from the CPU's memory; None until the layer is compensated for the first time, and where memory could not
@@ -71,12 +72,12 @@ class GpuModel:
         self.problems: tuple[Problem, ...] = ()
         """What could not be page-locked, and what to do about it."""
         packed = [weights.linear(name) for name in spec.linear_names()]
-        placed = [repack(each, device) for each in packed]
-        tail = max(each.tail for each in placed)
         self.linears = {
-            stored.name: Linear(stored, index, replace(weight, other_tail=tail))
-            for index, (stored, weight) in enumerate(zip(packed, placed, strict=True))
+            stored.name: Linear(stored, index, weight)
+            for index, (stored, weight) in enumerate(zip(packed, _placed(packed, device), strict=True))
         }
+        self.token_group = next((w.group_size for w in self._weights() if isinstance(w, WholeLinear)), None)
+        """Channels of a sum of INT8 tokens, 0 = all of a row; None where products read half precision."""
         self.staging = Staging([], device, None)
         """Brings residuals of a prompt's layers to the device."""
         self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.norm_names()}
@@ -99,7 +100,7 @@ class GpuModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one decoded token reads on the device."""
-        linears = sum(linear.weight.nbytes for linear in self.linears.values())
+        linears = sum(weight.nbytes for weight in self._weights())
         return linears + sum(norm.nbytes for norm in self.norms.values())
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int]) -> None:
@@ -158,6 +159,9 @@ class GpuModel:
         self.table = self.cos = self.sin = torch.empty(0)
         self.cache.close()
 
+    def _weights(self) -> list[GpuLinear | WholeLinear]:
+        return [linear.weight for linear in self.linears.values()]
+
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
         """Raise a `RequestError` where a layer is to be compensated and has no residuals."""
         for name, number in wanted.items():
@@ -215,3 +219,10 @@ class GpuModel:
 
     def _move(self, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _placed(packed: Sequence[PackedLinear], device: torch.device) -> list[GpuLinear | WholeLinear]:
+    """A model's matrices in the layouts of their kernels."""
+    placed = [repack_whole(each, device) if each.per_token else repack(each, device) for each in packed]
+    tail = max((each.tail for each in placed if isinstance(each, GpuLinear)), default=0)
+    return [replace(each, other_tail=tail) if isinstance(each, GpuLinear) else each for each in placed]

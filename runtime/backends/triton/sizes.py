@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from models.recipe import Recipe
 from models.spec import ModelSpec
-from runtime.backends.triton.words import code_words, pieces
+from runtime.backends.triton.words import code_words, pieces, token_width, whole_bytes
 from runtime.memory import table_bytes
 from runtime.operations.channels import layer_kind
 
@@ -33,6 +33,12 @@ class BufferSizes:
     """float16, the input of a linear layer."""
     sums: int
     """float32, sums of the pieces of such an input, of few rows."""
+    tokens: int
+    """int8, the same rounded; 0 where products read half precision."""
+    token_sums: int
+    """int32, the sums of its groups."""
+    token_scales: int
+    """float32, a scale for each row."""
     queries: int
     """float16, rotated queries."""
     stream: int
@@ -47,18 +53,29 @@ class BufferSizes:
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
-        return 2 * (self.inputs + self.queries) + 4 * (
-            self.sums + self.stream + self.output + self.compensation + self.scratch
-        )
+        bytes_2 = self.inputs + self.queries
+        bytes_4 = self.sums + self.token_sums + self.token_scales + self.stream + self.output + self.compensation
+        return self.tokens + 2 * bytes_2 + 4 * (bytes_4 + self.scratch)
 
 
-def buffer_sizes(spec: ModelSpec, rows: int) -> BufferSizes:
-    """The buffers of a model whose steps have at most so many rows."""
+def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> BufferSizes:
+    """The buffers of a model.
+
+    Args:
+        spec: Its architecture.
+        rows: Most rows of a step.
+        token_group: Channels of a sum of INT8 tokens, 0 = all of a row; None where products read half precision.
+    """
     shapes = [spec.linear_shape(kind) for kind in _BLOCK_KINDS]
     widest = max(N for N, _ in shapes)
+    longest = max(K for _, K in shapes)
+    token = 0 if token_group is None else token_width(longest, token_group)
     return BufferSizes(
-        inputs=rows * max(K for _, K in shapes),
-        sums=min(rows, SUMMED_ROWS) * pieces(max(K for _, K in shapes)),
+        inputs=rows * longest,
+        sums=min(rows, SUMMED_ROWS) * pieces(longest) if token_group is None else 0,
+        tokens=rows * token,
+        token_sums=rows * (token // (token_group or max(1, token))),
+        token_scales=rows if token else 0,
         queries=rows * spec.q_width,
         stream=rows * spec.hidden_size,
         output=max(rows * widest, spec.vocab_size),
@@ -67,9 +84,9 @@ def buffer_sizes(spec: ModelSpec, rows: int) -> BufferSizes:
     )
 
 
-def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
+def buffer_bytes(spec: ModelSpec, context: int, rows: int, token_group: int | None = None) -> int:
     """Bytes of buffers and rotary tables, and of what a draw takes for a moment."""
-    return buffer_sizes(spec, rows).nbytes + table_bytes(spec, context) + DRAW_BYTES * spec.vocab_size
+    return buffer_sizes(spec, rows, token_group).nbytes + table_bytes(spec, context) + DRAW_BYTES * spec.vocab_size
 
 
 def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bool) -> int:
@@ -93,7 +110,10 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
     total += 4 * spec.hidden_size
     for name in spec.linear_names():
         shape = spec.linear_shape(layer_kind(name))
-        group_size = 0 if recipe.codebook else recipe.group_of(shape[1])
-        total += linear_bytes(shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name))
+        if recipe.per_token:
+            total += whole_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
+        else:
+            group_size = 0 if recipe.codebook else recipe.group_size
+            total += linear_bytes(shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name))
         total += 2 * shape[0] if compensated and recipe.residual_bits not in (0, 16) else 0
     return total

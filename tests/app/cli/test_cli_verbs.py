@@ -63,6 +63,20 @@ def test_quantize_with_even_keys(answer: Answer, checkpoint: Path, services: Any
     assert not services.quantized[1].smooth_attention
 
 
+def test_quantize_with_the_steps_of_qoq_that_are_asked_for(
+    answer: Answer, run: Callable[..., Any], checkpoint: Path, services: Any
+) -> None:
+    qoq = ("--method", "qoq", "--group-size", 32)
+    assert answer("quantize", checkpoint, *qoq, "--with", "rotate", "--without", "clip")["name"].endswith(
+        "-qoq-4bit-g32-rotate-no-clip"
+    )
+    recipe = services.quantized[0]
+    assert (recipe.rotate, recipe.clip, recipe.reorder) == (True, False, True)
+    both = run("quantize", checkpoint, *qoq, "--with", "clip", "--without", "clip", code=2)
+    assert "clip is both asked for" in both.stderr
+    assert "--with is for the method" in run("quantize", checkpoint, "--with", "rotate", code=2).stderr
+
+
 def test_quantize_to_an_average(answer: Answer, run: Callable[..., Any], checkpoint: Path, services: Any) -> None:
     found = answer("quantize", checkpoint, "--bits", 3.5, "--method", "gptq")
     assert found["name"].endswith("-gptq-3.5bit")
@@ -241,6 +255,8 @@ def test_config(run: Callable[..., Any], isolated_home: Path) -> None:
     run("config", "set", "k_chunk", "8")
     assert run("config", "get", "k_chunk").stdout == "8\n"
     assert "k_chunk" in run("config").stdout
+    run("config", "set", "endpoint_token", "sesame")
+    assert "sesame" not in run("config").stdout
     run("config", "set", "k_chunk", "auto")
     assert run("config", "get", "k_chunk").stdout == "auto\n"
 

@@ -22,6 +22,7 @@ from models.shelf import SHELF
 from runtime.problem import Problem
 from runtime.wire.answers import CacheFacts, Caches, Holding, ModelEntry, Status, Timings
 from runtime.wire.device import DeviceReport, Offer, Tuning
+from runtime.wire.inspection import Candidate, InspectedToken, Inspection, InspectRequest
 from runtime.wire.prospects import Prospect
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
@@ -91,6 +92,32 @@ def tuned(budget: float) -> Tuning:
     )  # fmt: skip
 
 
+def inspected(answer: str, *, compensated: bool = True, drafts: bool = True) -> Inspection:
+    """What the scripted runtime says of an answer: every third token was changed, every fourth guessed wrong."""
+    tokens = []
+    for at, word in enumerate(re.findall(r"\s*\S+|\s+$", answer)):
+        sure = (0.97, 0.7, 0.3, 0.1, 0.02)[at % 5]
+        base = (0.1, 0.6) if at % 3 == 2 else (0.8 * sure, 0.1)
+        candidates = [
+            Candidate(
+                text=text, logit=12.0 - rank, probability=sure / (1 + 3 * rank),
+                base_logit=11.5 - rank if compensated else None,
+                base_probability=base[rank] if compensated and rank < 2 else None,
+            )
+            for rank, text in enumerate((word, " other", " third"))
+        ]  # fmt: skip
+        tokens.append(
+            InspectedToken(
+                text=word,
+                candidates=candidates,
+                chosen=0,
+                base_best=int(at % 3 == 2) if compensated else None,
+                draft=(1 if at % 4 == 3 else 0) if drafts and at else None,
+            )
+        )
+    return Inspection(tokens=tokens, model="demo", compensated=compensated)
+
+
 class GoneError(ClientError):
     """The connection broke."""
 
@@ -144,6 +171,9 @@ class Runtime:
     """Why nothing can be forgotten, once."""
     too_long: int = 0
     """So many prompts are refused as too long."""
+    inspection: Inspection | None = None
+    """What it says of the tokens of an answer; by default `inspected`."""
+    inspect_error: str | None = None
     finish_reason: str = "stop"
     answers_as: str | None = None
     """The model that says it answers, if it is another than was asked."""
@@ -289,6 +319,14 @@ class Client:
         name = request.name or request.source.rpartition("/")[2]
         runtime.entries.append(entry(name, bits=request.bits, perplexity_before=12.3, perplexity_after=12.8))
         yield replace(DONE, message=name)
+
+    async def inspect(self, request: InspectRequest) -> AsyncIterator[Progress | Inspection]:
+        self._check()
+        self.runtime.calls.append(("inspect", request))
+        if self.runtime.inspect_error:
+            raise ClientError(self.runtime.inspect_error)
+        yield Progress(phase="inspect", done=1, total=2, unit="tokens", message="reading the answer")
+        yield self.runtime.inspection or inspected(request.answer)
 
     async def remove(self, name: str) -> None:
         self._check()

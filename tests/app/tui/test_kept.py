@@ -172,7 +172,7 @@ async def test_a_history_that_cannot_be_written_is_told_and_the_chat_goes_on(
     assert path.read_bytes().startswith(b"no database")
 
 
-@pytest.mark.parametrize("size", [(40, 15), (60, 18), (200, 60)])
+@pytest.mark.parametrize("size", [(40, 15), (60, 18), (99, 60)])
 async def test_the_list_fits_the_terminal(stage: Stage, runtime: Any, kept: Path, size: tuple[int, int]) -> None:
     async with stage(runtime, kept=kept, size=size) as s:
         await s.ready()

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from app.tui.messages import QuantizeAsked
+from runtime.wire.requests import QuantizeRequest
+
 SIZES = [(120, 40), (80, 24), (40, 15)]
 ANSWER = """Because a channel with a **large activation** multiplies its `weight error`:
 
@@ -31,15 +34,23 @@ class Play:
     """Acts on the application before its picture is taken."""
 
     def __init__(
-        self, app: Any, *, keys: tuple[str, ...] = (), prompt: str | None = None, shown: Callable[[], object] = bool
+        self,
+        app: Any,
+        *,
+        keys: tuple[str, ...] = (),
+        prompt: str | None = None,
+        shown: Callable[[], object] = bool,
+        then: tuple[str, ...] = (),
     ) -> None:
         self.app = app
         self.keys = keys
         self.prompt = prompt
         self.shown = shown
+        self.then = then
 
     async def __call__(self, pilot: Any) -> None:
         session = self.app.session
+        await self.until(pilot, lambda: self.app.chat.query("Composer"))
         self.app.chat.composer.cursor_blink = False
         await self.until(pilot, lambda: session.ready and not session.working)
         if self.prompt is not None:
@@ -58,6 +69,7 @@ class Play:
         await pilot.press(*self.keys)
         if self.shown is not bool:
             await self.until(pilot, self.shown)
+        await pilot.press(*self.then)
         for _ in range(5):
             await pilot._wait_for_screen()
             await pilot.pause(0.05)
@@ -72,6 +84,11 @@ class Play:
                 return
             await pilot.pause(0.01)
         raise AssertionError("waited in vain")
+
+
+def offers(app: Any) -> Callable[[], object]:
+    """Whether the models that can be fetched are in the table."""
+    return lambda: app.screen.query("ModelTable") and app.screen.query_one("ModelTable").row_count > 2
 
 
 @at_every_size
@@ -98,13 +115,14 @@ def test_failed_answer(snap_compare: Any, app_of: Any, runtime: Any, size: tuple
 @at_every_size
 def test_models(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
     app = app_of(runtime)
-    assert snap_compare(app, terminal_size=size, run_before=Play(app, keys=("f2",)))
+    assert snap_compare(app, terminal_size=size, run_before=Play(app, keys=("f2",), shown=offers(app)))
 
 
 @at_every_size
 def test_quantize_dialog(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
     app = app_of(runtime)
-    assert snap_compare(app, terminal_size=size, run_before=Play(app, keys=("f2", "q", "x", "enter")))
+    play = Play(app, keys=("f2",), shown=offers(app), then=("q", "x", "enter"))
+    assert snap_compare(app, terminal_size=size, run_before=play)
 
 
 @at_every_size
@@ -143,3 +161,27 @@ def test_light_theme(snap_compare: Any, app_of: Any, runtime: Any) -> None:
     runtime.answers = [ANSWER]
     app = app_of(runtime, theme="light")
     assert snap_compare(app, terminal_size=(80, 24), run_before=Play(app, prompt="Why?"))
+
+
+@at_every_size
+def test_keys(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+    app = app_of(runtime)
+    assert snap_compare(app, terminal_size=size, run_before=Play(app, keys=("f1",)))
+
+
+@at_every_size
+def test_getting_a_model(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+    app = app_of(runtime)
+
+    def stopped() -> bool:
+        if runtime.named("quantize") and app.session.working:
+            app.run_worker(app.session.stop_work())
+        return app.session.job is not None and app.session.job.outcome == "stopped"
+
+    def begin() -> bool:
+        if not runtime.named("quantize"):
+            runtime.load_delay_s = 600
+            app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
+        return stopped()
+
+    assert snap_compare(app, terminal_size=size, run_before=Play(app, shown=begin))

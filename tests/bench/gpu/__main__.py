@@ -25,11 +25,20 @@ from tests.bench.gpu.report import Part, write
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "tests" / "bench" / "results"
-SECONDS = {"bandwidth": 30, "gemv": 70, "knee": 80, "prefill": 30, "attention": 180, "decode": 200, "tests": 400}
+SECONDS = {
+    "bandwidth": 30,
+    "gemv": 70,
+    "knee": 80,
+    "prefill": 30,
+    "w4a8": 120,
+    "attention": 180,
+    "decode": 200,
+    "tests": 400,
+}
 """The parts in their order, and the time after which each begins no further measurement."""
 GRACE = 35
 """Seconds that a part may take beyond that before it is stopped."""
-DEFAULT_PARTS = ("bandwidth", "gemv", "knee", "prefill", "attention", "decode")
+DEFAULT_PARTS = ("bandwidth", "gemv", "knee", "prefill", "w4a8", "attention", "decode")
 """What runs when nothing is named; `tests` runs the kernels' tests, compiled, on this device."""
 
 

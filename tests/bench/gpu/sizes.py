@@ -27,6 +27,8 @@ class Sizes:
     """Replays of each contestant."""
     prefill_rows: tuple[int, ...]
     """Rows of activations in a prefill step (M)."""
+    batches: tuple[int, ...]
+    """Rows of W4A8 products (M)."""
     attention_contexts: tuple[int, ...]
     """Tokens in the cache when attention alone is timed, what matters most first."""
     attention_launches: tuple[tuple[int, int], ...]
@@ -83,6 +85,7 @@ FULL = Sizes(
     rotated_bytes=512 << 20,
     rounds=60,
     prefill_rows=(16, 128, 512),
+    batches=(1, 16, 64, 512, 4, 8, 32, 128, 256, 2),
     attention_contexts=(65536, 262144, 8192),
     attention_launches=((16, 7), (32, 4), (32, 5), (32, 7), (32, 9), (64, 5), (64, 7), (64, 9)),
     knee_k_chunks=(2, 4, 8, 12, 16, 24, 32, 48, 64),
@@ -105,6 +108,7 @@ SMOKE = Sizes(
     rotated_bytes=1,
     rounds=1,
     prefill_rows=(4,),
+    batches=(2,),
     attention_contexts=(256,),
     attention_launches=((2, 5),),
     knee_k_chunks=(8,),

@@ -1,6 +1,6 @@
 """QoQ's promise on real models: perplexity by method, and what each step brings; docs/quality.md's section on W4A8.
 
-    python -m tests.bench.w4a8 --smollm2 FOLDER              all; some minutes for each of thirteen models
+    python -m tests.bench.w4a8 --smollm2 FOLDER              all; some minutes for each of nineteen models
     python -m tests.bench.w4a8 --report                      write the section again from what was measured
 
 Numbers are kept in docs/quality/w4a8.json; a run that was stopped goes on where it was.
@@ -65,11 +65,12 @@ def wanted(case: Case) -> Iterator[tuple[Recipe, KVKind, bool, str]]:
             for as_chat in (False, True) if real else (False,):
                 yield variant.recipe, kv, as_chat, variant.backend  # type: ignore[misc]
     if real:
-        for step in ablation(group):
+        for step in (*ablation(group, rotated=True), *ablation(group, rotated=False)):
             for as_chat in (False, True):
                 yield step.recipe, step.kv, as_chat, "cpu"  # type: ignore[misc]
         for recipe in alone(group).values():
-            yield recipe, "int4", False, "cpu"
+            for as_chat in (False, True):
+                yield recipe, "int4", as_chat, "cpu"
 
 
 def measure(case: Case, results: Results, store: Store) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from models.recipe import QOQ_STEPS, Recipe
+from models.recipe import QOQ_STEPS, QOQ_USUAL, Recipe
 
 OFF: Mapping[str, bool] = dict.fromkeys(QOQ_STEPS, False)
 """No step of QoQ: round-to-nearest."""
@@ -29,7 +28,7 @@ def _qoq(group_size: int, *steps: str) -> Recipe:
 
 
 def compared(group_size: int) -> Sequence[Variant]:
-    """Table 2's order, the best first.
+    """Table 2's order, the best first; behind it QoQ with the paper's rotation, which is not usual here.
 
     Args:
         group_size: Of the variants with groups.
@@ -41,6 +40,8 @@ def compared(group_size: int) -> Sequence[Variant]:
         Variant(name="W4A8 QoQ, per channel", recipe=Recipe.usual("qoq", group_size=0)),
         Variant(name="W4A8 RTN, groups", recipe=_qoq(group_size)),
         Variant(name="W4A8 RTN, per channel", recipe=_qoq(0)),
+        Variant(name="W4A8 QoQ, groups, rotated", recipe=Recipe.usual("qoq", group_size=group_size, rotate=True)),
+        Variant(name="W4A8 QoQ, per channel, rotated", recipe=Recipe.usual("qoq", group_size=0, rotate=True)),
     )
 
 
@@ -56,17 +57,19 @@ class Step:
     """Its cache."""
 
 
-def ablation(group_size: int) -> Sequence[Step]:
+def ablation(group_size: int, *, rotated: bool) -> Sequence[Step]:
     """Fig. 12's order, from round-to-nearest to all of QoQ.
 
     Args:
         group_size: Of the last steps.
+        rotated: Whether block inputs are rotated, as in the paper; else that step is left out of all.
     """
-    blocks = ("rotate", "smooth_outputs")
+    turned = ("rotate",) if rotated else ()
+    blocks = (*turned, "smooth_outputs")
     channels = (*blocks, "clip")
     steps: list[tuple[str, Recipe, str]] = [
         ("W4A8, round to nearest, per channel", _qoq(0), "fp16"),
-        ("+ rotated block inputs", _qoq(0, "rotate"), "fp16"),
+        ("+ rotated block inputs", _qoq(0, *turned), "fp16"),
         ("+ smoothed block outputs", _qoq(0, *blocks), "fp16"),
         ("+ clipping", _qoq(0, *channels), "fp16"),
         ("+ KV4", _qoq(0, *channels), "int4"),
@@ -78,9 +81,13 @@ def ablation(group_size: int) -> Sequence[Step]:
 
 
 def alone(group_size: int) -> Mapping[str, Recipe]:
-    """Each step switched off in the whole recipe with groups."""
-    whole: dict[str, Any] = dict.fromkeys(QOQ_STEPS, True)
-    return {
-        f"without {step.replace('_', ' ')}": Recipe.usual("qoq", group_size=group_size, **{**whole, step: False})
+    """The whole recipe with groups but for one step: left out, or rotation put in; and clipping as the only one."""
+    found = {
+        f"without {step.replace('_', ' ')}": Recipe.usual("qoq", group_size=group_size, **{step: False})
         for step in QOQ_STEPS
+        if step in QOQ_USUAL
     }
+    found["clipping alone"] = _qoq(group_size, "clip")
+    found["with rotation"] = Recipe.usual("qoq", group_size=group_size, rotate=True)
+    found["with rotation, without clip"] = Recipe.usual("qoq", group_size=group_size, rotate=True, clip=False)
+    return found

@@ -11,11 +11,15 @@ from tests.bench.reporting.losses import difference
 from tests.bench.reporting.markdown import number, table
 from tests.bench.reporting.results import Entry, Results
 from tests.bench.reporting.style import figure
-from tests.bench.w4a8.models import ablation, alone, compared
+from tests.bench.w4a8.models import Step, ablation, alone, compared
 
 REAL = "smollm2"
 """The model that decides."""
 _GROUP = 128
+_FEW_STEPS = 4
+"""Steps of the ablation that make a table."""
+ROTATED_STEP = "+ rotated block inputs"
+"""The step of the ablation that is only one with rotation."""
 
 
 def section(results: Results, folder: Path) -> str:
@@ -52,7 +56,8 @@ Weights of 4 bits, activations of 8, a KV cache of 4 (`quantize --method qoq`, `
 alone (AWQ, run by the reference backend with activations as they are). No residuals, nothing compensated. Groups are of
 {_GROUP}. Written by `python -m tests.bench.w4a8 --smollm2 FOLDER` on {about.get("date", "?")} ({about.get("cpu", "?")},
 {about.get("threads", "?")} threads, {about.get("variant", "?")}). RTN is QoQ with
-every step off. `docs/decisions.md` has what stands behind the numbers."""
+every step off; rotation is off unless asked for (`--with rotate`). `docs/decisions.md` has what stands
+behind the numbers."""
 
 
 def _cell(entry: Entry | None) -> str:
@@ -97,51 +102,72 @@ def _order(results: Results) -> str:
     return table(head, rows)
 
 
+def _pairs_of_steps(results: Results, *, as_chat: bool) -> Iterator[tuple[Step, tuple[Entry | None, Entry | None]]]:
+    """Each step of Fig. 12, and what was measured without rotation and with it."""
+    for plain, rotated in zip(ablation(_GROUP, rotated=False), ablation(_GROUP, rotated=True), strict=True):
+        found = [find(results, REAL, step.recipe, step.kv, as_chat=as_chat) for step in (plain, rotated)]
+        yield plain, (None if plain.name == ROTATED_STEP else found[0], found[1])
+
+
 def _steps(results: Results) -> str:
     """Fig. 12's ablation."""
+    ways = [list(_pairs_of_steps(results, as_chat=as_chat)) for as_chat in (False, True)]
     rows = [
-        (step.name, step.kv, *(_cell(find(results, REAL, step.recipe, step.kv, as_chat=c)) for c in (False, True)))
-        for step in ablation(_GROUP)
+        (step.name, step.kv, *(_cell(entry) for _, pair in (plain, chat) for entry in pair))
+        for (step, _), plain, chat in zip(ways[0], *ways, strict=True)
     ]
-    if sum(bool(row[2]) for row in rows) < 2:
+    if sum(any(row[2:]) for row in rows) < _FEW_STEPS:
         return ""
-    return "Steps in the order of QServe's Fig. 12, each with those above it:\n\n" + table(
-        ("step", "cache", "plain", "as a chat"), rows
+    head = ("step", "cache", "plain", "plain, rotated", "as a chat", "as a chat, rotated")
+    return (
+        "Steps in the order of QServe's Fig. 12, each with those above it, without rotation and with it:\n\n"
+        + table(head, rows)
     )
 
 
 def _alone(results: Results) -> str:
-    """Each step left out of the whole."""
-    whole = find(results, REAL, Recipe.usual("qoq", group_size=_GROUP), "int4", as_chat=False)
-    found = {name: find(results, REAL, recipe, "int4", as_chat=False) for name, recipe in alone(_GROUP).items()}
-    rows = [(name, _cell(entry), str(difference(entry, whole))) for name, entry in found.items() if entry and whole]
-    if not rows or whole is None:
+    """Single changes of the whole."""
+    whole = [find(results, REAL, Recipe.usual("qoq", group_size=_GROUP), "int4", as_chat=c) for c in (False, True)]
+    rows = []
+    for name, recipe in alone(_GROUP).items():
+        found = [find(results, REAL, recipe, "int4", as_chat=as_chat) for as_chat in (False, True)]
+        if found[0] and whole[0]:
+            apart = str(difference(found[1], whole[1])) if found[1] and whole[1] else ""
+            rows.append((name, *map(_cell, found), apart))
+    if not rows:
         return ""
-    head = ("QoQ with groups, KV4, plain", "perplexity", "nats a token more than the whole")
-    return table(head, [("all steps", _cell(whole), ""), *rows])
+    head = ("QoQ with groups, KV4", "plain", "as a chat", "nats a token more than the whole, as a chat")
+    return table(head, [("all steps but rotation", *map(_cell, whole), ""), *rows])
 
 
 def draw(results: Results, file: Path) -> bool:
     """The ablation as a picture; whether there was anything to show."""
-    found = [
-        (step, find(results, REAL, step.recipe, step.kv, as_chat=False), index)
-        for index, step in enumerate(ablation(_GROUP))
+    steps = list(_pairs_of_steps(results, as_chat=True))
+    full = _full(results, REAL, as_chat=True)
+    shown = [
+        (entry["perplexity"], index + side * 0.36, side)
+        for index, (_, pair) in enumerate(steps)
+        for side, entry in enumerate(pair)
+        if entry is not None
     ]
-    shown = [(step.name, entry["perplexity"], index) for step, entry, index in found if entry is not None]
-    full = _full(results, REAL, as_chat=False)
-    if len(shown) < 2:
+    if len({int(place) for _, place, _ in shown}) < _FEW_STEPS:
         return False
-    with figure(file, 1, 1, 7.5, 3.4) as axes:
+    most = 1.25 * max((value for value, _, side in shown if not side), default=shown[0][0])
+    with figure(file, 1, 1, 7.5, 4.6) as axes:
         own = axes[0][0]
-        own.barh([index for *_, index in shown], [value for _, value, _ in shown], color="#0072b2", height=0.62)
-        for _, value, index in shown:
-            own.annotate(number(value), (value, index), xytext=(4, 0), textcoords="offset points", va="center")
-        own.set_yticks([index for *_, index in shown], [name for name, *_ in shown])
+        for side, (color, name) in enumerate((("#0072b2", "not rotated"), ("#d55e00", "rotated"))):
+            bars = [(value, place) for value, place, which in shown if which == side]
+            own.barh([at for _, at in bars], [min(v, most) for v, _ in bars], color=color, height=0.34, label=name)
+        for value, place, _ in shown:
+            to = (min(value, most), place)
+            own.annotate(number(value), to, xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        own.set_yticks([index + 0.18 for index in range(len(steps))], [step.name for step, _ in steps])
         own.invert_yaxis()
         own.grid(visible=False)
+        own.legend(loc="lower right", frameon=False, bbox_to_anchor=(1.0, 1.0), ncols=2)
         if full is not None:
             own.axvline(full["perplexity"], color="#1b1b1b", linewidth=1, linestyle="--")
             own.annotate(" full precision", (full["perplexity"], -0.75), annotation_clip=False, fontsize=8)
-        own.set_xlim(0, 1.12 * max(value for _, value, _ in shown))
-        own.set_xlabel("perplexity, WikiText-2, plain")
+        own.set_xlim(0, 1.12 * most)
+        own.set_xlabel("perplexity, WikiText-2, as a chat; longer bars are cut")
     return True

@@ -31,6 +31,7 @@ from runtime.stopping import StopMatcher
 from runtime.tool_calls import Tool
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
 from runtime.wire.device import DeviceReport, Tuning
+from runtime.wire.inspection import Candidate, InspectedToken, Inspection
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 
@@ -167,6 +168,22 @@ class FakeEngine:
             raise ContextOverflowError(f"the prompt has {len(tokens)} tokens and the context holds {self.context}")
         vector = np.array([len(tokens), 1, 0, 0], np.float32)
         return vector / np.linalg.norm(vector)
+
+    def inspect(
+        self,
+        prompt: Sequence[int],
+        answer: str,
+        progress: Callable[[Progress], None],
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Inspection:
+        if len(prompt) + len(answer.split()) > self.context:
+            raise ContextOverflowError("prompt and answer have too many tokens")
+        progress(Progress(phase="inspect", done=1, total=1, unit="tokens", message="reading the answer"))
+        told = [
+            InspectedToken(text=word, candidates=[Candidate(text=word, logit=1.5, probability=0.5)], chosen=0)
+            for word in answer.split()
+        ]
+        return Inspection(tokens=told, model=self.name, compensated=False)
 
     def forget(self, chat: str | None = None) -> None:
         self.forgotten.append(chat)

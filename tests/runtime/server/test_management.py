@@ -181,6 +181,22 @@ async def test_a_prompt_says_whose_it_is(manager: httpx.AsyncClient, house: Fake
     assert house.engine.chats == ["my chat", None]
 
 
+async def test_the_tokens_of_an_answer_are_told(manager: httpx.AsyncClient) -> None:
+    asked = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "answer": "one two"}
+    report, told = events(await manager.post("/runtime/inspect", json=asked))
+    assert report["message"] == "reading the answer"
+    assert [token["text"] for token in told["tokens"]] == ["one", "two"]
+    assert (told["phase"], told["model"]) == ("done", "small")
+
+
+@pytest.mark.parametrize(
+    "change", [{"answer": ""}, {"messages": [{"role": "wizard", "content": "hi"}]}, {"answer": "word " * 300}]
+)
+async def test_an_answer_that_cannot_be_read_is_refused(manager: httpx.AsyncClient, change: dict[str, Any]) -> None:
+    asked = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "answer": "one two"} | change
+    assert (await manager.post("/runtime/inspect", json=asked)).status_code == 400
+
+
 async def test_models_that_can_be_fetched_are_seen_from_this_machine(manager: httpx.AsyncClient) -> None:
     found = (await manager.get("/runtime/prospects")).json()["prospects"]
     assert found[0]["source"] == "smollm2-135m"

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from runtime.backends.triton.kernels.sums import store_sums
+from runtime.backends.triton.kernels.tokens import TYPES, Tokens, rounding_shape, store_tokens
 
 if TYPE_CHECKING:
     from runtime.backends.triton.ahead import Ahead
@@ -29,6 +30,26 @@ def _gate_kernel(y_ptr, dec_ptr, x_ptr, sums_ptr, given, WIDTH: tl.constexpr, BL
     """
     row = tl.program_id(0).to(tl.int64)
     offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH).to(tl.float16)
+    tl.store(x_ptr + row * WIDTH + offs_i, x, mask=offs_i < WIDTH)
+    if (given & _SUMMED) != 0:
+        first = tl.program_id(1) * (BLOCK_I // 32)
+        store_sums(sums_ptr + row * ((WIDTH + 31) // 32), x, first, WIDTH, BLOCK_I)
+
+
+@triton.jit(do_not_specialize=["given"])
+def _gate_round_kernel(y_ptr, dec_ptr, x_ptr, tokens, given, WIDTH: tl.constexpr, shape: tl.constexpr):
+    """Program m handles row m, which is rounded to INT8 as well."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_i = tl.arange(0, shape.BLOCK_K)
+    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH)
+    tl.store(x_ptr + row * WIDTH + offs_i, x.to(tl.float16), mask=offs_i < WIDTH)
+    store_tokens(tokens, row, x, shape)
+
+
+@triton.jit
+def _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH: tl.constexpr):
+    """Channels of a row, float32 [BLOCK]; 0 from WIDTH on."""
     mask_i = offs_i < WIDTH
     offs_gate = row * 2 * WIDTH + offs_i
     gate = tl.load(y_ptr + offs_gate, mask=mask_i, other=0.0)
@@ -38,14 +59,16 @@ def _gate_kernel(y_ptr, dec_ptr, x_ptr, sums_ptr, given, WIDTH: tl.constexpr, BL
     up += tl.load(dec_ptr + offs_gate + WIDTH, mask=compensated, other=0.0)
     falling = tl.exp(-tl.abs(gate))  # never overflows
     sigmoid = tl.where(gate >= 0, 1.0, falling) / (1.0 + falling)
-    x = (gate * sigmoid * up).to(tl.float16)
-    tl.store(x_ptr + row * WIDTH + offs_i, x, mask=mask_i)
-    if (given & _SUMMED) != 0:
-        first = tl.program_id(1) * (BLOCK_I // 32)
-        store_sums(sums_ptr + row * ((WIDTH + 31) // 32), x, first, WIDTH, BLOCK_I)
+    return gate * sigmoid * up
 
 
-def gate(y: torch.Tensor, dec: torch.Tensor | None, x: torch.Tensor, sums: torch.Tensor | None = None) -> None:
+def gate(
+    y: torch.Tensor,
+    dec: torch.Tensor | None,
+    x: torch.Tensor,
+    sums: torch.Tensor | None = None,
+    tokens: Tokens | None = None,
+) -> None:
     """Write silu(g) * u to x, rounded to half precision, where g and u are the halves of y + dec.
 
     Args:
@@ -54,9 +77,19 @@ def gate(y: torch.Tensor, dec: torch.Tensor | None, x: torch.Tensor, sums: torch
         x: float16 [M, intermediate_size]; overwritten.
         sums: float32 [M, ceil(intermediate_size / 32)]; overwritten with the sums of the pieces of x
             (`runtime.backends.triton.kernels.sums`). None: nobody asks.
+        tokens: INT8 [M, intermediate_size], of the same rows before half precision; overwritten, and `sums` is not.
+            A program then holds a whole row, for its scale. None: nobody asks.
     """
     M, width = x.shape
     assert y.shape == (M, 2 * width)
+    if tokens is not None:
+        shape, warps = rounding_shape(width, tokens.group_size)
+        given = int(dec is not None)
+        _gate_round_kernel[(M,)](
+            y, y if dec is None else dec, x, tokens.operands, given, WIDTH=width, shape=shape, num_warps=warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        return
     grid = (M, triton.cdiv(width, BLOCK_I))
     given = (dec is not None) | (sums is not None) << 1
     dec, sums = y if dec is None else dec, y if sums is None else sums
@@ -64,22 +97,24 @@ def gate(y: torch.Tensor, dec: torch.Tensor | None, x: torch.Tensor, sums: torch
 
 
 def ahead() -> tuple[Ahead, ...]:
-    """The specialization for Llama-3-8B's MLP, with compensation."""
+    """The specializations for Llama-3-8B's MLP, with compensation."""
     from runtime.backends.triton.ahead import Ahead
 
+    shape, warps = rounding_shape(14336, 128)
+    types = {"y_ptr": "*fp32", "dec_ptr": "*fp32", "x_ptr": "*fp16", "given": "i32", "WIDTH": "constexpr"}
     return (
         Ahead(
             name="gate I14336",
             kernel=_gate_kernel,
-            signature={
-                "y_ptr": "*fp32",
-                "dec_ptr": "*fp32",
-                "x_ptr": "*fp16",
-                "sums_ptr": "*fp32",
-                "given": "i32",
-                "WIDTH": "constexpr",
-                "BLOCK_I": "constexpr",
-            },
+            signature={**types, "sums_ptr": "*fp32", "BLOCK_I": "constexpr"},
             constants={"WIDTH": 14336, "BLOCK_I": BLOCK_I},
+        ),
+        Ahead(
+            name="gate I14336 int8",
+            kernel=_gate_round_kernel,
+            signature={**types, "tokens": TYPES, "shape": "constexpr"},
+            constants={"WIDTH": 14336, "shape": shape},
+            num_warps=warps,
+            more={"enable_fp_fusion": False},
         ),
     )

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from runtime.backends.triton.kernels.sums import store_sums
+from runtime.backends.triton.kernels.tokens import TYPES, Tokens, rounding_shape, store_tokens
 
 if TYPE_CHECKING:
     from runtime.backends.triton.ahead import Ahead
@@ -36,6 +37,36 @@ def _add_norm_kernel(
 
     table [V, C], of which row index[r] begins the residual stream; sums [M or R, ceil(C / 32)].
     """
+    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr)
+    x = _normed_row(pointers, eps, given, C, BLOCK_C).to(tl.float16)
+    out_row = tl.program_id(0).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C)
+    tl.store(x_ptr + out_row * C + offs_c, x, mask=offs_c < C)
+    if (given & _SUMMED) != 0:
+        store_sums(sums_ptr + out_row * ((C + 31) // 32), x, 0, C, BLOCK_C)
+
+
+@triton.jit(do_not_specialize=["given"])
+def _add_norm_round_kernel(
+    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr, x_ptr, tokens, eps, given,
+    C: tl.constexpr, shape: tl.constexpr,
+):  # fmt: skip
+    """The same, and rows are rounded to INT8 as well."""
+    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr)
+    x = _normed_row(pointers, eps, given, C, shape.BLOCK_K)
+    out_row = tl.program_id(0).to(tl.int64)
+    offs_c = tl.arange(0, shape.BLOCK_K)
+    tl.store(x_ptr + out_row * C + offs_c, x.to(tl.float16), mask=offs_c < C)
+    store_tokens(tokens, out_row, x, shape)
+
+
+@triton.jit
+def _normed_row(pointers, eps, given, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The row of this program, added up, kept in h and normalized, float32 [BLOCK_C]; 0 from C on.
+
+    The pointers are those of h, y, dec, index, table and weight.
+    """
+    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr = pointers
     out_row = tl.program_id(0).to(tl.int64)
     gathered = (given & _GATHERED) != 0
     embedded = (given & _EMBEDDED) != 0
@@ -52,10 +83,7 @@ def _add_norm_kernel(
     tl.store(h_ptr + offs, h, mask=mask_c & ((given & _GATHERED) == 0))
     weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0)
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / C + eps)
-    x = (h * scale * weight).to(tl.float16)
-    tl.store(x_ptr + out_row * C + offs_c, x, mask=mask_c)
-    if (given & _SUMMED) != 0:
-        store_sums(sums_ptr + out_row * ((C + 31) // 32), x, 0, C, BLOCK_C)
+    return h * scale * weight
 
 
 def add_norm(
@@ -66,7 +94,7 @@ def add_norm(
     eps: float,
     x: torch.Tensor,
     rows: torch.Tensor | None = None,
-    sums: torch.Tensor | None = None,
+    left: torch.Tensor | Tokens | None = None,
 ) -> None:
     """Add y + dec to the residual stream, then x = h / sqrt(mean(h²) + eps) * weight, rounded to half precision.
 
@@ -78,12 +106,13 @@ def add_norm(
         eps: `ModelSpec.norm_eps`.
         x: float16 [M, C], or [R, C] with `rows`; overwritten.
         rows: int32 [R], the rows of h to normalize, each in [0, M); None = all, in order.
-        sums: float32 [M, ceil(C / 32)], or [R, ...] with `rows`; overwritten with the sums of the pieces of x
-            (`runtime.backends.triton.kernels.sums`). None: nobody asks.
+        left: What else is left of the same rows; overwritten. The sums of the pieces of x, float32 [M, ceil(C / 32)],
+            or [R, ...] with `rows` (`runtime.backends.triton.kernels.sums`); or INT8 tokens [M or R, C], rounded before
+            half precision. None: nobody asks.
     """
     assert y is not None or dec is None, "a compensation belongs to the output of a linear layer"
     given = (y is not None) | (dec is not None) << 1 | (rows is not None) << 2
-    _launch(h, (y, dec), rows, x, (weight, eps), x, sums, given)
+    _launch(h, (y, dec), rows, x, (weight, eps), x, left, given)
 
 
 def embed_norm(
@@ -93,7 +122,7 @@ def embed_norm(
     weight: torch.Tensor,
     eps: float,
     x: torch.Tensor,
-    sums: torch.Tensor | None = None,
+    left: torch.Tensor | Tokens | None = None,
 ) -> None:
     """Begin the residual stream with the table's rows of the tokens, and normalize them as `add_norm` does.
 
@@ -107,9 +136,9 @@ def embed_norm(
         weight: As in `add_norm`.
         eps: As in `add_norm`.
         x: As in `add_norm`.
-        sums: As in `add_norm`.
+        left: As in `add_norm`.
     """
-    _launch(h, (None, None), tokens, table, (weight, eps), x, sums, _EMBEDDED.value)
+    _launch(h, (None, None), tokens, table, (weight, eps), x, left, _EMBEDDED.value)
 
 
 def _launch(
@@ -119,20 +148,28 @@ def _launch(
     table: torch.Tensor,
     norm: tuple[torch.Tensor, float],
     x: torch.Tensor,
-    sums: torch.Tensor | None,
+    left: torch.Tensor | Tokens | None,
     given: int,
 ) -> None:
     """Launch over the rows of x; another tensor of the same type stands for each that is not given.
 
-    `added` is an output and its compensation, `norm` the weight and eps.
+    `added` is an output and its compensation, `norm` the weight and eps, `left` what else is left of the rows: sums of
+    pieces, or INT8 tokens.
     """
     (y, dec), (weight, eps) = added, norm
     R, C = x.shape
     block, warps = _shape(C)
     y, dec, index = h if y is None else y, h if dec is None else dec, h.view(torch.int32) if index is None else index
-    given |= 0 if sums is None else _SUMMED.value
+    if isinstance(left, Tokens):
+        shape, warps = rounding_shape(C, left.group_size)
+        _add_norm_round_kernel[(R,)](
+            h, y, dec, index, table, weight, x, left.operands, eps, given, C=C, shape=shape, num_warps=warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        return
+    given |= 0 if left is None else _SUMMED.value
     _add_norm_kernel[(R,)](
-        h, y, dec, index, table, weight, x, h if sums is None else sums, eps, given, C=C, BLOCK_C=block, num_warps=warps
+        h, y, dec, index, table, weight, x, h if left is None else left, eps, given, C=C, BLOCK_C=block, num_warps=warps
     )  # fmt: skip
 
 
@@ -143,8 +180,20 @@ def _shape(channels: int) -> tuple[int, int]:
 
 
 def ahead() -> tuple[Ahead, ...]:
-    """Norms of 4096 channels, and of 5120, padded to 8192."""
-    return (_ahead(4096), _ahead(5120))
+    """Norms of 4096 channels, and of 5120, padded to 8192; and of those that are rounded to INT8."""
+    return (_ahead(4096), _ahead(5120), _ahead_rounded(4096), _ahead_rounded(5120))
+
+
+_TYPES = {
+    **dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr"), "*fp32"),
+    "index_ptr": "*i32",
+    "table_ptr": "*fp16",
+    "weight_ptr": "*fp32",
+    "x_ptr": "*fp16",
+    "eps": "fp32",
+    "given": "i32",
+    "C": "constexpr",
+}
 
 
 def _ahead(channels: int) -> Ahead:
@@ -155,18 +204,22 @@ def _ahead(channels: int) -> Ahead:
     return Ahead(
         name=f"add_norm C{channels}",
         kernel=_add_norm_kernel,
-        signature={
-            **dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr"), "*fp32"),
-            "index_ptr": "*i32",
-            "table_ptr": "*fp16",
-            "weight_ptr": "*fp32",
-            "x_ptr": "*fp16",
-            "sums_ptr": "*fp32",
-            "eps": "fp32",
-            "given": "i32",
-            "C": "constexpr",
-            "BLOCK_C": "constexpr",
-        },
+        signature={**_TYPES, "sums_ptr": "*fp32", "BLOCK_C": "constexpr"},
         constants={"C": channels, "BLOCK_C": block},
         num_warps=warps,
+    )
+
+
+def _ahead_rounded(channels: int) -> Ahead:
+    """One specialization."""
+    from runtime.backends.triton.ahead import Ahead
+
+    shape, warps = rounding_shape(channels, 128)
+    return Ahead(
+        name=f"add_norm C{channels} int8",
+        kernel=_add_norm_round_kernel,
+        signature={**_TYPES, "tokens": TYPES, "shape": "constexpr"},
+        constants={"C": channels, "shape": shape},
+        num_warps=warps,
+        more={"enable_fp_fusion": False},
     )

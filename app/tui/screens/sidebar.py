@@ -1,0 +1,185 @@
+"""The chats beside the one in sight: by day, pinned ones first, found as one types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.events import Key
+from textual.widgets import Input, OptionList
+from textual.widgets.option_list import Option
+
+from app.errors import HistoryError
+from app.tui.messages import ChatAsked
+from app.tui.printable import printable
+from app.tui.screens.chat_deeds import ChatDeeds
+from app.tui.session import Session
+
+if TYPE_CHECKING:
+    from app.history.store import Chat
+
+LEAST_COLUMNS = 100
+"""A terminal narrower than this has no room for it."""
+MOST_CHATS = 200
+"""Chats that are listed; a search finds the others."""
+DAYS = ((0, "Today"), (1, "Yesterday"), (7, "Last 7 days"), (31, "Last month"))
+
+
+class Sidebar(Vertical):
+    """A search line, and the chats below it. It is brought up to date by `refill`."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "search", "search", tooltip="Search what was said", id="sidebar.search"),
+        Binding("r", "rename", "rename", tooltip="Give the chat another title", id="sidebar.rename"),
+        Binding("p", "pin", "pin", tooltip="Put the chat above the others, or back", id="sidebar.pin"),
+        Binding("d,delete", "delete", "delete", tooltip="Delete the chat; U brings it back", id="sidebar.delete"),
+        Binding("u", "undo", "undo", tooltip="Bring back what was deleted last", id="sidebar.undo"),
+        Binding("escape", "leave", "back", tooltip="Back to writing", id="sidebar.back"),
+    ]
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(id="sidebar")
+        self._session = session
+        self._chats: Sequence[Chat] = ()
+        self._seen: object = None
+        self._deeds = ChatDeeds(self, session, self._chosen, self.refill)
+        self.wanted = True
+        """Whether it is shown where there is room."""
+
+    def compose(self) -> ComposeResult:
+        """Search line and list."""
+        yield Input(placeholder="/ search", compact=True, id="sidebar-search")
+        yield OptionList(compact=True, markup=False, id="sidebar-chats")
+
+    def fold(self, columns: int) -> None:
+        """Show or hide it, as is wanted and as there is room for, and bring it up to date."""
+        self.display = self.wanted and self._session.kept is not None and columns >= LEAST_COLUMNS
+        self.refill()
+
+    @on(Input.Changed, "#sidebar-search")
+    def refill(self) -> None:
+        """List the chats, or those in which the words are found."""
+        if self.display:
+            self._refill()
+
+    @work(group="sidebar", exclusive=True, exit_on_error=False)
+    async def _refill(self) -> None:
+        kept, text = self._session.kept, self.query_one(Input).value.strip()
+        if kept is None:
+            return
+        note = ""
+        try:
+            if text:
+                chats = [one.chat for one in await kept.search(text)]
+                self._chats = list({chat.id: chat for chat in chats}.values())
+                note = "" if chats else "nothing has these words"
+            else:
+                self._chats = await kept.chats(MOST_CHATS)
+                note = "" if self._chats else "no chat is kept yet"
+        except HistoryError as error:
+            self._chats, note = (), str(error)
+        self._list(note, grouped=not text)
+
+    def _list(self, note: str, *, grouped: bool) -> None:
+        """Fill the list, if that changes what is seen of it; the chat under the cursor stays under it."""
+        session, listed = self._session, self.query_one(OptionList)
+        writing = [chat.id for chat in self._chats if session.answers.of(chat.id) is not None]
+        seen = (self._chats, note, grouped, session.conversation.id, writing, self.size.width)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        under = self._chosen()
+        listed.clear_options()
+        width = max(8, self.size.width - 3)
+        groups = grouped_by_day(self._chats) if grouped else iter([("found", self._chats)])
+        for name, chats in groups:
+            if chats:
+                listed.add_option(Option(Text(name), disabled=True))
+            for chat in chats:
+                listed.add_option(Option(self._line(chat, width, writing=chat.id in writing), id=chat.id))
+        if note:
+            listed.add_option(Option(Text(printable(note)), disabled=True))
+        ids = [chat.id for chat in self._chats]
+        stay = under.id if under is not None and listed.has_focus else session.conversation.id
+        if stay in ids:
+            listed.highlighted = listed.get_option_index(stay)
+
+    def _line(self, chat: Chat, width: int, *, writing: bool) -> Text:
+        current = chat.id == self._session.conversation.id
+        mark = "▸ " if current else "… " if writing else "  "
+        title = printable(chat.title)
+        text = title if cell_len(title) <= width - 2 else set_cell_size(title, width - 3) + "…"
+        return Text(mark + text, style="bold" if current else "", no_wrap=True)
+
+    def _chosen(self) -> Chat | None:
+        listed = self.query_one(OptionList)
+        at = listed.highlighted
+        if at is None or at >= listed.option_count:
+            return None
+        chosen = listed.get_option_at_index(at).id
+        return next((chat for chat in self._chats if chat.id == chosen), None)
+
+    @on(OptionList.OptionSelected)
+    @on(Input.Submitted, "#sidebar-search")
+    def open(self) -> None:
+        """Go on with the chat under the cursor; from a search, with the first that was found."""
+        chat = self._chosen() or (self._chats[0] if self._chats else None)
+        if chat is not None:
+            self.query_one(Input).value = ""
+            self.app.post_message(ChatAsked(chat))
+
+    def on_key(self, event: Key) -> None:
+        """From the search line, down leads into the list."""
+        if event.key == "down" and isinstance(self.screen.focused, Input):
+            event.prevent_default().stop()
+            self.query_one(OptionList).focus()
+
+    def action_search(self) -> None:
+        """Go to the search line."""
+        self.query_one(Input).focus()
+
+    async def action_leave(self) -> None:
+        """Empty the search; where it is empty, back to writing."""
+        search = self.query_one(Input)
+        if search.value:
+            search.value = ""
+        else:
+            await self.run_action("screen.to_composer")
+
+    def action_rename(self) -> None:
+        """Ask for another title."""
+        self._deeds.rename()
+
+    def action_pin(self) -> None:
+        """Put the chat above the others, or back among them."""
+        self._deeds.pin()
+
+    def action_delete(self) -> None:
+        """Delete the chat; it can be brought back."""
+        self._deeds.delete()
+
+    def action_undo(self) -> None:
+        """Bring back the chat that was deleted last."""
+        self._deeds.undo()
+
+
+def grouped_by_day(chats: Sequence[Chat], now: datetime | None = None) -> Iterator[tuple[str, list[Chat]]]:
+    """Chats under the names of days; they come pinned first, then newest first."""
+    today = (now or datetime.now(UTC)).astimezone().date()
+
+    def name(chat: Chat) -> str:
+        if chat.pinned:
+            return "Pinned"
+        ago = (today - chat.updated.astimezone().date()).days
+        return next((words for most, words in DAYS if ago <= most), "Older")
+
+    for words, group in groupby(chats, key=name):
+        yield words, list(group)

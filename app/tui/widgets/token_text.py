@@ -1,0 +1,212 @@
+"""The tokens of an answer as a text whose heat can be seen and walked over, and all of it as one strip."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style
+from textual.binding import Binding, BindingType
+from textual.events import Click, Resize
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widget import Widget
+
+from app.tui.inspected import HEATS, View, changed, heat, refused
+from app.tui.token_layout import Run, lay_out
+
+if TYPE_CHECKING:
+    from runtime.wire.inspection import InspectedToken
+
+HEAT_CLASSES = {f"token--heat{step}" for step in range(HEATS)}
+LEVELS = "▁▃▅▆█"
+"""What stands for each step of heat in the strip, where there are no colours."""
+
+
+class TokenText(ScrollView, can_focus=True):
+    """The text. One token is under the cursor."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = HEAT_CLASSES | {"token--changed", "token--cursor"}
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left", "step(-1)", "token", tooltip="The token before", id="tokens.before", key_display="←→"),
+        Binding("right", "step(1)", "token", tooltip="The token after", id="tokens.after", show=False),
+        Binding("up", "line(-1)", "up", tooltip="The line above", id="tokens.up", show=False),
+        Binding("down", "line(1)", "down", tooltip="The line below", id="tokens.down", show=False),
+        Binding("home", "to(0)", "first", tooltip="The first token", id="tokens.first", show=False),
+        Binding("end", "to(-1)", "last", tooltip="The last token", id="tokens.last", show=False),
+    ]
+
+    @dataclass
+    class Moved(Message):
+        """Another token is under the cursor."""
+
+        token: int
+
+    def __init__(self) -> None:
+        super().__init__(id="token-text")
+        self._tokens: Sequence[InspectedToken] = ()
+        self._lines: list[list[Run]] = []
+        self._heats: list[int] = []
+        self._marked: list[bool] = []
+        self.cursor = 0
+
+    def show(self, tokens: Sequence[InspectedToken], view: View) -> None:
+        """Show these tokens in one way of looking at them."""
+        self._tokens = tokens
+        self._heats = [heat(token, view) for token in tokens]
+        self._marked = [refused(token) if view == "drafts" else changed(token) for token in tokens]
+        self._lay_out()
+
+    def on_resize(self, event: Resize) -> None:
+        """Wrap anew."""
+        if event.size.width:
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        width = max(2, self.scrollable_content_region.width)
+        self._lines = lay_out([token.text for token in self._tokens], width)
+        self.virtual_size = Size(width, len(self._lines))
+        self.refresh()
+        self._scroll_to_cursor()
+
+    def _place(self, token: int) -> tuple[int, int, int]:
+        """Line, first cell and width of a token; of the one behind it where it is not seen by itself."""
+        for y, line in enumerate(self._lines):
+            x = 0
+            for run in line:
+                cells = cell_len(run.text)
+                if run.token >= token:
+                    return y, x, cells
+                x += cells
+        return max(0, len(self._lines) - 1), 0, 0
+
+    def token_at(self, x: int, y: int) -> int | None:
+        """The token of a cell, or the one nearest to it in its line."""
+        if not 0 <= y < len(self._lines) or not self._lines[y]:
+            return None
+        for run in self._lines[y]:
+            x -= cell_len(run.text)
+            if x < 0:
+                return run.token
+        return self._lines[y][-1].token
+
+    def render_line(self, y: int) -> Strip:
+        """One line: each token in its heat, marked where something changed it."""
+        _, top = self.scroll_offset
+        width, plain = self.size.width, self.rich_style
+        if y + top >= len(self._lines):
+            return Strip.blank(width, plain)
+        under = self._lines[y + top]
+        segments = [Segment(run.text, plain + self._style_of(run.token)) for run in under]
+        return Strip(segments).adjust_cell_length(width, plain)
+
+    def _style_of(self, token: int) -> Style:
+        style = self.get_component_rich_style(f"token--heat{self._heats[token]}")
+        if self._marked[token]:
+            style += self.get_component_rich_style("token--changed", partial=True)
+        return self.get_component_rich_style("token--cursor") if token == self.cursor else style
+
+    def go(self, token: int) -> None:
+        """Put the cursor on a token."""
+        if self._tokens:
+            self.cursor = max(0, min(token, len(self._tokens) - 1))
+            self.refresh()
+            self._scroll_to_cursor()
+            self.post_message(self.Moved(self.cursor))
+
+    def _scroll_to_cursor(self) -> None:
+        y, x, cells = self._place(self.cursor)
+        self.scroll_to_region(Region(x, y, max(1, cells), 1), animate=False, force=True)
+
+    def go_to_mark(self, step: int) -> bool:
+        """Go to the next token that is marked (1), or the one before (-1); round the end. Returns whether any is."""
+        marks = [token for token, marked in enumerate(self._marked) if marked]
+        ahead = [token for token in marks if (token - self.cursor) * step > 0]
+        if marks:
+            self.go((ahead or marks)[0 if step > 0 else -1])
+        return bool(marks)
+
+    def action_step(self, step: int) -> None:
+        """Go to the token before or after."""
+        self.go(self.cursor + step)
+
+    def action_line(self, step: int) -> None:
+        """Go to the line above or below."""
+        y, x, _ = self._place(self.cursor)
+        found = self.token_at(x, y + step)
+        if found is not None:
+            self.go(found)
+
+    def action_to(self, token: int) -> None:
+        """Go to the first or the last token."""
+        self.go(token if token >= 0 else len(self._tokens) - 1)
+
+    def on_click(self, event: Click) -> None:
+        """Put the cursor where the mouse is."""
+        offset = event.get_content_offset(self)
+        if offset is not None:
+            found = self.token_at(offset.x, offset.y + self.scroll_offset.y)
+            if found is not None:
+                self.go(found)
+
+
+class TokenStrip(Widget):
+    """All tokens in one line: how hot they are, and below, where something changed and where the cursor stands."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = HEAT_CLASSES | {"token--changed", "token--here"}
+
+    @dataclass
+    class Pointed(Message):
+        """A place of the strip was clicked."""
+
+        token: int
+
+    def __init__(self) -> None:
+        super().__init__(id="token-strip")
+        self._heats: list[int] = []
+        self._marked: list[bool] = []
+        self._cursor = 0
+
+    def show(self, tokens: Sequence[InspectedToken], view: View, cursor: int) -> None:
+        """Show these tokens, and where the cursor is."""
+        self._heats = [heat(token, view) for token in tokens]
+        self._marked = [refused(token) if view == "drafts" else changed(token) for token in tokens]
+        self._cursor = cursor
+        self.refresh()
+
+    def _spans(self) -> list[range]:
+        """The tokens of each cell."""
+        count, width = len(self._heats), self.size.width
+        cells = min(count, width)
+        return [range(cell * count // cells, (cell + 1) * count // cells) for cell in range(cells)]
+
+    def render_line(self, y: int) -> Strip:
+        """The heat, or the marks below it."""
+        plain = self.rich_style
+        segments = []
+        for span in self._spans():
+            hottest = max(self._heats[token] for token in span)
+            here = self._cursor in span
+            if y == 0:
+                style = self.get_component_rich_style(f"token--heat{hottest}")
+                lit = Style(color=style.bgcolor if hottest else style.color)  # the text's background, as a bar
+                segments.append(Segment(LEVELS[hottest], plain + lit))
+            elif here:
+                segments.append(Segment("▲", plain + self.get_component_rich_style("token--here", partial=True)))
+            else:
+                marked = any(self._marked[token] for token in span)
+                style = self.get_component_rich_style("token--changed", partial=True)
+                segments.append(Segment("·" if marked else " ", plain + style if marked else plain))
+        return Strip(segments).adjust_cell_length(self.size.width, plain)
+
+    def on_click(self, event: Click) -> None:
+        """Go to the tokens of the cell."""
+        offset = event.get_content_offset(self)
+        spans = self._spans()
+        if offset is not None and 0 <= offset.x < len(spans):
+            self.post_message(self.Pointed(spans[offset.x][0]))

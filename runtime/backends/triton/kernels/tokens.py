@@ -1,0 +1,147 @@
+"""INT8 tokens on the GPU: activations rounded with one scale a row, by the kernel that makes them.
+
+Norms and the MLP's gate hold a whole row, so its largest magnitude is known before anything is written: they leave
+codes, scale and the sums of the codes of each group, which W4A8 products take zero-points off with. Attention's output
+is rounded by a kernel of its own.
+
+Source: QServe §4.1, Fig. 11 (which kernels round activations).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.backends.triton.words import token_width
+
+if TYPE_CHECKING:
+    from runtime.backends.triton.ahead import Ahead
+
+CHANNELS_PER_WARP = 512
+"""Channels that a warp rounds: 16 a thread."""
+MAX_WARPS = 16
+"""Warps of a program: 32 would leave a thread 64 registers, too few on sm_120."""
+_TOP = tl.constexpr(127.0)
+_TINY = tl.constexpr(1.1754943508222875e-38)
+"""The smallest normal number of float32: what has a smaller scale counts as zero (`models.per_token`)."""
+_WHOLE = tl.constexpr(12582912.0)
+"""1.5 · 2^23: a number of float32 that is added to it and taken off again is rounded to even."""
+
+
+class Shape(NamedTuple):
+    """What kernels that round are specialized for."""
+
+    BLOCK_K: int
+    """Channels of a program, a power of two: the whole row."""
+    WIDTH: int
+    """Codes of a row."""
+    GROUP_SIZE: int
+    """`Tokens.group_size`."""
+
+
+class Operands(NamedTuple):
+    """INT8 tokens as kernels take them."""
+
+    codes: Any
+    """int8 [M, width], 0 from K on."""
+    scales: Any
+    """float32 [M]."""
+    sums: Any
+    """int32 [M, G]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """INT8 tokens on the device: x[m, k] is about codes[m, k] * scales[m]."""
+
+    codes: torch.Tensor
+    """int8 [M, width], 0 from K on (`runtime.backends.triton.words.token_width`)."""
+    scales: torch.Tensor
+    """float32 [M]."""
+    sums: torch.Tensor
+    """int32 [M, G], the sums of the codes of every `group_size` channels, the last of fewer."""
+    group_size: int
+    """0 = one sum for the row."""
+
+    @property
+    def operands(self) -> Operands:
+        """As kernels take them."""
+        return Operands(self.codes, self.scales, self.sums)
+
+
+@triton.jit
+def store_tokens(tokens, row, x, shape: tl.constexpr):
+    """Round a row x float32 [BLOCK_K], 0 from K on, and write it. The scale is NaN where a number is not finite."""
+    BLOCK_K: tl.constexpr = shape.BLOCK_K
+    GROUP_SIZE: tl.constexpr = shape.GROUP_SIZE
+    WIDTH: tl.constexpr = shape.WIDTH
+    offs = tl.arange(0, BLOCK_K)
+    finite = tl.abs(x) < float("inf")
+    x = tl.where(finite, x, 0.0)
+    scale = tl.div_rn(tl.max(tl.abs(x), axis=0), _TOP) + tl.sum(tl.where(finite, 0.0, float("nan")), axis=0)
+    inverse = tl.where(scale > _TINY, tl.div_rn(1.0, tl.where(scale > _TINY, scale, 1.0)), 0.0)
+    rounded = (x * inverse + _WHOLE) - _WHOLE
+    codes = tl.minimum(tl.maximum(rounded, -_TOP), _TOP).to(tl.int32)
+    tl.store(tokens.codes + row * WIDTH + offs, codes.to(tl.int8), mask=offs < WIDTH)
+    tl.store(tokens.scales + row, scale)
+    if GROUP_SIZE == 0:
+        tl.store(tokens.sums + row, tl.sum(codes, axis=0))
+    else:
+        sums = tl.sum(tl.reshape(codes, [BLOCK_K // GROUP_SIZE, GROUP_SIZE]), axis=1)
+        groups = WIDTH // GROUP_SIZE
+        offs_g = tl.arange(0, BLOCK_K // GROUP_SIZE)
+        tl.store(tokens.sums + row * groups + offs_g, sums, mask=offs_g < groups)
+
+
+@triton.jit
+def _round_kernel(x_ptr, tokens, K: tl.constexpr, shape: tl.constexpr):
+    """Program m rounds row m of x float16 [M, K]."""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, shape.BLOCK_K)
+    store_tokens(tokens, row, tl.load(x_ptr + row * K + offs, mask=offs < K, other=0.0).to(tl.float32), shape)
+
+
+def round_tokens(x: torch.Tensor, to: Tokens) -> None:
+    """Round rows that a kernel left in half precision.
+
+    Args:
+        x: float16 [M, K], contiguous.
+        to: Overwritten.
+    """
+    M, K = x.shape
+    shape, warps = rounding_shape(K, to.group_size)
+    assert to.codes.shape == (M, shape.WIDTH)
+    _round_kernel[(M,)](x, to.operands, K=K, shape=shape, num_warps=warps, enable_fp_fusion=False)
+
+
+def rounding_shape(K: int, group_size: int) -> tuple[Shape, int]:
+    """What a kernel that rounds rows of K channels is specialized for, and its warps."""
+    width = token_width(K, group_size)
+    block = max(256, triton.next_power_of_2(width))
+    return Shape(block, width, group_size), max(1, min(MAX_WARPS, block // CHANNELS_PER_WARP))
+
+
+TYPES = Operands("*i8", "*fp32", "*i32")
+"""Types of tokens, for `Ahead`."""
+
+
+def ahead() -> tuple[Ahead, ...]:
+    """Attention's output of 4096 channels."""
+    from runtime.backends.triton.ahead import Ahead
+
+    shape, warps = rounding_shape(4096, 128)
+    signature = {"x_ptr": "*fp16", "tokens": TYPES, "K": "constexpr", "shape": "constexpr"}
+    return (
+        Ahead(
+            name="tokens K4096",
+            kernel=_round_kernel,
+            signature=signature,
+            constants={"K": 4096, "shape": shape},
+            num_warps=warps,
+            more={"enable_fp_fusion": False},
+        ),
+    )

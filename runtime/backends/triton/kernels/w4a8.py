@@ -1,0 +1,180 @@
+"""W4A8 products on INT8 tensor cores: 4-bit codes in groups with whole scales, tokens in INT8 with one scale each.
+
+A tile of codes, two in a byte, becomes two INT8 operands with an AND and a shift, and meets the tokens' codes as they
+are; sums are whole numbers of 32 bits. A group's sum is multiplied by the group's whole scale s and after that z · s
+times the sum of the group's activations is subtracted, so that nothing rounds before the two scales in floating point:
+
+    y[m, n] = float(sum over groups of s (sum of code · a) - z s (sum of a)) · (scale[n] · scale[m]) + bias[n]
+
+The result has the bits of `runtime.operations.linear.gemm_w4a8` and of the CPU's kernels. Without groups s is 1 and the
+zero-point's term is one for the whole row, in the epilogue.
+
+Source: QServe §4.2 (compute-aware order of weights, subtraction after multiplication), here once for a group's sum
+rather than once for a weight: two integer multiplications for each of a tile's sums and 128 channels, and none for its
+weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.backends.triton.kernels.tokens import Tokens
+from runtime.backends.triton.whole import WholeLinear
+from runtime.backends.triton.words import half_of
+from runtime.errors import BackendError
+
+if TYPE_CHECKING:
+    from runtime.backends.triton.ahead import Ahead
+
+BLOCK_N = 64
+"""Output channels of a program."""
+FEW, MANY = 16, 64
+"""Rows of a program: of a decoded or verified step, and of a prompt or a large batch."""
+WARPS = 4
+"""Warps of a program."""
+STAGES = 3
+"""Stages of the loop's pipeline."""
+
+
+class Matrix(NamedTuple):
+    """A `WholeLinear` as the kernel takes it."""
+
+    codes: Any
+    """uint8 [blocks, N, HALF]."""
+    scales: Any
+    """float16 [N]."""
+    groups: Any
+    """int16 [G, N]: z · s and s, a byte each."""
+    bias: Any
+    """float32 [N]."""
+    N: Any
+    """Output channels."""
+    blocks: Any
+    """Blocks of input channels."""
+
+
+class Form(NamedTuple):
+    """What the kernel is specialized for."""
+
+    GROUP_SIZE: int
+    """Input channels that share a whole scale; 0 = all of a row."""
+    HALF: int
+    """`WholeLinear.half`."""
+    BLOCK_M: int
+    """Rows of a program."""
+    BLOCK_N: int
+    """Output channels of a program."""
+
+
+@triton.jit
+def _add_block(acc, rows, codes, block, N, HALF: tl.constexpr):
+    """Add the products of a block of codes, int32 [BLOCK_N, BLOCK_M]."""
+    pairs = tl.load(codes + block * N * HALF)
+    x_at = rows[None, :] + (block * 2 * HALF + tl.arange(0, HALF))[:, None]
+    acc = tl.dot((pairs & 15).to(tl.int8), tl.load(x_at), acc, out_dtype=tl.int32)
+    return tl.dot((pairs >> 4).to(tl.int8), tl.load(x_at + HALF), acc, out_dtype=tl.int32)
+
+
+@triton.jit(do_not_specialize=["biased", "M"])
+def _gemm_w4a8_kernel(x, matrix, biased, out_ptr, M, form: tl.constexpr):
+    """Program (i, j): rows of block i, output channels of block j."""
+    N = matrix.N
+    HALF: tl.constexpr = form.HALF
+    BLOCK_N: tl.constexpr = form.BLOCK_N
+    BLOCK_M: tl.constexpr = form.BLOCK_M
+    GROUP: tl.constexpr = form.GROUP_SIZE
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Rows and channels beyond the end read the last one again, and are not stored.
+    load_n, load_m = tl.minimum(offs_n, N - 1), tl.minimum(offs_m, M - 1).to(tl.int64)
+    rows = x.codes + load_m * (matrix.blocks * 2 * HALF)
+    codes = matrix.codes + load_n[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
+    if GROUP == 0:
+        for block in range(matrix.blocks):
+            total = _add_block(total, rows, codes, block, N, HALF)
+        zeros = tl.load(matrix.groups + load_n).to(tl.int32) >> 8 & 0xFF
+        total -= zeros[:, None] * tl.load(x.sums + load_m)[None, :]
+    else:
+        EACH: tl.constexpr = GROUP // (2 * HALF)
+        groups = matrix.blocks // EACH
+        for group in range(groups):
+            products = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
+            for part in tl.static_range(EACH):
+                products = _add_block(products, rows, codes, group * EACH + part, N, HALF)
+            of_group = tl.load(matrix.groups + group * N + load_n).to(tl.int32)
+            sums = tl.load(x.sums + load_m * groups + group)
+            total += products * (of_group & 0xFF)[:, None] - (of_group >> 8 & 0xFF)[:, None] * sums[None, :]
+    scale = tl.load(matrix.scales + load_n).to(tl.float32)[:, None] * tl.load(x.scales + load_m)[None, :]
+    bias = tl.load(matrix.bias + load_n, mask=(offs_n < N) & (biased != 0), other=0.0)
+    mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
+    y = total.to(tl.float32) * scale + bias[:, None]
+    tl.store(out_ptr + offs_m.to(tl.int64)[None, :] * N + offs_n[:, None], y, mask)
+
+
+def gemm_w4a8(x: Tokens, weight: WholeLinear, out: torch.Tensor) -> None:
+    """The product of a W4A8 matrix with rows of rounded activations, plus the bias.
+
+    Args:
+        x: INT8 tokens [M, K] with the sums of `weight.group_size`; M at least 1.
+        weight: The matrix.
+        out: float32 [M, N], contiguous; written.
+
+    Raises:
+        BackendError: operands of another shape.
+    """
+    (N, K), M = weight.shape, x.codes.shape[0]
+    if x.codes.shape != (M, weight.width) or out.shape != (M, N) or not M or not out.is_contiguous():
+        raise BackendError(
+            f"{weight.name}: {tuple(x.codes.shape)} activations and {tuple(out.shape)} results for {N} by {K} weights"
+        )
+    if x.group_size != weight.group_size:
+        raise BackendError(
+            f"{weight.name} has groups of {weight.group_size}; the activations have sums of {x.group_size}"
+        )
+    block_m = FEW if M <= FEW else MANY
+    grid = (triton.cdiv(M, block_m), triton.cdiv(N, BLOCK_N))
+    if grid[1] > 65535:
+        raise BackendError(f"{weight.name}: {N} output channels are more than a launch can cover")
+    bias = out if weight.bias is None else weight.bias
+    matrix = Matrix(weight.codes, weight.scales, weight.groups, bias, N, weight.codes.shape[0])
+    _gemm_w4a8_kernel[grid](
+        x.operands, matrix, int(weight.bias is not None), out, M, form=_form(weight.group_size, block_m),
+        num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _form(group_size: int, block_m: int) -> Form:
+    return Form(group_size, half_of(group_size), block_m, BLOCK_N)
+
+
+def ahead() -> tuple[Ahead, ...]:
+    """Specializations for models: groups of 128 and none, few and many rows."""
+    from runtime.backends.triton.ahead import Ahead
+    from runtime.backends.triton.kernels.tokens import TYPES
+
+    return tuple(
+        Ahead(
+            name=f"gemm w4a8 {name} M{block_m}",
+            kernel=_gemm_w4a8_kernel,
+            signature={
+                "x": TYPES,
+                "matrix": Matrix("*u8", "*fp16", "*i16", "*fp32", "i32", "i32"),
+                "biased": "i32",
+                "out_ptr": "*fp32",
+                "M": "i32",
+                "form": "constexpr",
+            },
+            constants={"form": _form(group_size, block_m)},
+            num_warps=WARPS,
+            num_stages=STAGES,
+            weights=2 * 64 * BLOCK_N // WARPS,
+            more={"enable_fp_fusion": False},
+        )
+        for name, group_size in (("g128", 128), ("per channel", 0))
+        for block_m in (FEW, MANY)
+    )

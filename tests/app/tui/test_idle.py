@@ -1,0 +1,113 @@
+"""A model that nobody used, and a machine that slept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app import paths
+from app.settings import Settings
+from app.supervisor import Supervisor
+from app.tui.app import ChatApp, _own_supervisor
+from app.tui.naps import Naps
+
+
+def rest(runtime: Any) -> None:
+    """As the runtime does when a model was not used for long."""
+    runtime.status = replace(runtime.status, state="empty", model=None, bits=None)
+
+
+async def test_a_model_that_rests_wakes_when_something_is_said(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        rest(runtime)
+        await s.app.session.refresh()
+        await s.shows("demo rests until you write")
+        await s.ask("Are you there?")
+        await s.answered()
+        assert s.last.state == "done"
+        assert [call.model for call in runtime.named("load")] == ["demo", "demo"]
+        await s.ask("And again?")  # in the same chat, which belongs to its model now
+        await s.answered()
+        rest(runtime)
+        await s.app.session.refresh()
+        await s.ask("And now?")
+        await s.answered()
+        assert s.last.state == "done"
+        assert len(runtime.named("load")) == 3
+
+
+async def test_a_model_that_failed_does_not_count_as_resting(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.load_error = "not enough memory"
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.until(lambda: s.app.session.problem)
+        assert not s.app.session.resting
+        await s.shows("not enough memory")
+
+
+@pytest.mark.parametrize(("backend", "starts"), [("triton", 2), ("cpu", 1)])
+async def test_what_ran_on_a_card_is_started_again_after_a_sleep(
+    stage: Callable[..., Any], runtime: Any, backend: str, starts: int
+) -> None:
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        runtime.status = replace(runtime.status, backend=backend)
+        await s.app.session.refresh()
+        s.app._naps.slept = lambda: 3600.0
+        await s.app._check()
+        await s.ready()
+        assert runtime.starts == starts
+        assert s.app.session.status.model == "demo"
+
+
+def test_naps_are_told_from_busy_machines() -> None:
+    running, day = [0.0], [1000.0]
+    naps = Naps(5.0, lambda: running[0], lambda: day[0])
+
+    def after(ran: float, passed: float) -> float | None:
+        running[0] += ran
+        day[0] += passed
+        return naps.slept()
+
+    assert after(5, 5) is None
+    assert after(12, 12) is None  # a busy machine
+    assert after(5, 3605) == 3600  # Linux: the running clock stands still in a suspend
+    assert after(3600, 3600) == 3590  # elsewhere: both go on, and nobody looked
+    assert after(5, -3600) is None  # the time of day was set back
+    assert after(5, 5) is None
+
+
+def test_the_runtime_is_told_when_to_unload(monkeypatch: pytest.MonkeyPatch) -> None:
+    def minutes(settings: Settings) -> object:
+        found = _own_supervisor(settings)
+        assert isinstance(found, Supervisor)
+        return found._idle_minutes
+
+    assert minutes(Settings()) == 30
+    assert minutes(Settings(idle_unload=0)) == 0
+    assert minutes(Settings(idle_unload=5)) == 5
+
+
+async def test_a_real_runtime_unloads_and_wakes() -> None:
+    settings = Settings(model="demo", budget=0, prompt_budget=0)
+    app = ChatApp(settings, supervisor=lambda: Supervisor(paths.home(), idle_minutes=1 / 60))
+    async with app.run_test(size=(100, 30)) as pilot:
+        session = app.session
+
+        async def until(predicate: Callable[[], object]) -> None:
+            for _ in range(1200):
+                if predicate():
+                    return
+                await session.refresh()
+                await pilot.pause(0.05)
+            raise AssertionError(f"waited in vain; {session.status} {session.job}")
+
+        await until(lambda: session.resting)
+        app.chat.composer.load_text("hello")
+        await pilot.press("enter")
+        await until(lambda: session.conversation.head and not app.chat.busy)
+        assert session.conversation.path()[-1].state == "done"
+        assert session.conversation.path()[-1].text

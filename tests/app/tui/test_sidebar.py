@@ -1,0 +1,152 @@
+"""The sidebar: by day, the present chat marked, found as one types, renamed, pinned, deleted and had back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.widgets import Input, OptionList
+
+from app.conversation import Conversation
+from app.history.store import Chat, History
+from app.tui.screens.chats import ChatsScreen
+from app.tui.screens.sidebar import Sidebar, grouped_by_day
+
+Stage = Callable[..., Any]
+WIDE = (120, 30)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Two chats that were had before."""
+    path = tmp_path / "history.db"
+    history = History(path)
+    for question, answer in (("Why is the sky blue?", "Rayleigh scattering."), ("A trip to Porto 日本語", "Tram.")):
+        conversation = Conversation()
+        conversation.add("user", question, parent=None)
+        conversation.add("assistant", answer, parent=conversation.head, model="demo")
+        history.record(conversation.id, conversation.head, conversation.path())
+    history.close()
+    return path
+
+
+def titles(path: Path) -> list[str]:
+    history = History(path)
+    try:
+        return [chat.title for chat in history.chats()]
+    finally:
+        history.close()
+
+
+async def begun(s: Any) -> Sidebar:
+    await s.ready()
+    await s.shows("Today")
+    await s.shows("sky blue")
+    sidebar: Sidebar = s.app.chat.query_one(Sidebar)
+    return sidebar
+
+
+async def test_it_stands_beside_the_chat_where_there_is_room(stage: Stage, runtime: Any, kept: Path) -> None:
+    async with stage(runtime, size=WIDE, kept=kept) as s:
+        sidebar = await begun(s)
+        await s.pilot.press("ctrl+b")
+        assert isinstance(s.app.focused, Input), "the first ^B goes there"
+        await s.pilot.press("ctrl+b")
+        await s.until(lambda: not sidebar.display, "the second ^B hides it")
+        assert s.app.focused is s.composer
+        await s.pilot.press("ctrl+b")
+        await s.shows("sky blue")
+        await s.pilot.resize_terminal(80, 24)
+        await s.hides("sky blue")
+        s.composer.focus()
+        await s.pilot.press("ctrl+b")
+        await s.until(lambda: isinstance(s.app.screen, ChatsScreen), "the screen of its own")
+
+
+async def test_without_kept_chats_there_is_none(stage: Stage, runtime: Any) -> None:
+    async with stage(runtime, size=WIDE) as s:
+        await s.ready()
+        assert not s.app.chat.query_one(Sidebar).display
+        assert s.app.focused is s.composer, "what is typed first goes there"
+
+
+async def test_chats_are_opened_by_key_and_mouse_and_marked(stage: Stage, runtime: Any, kept: Path) -> None:
+    async with stage(runtime, size=WIDE, kept=kept) as s:
+        await begun(s)
+        await s.pilot.press("ctrl+b", "down", "down", "enter")
+        await s.until(lambda: len(s.app.session.conversation) == 2, "a chat")
+        await s.shows("▸ ")
+        first = s.app.session.conversation.id
+        lines = [line[:28] for line in s.screen_text().split("\n")]
+        row = next(y for y, line in enumerate(lines) if ("sky" in line or "Porto" in line) and "▸" not in line)
+        await s.pilot.click(offset=(6, row))
+        await s.until(lambda: s.app.session.conversation.id != first, "the other one")
+        await s.until(lambda: s.app.focused is s.composer, "the composer to have the keys")
+
+
+async def test_an_answer_goes_on_while_another_chat_is_in_sight(stage: Stage, runtime: Any, kept: Path) -> None:
+    runtime.hold_after = 2
+    async with stage(runtime, size=WIDE, kept=kept) as s:
+        await begun(s)
+        await s.ask("A slow one")
+        await s.until(lambda: s.last.text, "its first words")
+        await s.shows("▸ A slow one")
+        await s.pilot.press("ctrl+b", *"porto", "enter")
+        await s.shows("Tram.")
+        await s.shows("… A slow one")
+        runtime.released.set()
+        await s.hides("… A slow one")
+        await s.shows("A slow one")
+
+
+async def test_search_finds_what_was_said(stage: Stage, runtime: Any, kept: Path) -> None:
+    async with stage(runtime, size=WIDE, kept=kept) as s:
+        await begun(s)
+        await s.pilot.press("ctrl+b", *"rayl")
+        await s.hides("Porto")
+        await s.shows("sky blue")
+        await s.pilot.press(*"zzz")
+        await s.shows("nothing has these words")
+        await s.pilot.press("escape")
+        await s.shows("Porto")
+        await s.pilot.press("escape")
+        assert s.app.focused is s.composer
+
+
+async def test_rename_pin_delete_and_have_back(stage: Stage, runtime: Any, kept: Path) -> None:
+    async with stage(runtime, size=WIDE, kept=kept) as s:
+        await begun(s)
+        listed = s.app.chat.query_one("#sidebar-chats", OptionList)
+        await s.pilot.press("ctrl+b", "down")
+        await s.until(lambda: s.app.focused is listed, "the list")
+        await s.pilot.press("end", "p")
+        await s.shows("Pinned")
+        await s.pilot.press("home", "r")
+        await s.shows("Title of the chat")
+        s.app.screen.query_one(Input).value = "Skies"
+        await s.pilot.press("enter")
+        await s.shows("  Skies")
+        await s.until(lambda: s.app.focused is listed, "the list")
+        await s.pilot.press("d")
+        await s.hides("  Skies")
+        await s.pilot.press("u")
+        await s.shows("  Skies")
+    assert titles(kept) == ["Skies", "A trip to Porto 日本語"]
+
+
+def test_days() -> None:
+    now = datetime(2026, 1, 20, 12, tzinfo=UTC).astimezone()
+
+    def chat(days: int, *, pinned: bool = False) -> Chat:
+        then = now - timedelta(days=days)
+        return Chat(id=str(days), title=str(days), model=None, pinned=pinned, created=then, updated=then, head=None)
+
+    chats = [chat(3, pinned=True), chat(0), chat(1), chat(4), chat(20), chat(90)]
+    found = [(name, [one.id for one in group]) for name, group in grouped_by_day(chats, now)]
+    assert found == [
+        ("Pinned", ["3"]), ("Today", ["0"]), ("Yesterday", ["1"]), ("Last 7 days", ["4"]), ("Last month", ["20"]),
+        ("Older", ["90"]),
+    ]  # fmt: skip

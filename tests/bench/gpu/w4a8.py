@@ -1,0 +1,139 @@
+"""W4A8 on INT8 tensor cores beside half precision and torch's 4-bit kernel: microseconds by rows, tokens/s by batch.
+
+One row is also what our own 4-bit matrix-vector kernel does: which of the two a decoded token should take is decided
+here. A batch's tokens a second are those of a model's matrices alone, without attention.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from models import per_token
+from models.packed import PackedLinear
+from models.packing import packed_width
+from runtime.backends.triton.kernels.gemm import gemm
+from runtime.backends.triton.kernels.tokens import Tokens
+from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
+from runtime.backends.triton.whole import WholeLinear, repack_whole
+from runtime.backends.triton.workspace import Workspace
+from runtime.operations import linear as reference
+from tests.bench.gpu import peers
+from tests.bench.gpu.clock import copies_past_cache, race
+from tests.bench.gpu.matrices import activations, copies, random_weight
+from tests.bench.gpu.peers import Peer
+from tests.bench.gpu.report import Part
+from tests.bench.gpu.sizes import Sizes
+
+GROUP_SIZES = (128, 0)
+"""With groups and without."""
+
+
+def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
+    """A row for each number of rows, matrix and way to multiply, and then one for each batch and way."""
+    for group_size in GROUP_SIZES:
+        part.add(_check(group_size, sizes, device))
+    for rows in sizes.batches:
+        seconds: dict[str, float] = {}
+        for kind, shape in sizes.shapes.items():
+            if part.late():
+                part.add({"what": "left out for want of time", "kind": kind, "M": rows})
+                break
+            contestants = _contestants(shape, rows, sizes, device)
+            launches = {name: peer.launches for name, peer in contestants.items()}
+            for name, times in race(launches, device, rounds=max(1, sizes.rounds // 4)).items():
+                seconds[name] = seconds.get(name, 0.0) + times.p50
+                row = {"what": name, "kind": kind, "M": rows, "N": shape[0], "K": shape[1], **times.microseconds()}
+                row["gb_s"] = round(contestants[name].nbytes / times.p50 / 1e9, 1)
+                part.add(row | {"tera_operations_s": round(2 * rows * shape[0] * shape[1] / times.p50 / 1e12, 2)})
+        else:
+            for name, block in seconds.items():
+                each = rows / (block * sizes.spec.num_layers)
+                part.add({"what": f"blocks, {name}", "batch": rows, "tokens_per_second": round(each, 1)})
+
+
+def _contestants(shape: tuple[int, int], rows: int, sizes: Sizes, device: torch.device) -> dict[str, Peer]:
+    """Ways to multiply a matrix with so many rows."""
+    names = {0: "W4A8 per channel"}
+    found = {names.get(size, f"W4A8 g{size}"): _ours(shape, rows, size, sizes, device) for size in GROUP_SIZES}
+    found["W4A16"] = _weight_only(shape, rows, sizes, device)
+    found["float16"] = peers.half_precision(shape, rows, sizes, device)
+    if device.type == "cuda":
+        found["torch _weight_int4pack_mm"] = peers.torch_int4(shape, rows, sizes, device)
+    return found
+
+
+def _ours(shape: tuple[int, int], rows: int, group_size: int, sizes: Sizes, device: torch.device) -> Peer:
+    (N, K), weight = shape, _weight(shape, group_size, device)
+    x, out = _tokens(rows, K, weight, device), torch.empty(rows, N, device=device)
+    count = copies_past_cache(weight.nbytes, sizes.rotated_bytes)
+    weights = [weight, *(_copied(weight) for _ in range(count - 1))]
+    return Peer([lambda w=w: gemm_w4a8(x, w, out) for w in weights], weight.nbytes)
+
+
+def _weight_only(shape: tuple[int, int], rows: int, sizes: Sizes, device: torch.device) -> Peer:
+    """Our 4 bits with activations in half precision: by the matrix-vector kernel up to 16 rows."""
+    (N, K), weight = shape, random_weight(shape, 4, device)
+    x, out, workspace = activations(rows, K, device), torch.empty(rows, N, device=device), Workspace(device)
+    weights = copies(weight, copies_past_cache(weight.nbytes, sizes.rotated_bytes))
+    return Peer([lambda w=w: gemm(x, w, out, workspace) for w in weights], weight.nbytes)
+
+
+@cache
+def _packed(shape: tuple[int, int], group_size: int) -> PackedLinear:
+    (N, K), rng = shape, np.random.default_rng([*shape, group_size])
+    groups = -(-K // group_size) if group_size else 1
+    return PackedLinear(
+        name="random",
+        shape=shape,
+        bits=4,
+        group_size=group_size or K,
+        codes=np.frombuffer(rng.bytes(4 * N * packed_width(K, 4)), np.int32).reshape(N, -1),
+        scales=np.full((N, 1), 2.0**-9, np.float16),
+        zeros=rng.integers(0, 16, (N, groups), dtype=np.uint8),
+        bias=None,
+        residual=None,
+        rank_maximum=None,
+        mean_square=None,
+        group_scales=rng.integers(1, 17, (N, groups), dtype=np.uint8) if group_size else None,
+        per_token=True,
+    )
+
+
+@cache
+def _weight(shape: tuple[int, int], group_size: int, device: torch.device) -> WholeLinear:
+    return repack_whole(_packed(shape, group_size), device)
+
+
+def _copied(weight: WholeLinear) -> WholeLinear:
+    parts = (weight.codes.clone(), weight.scales.clone(), weight.groups.clone())
+    return WholeLinear(
+        name=weight.name,
+        shape=weight.shape,
+        group_size=weight.group_size,
+        codes=parts[0],
+        scales=parts[1],
+        groups=parts[2],
+        bias=None,
+    )
+
+
+def _tokens(rows: int, K: int, weight: WholeLinear, device: torch.device) -> Tokens:
+    """Normally distributed activations, rounded."""
+    codes, scales = per_token.quantize(torch.randn(rows, K))
+    filled = torch.nn.functional.pad(codes, (0, weight.width - K))
+    sums = filled.int().view(rows, -1, weight.group_size or weight.width).sum(2, dtype=torch.int32)
+    return Tokens(filled.to(device), scales[:, 0].to(device), sums.to(device), weight.group_size)
+
+
+def _check(group_size: int, sizes: Sizes, device: torch.device) -> dict[str, object]:
+    """Whether a product has the bits of the integer reference."""
+    shape = sizes.spec.linear_shape("o")
+    packed, weight = _packed(shape, group_size), _weight(shape, group_size, device)
+    x, out = _tokens(5, shape[1], weight, device), torch.full((5, shape[0]), float("nan"), device=device)
+    gemm_w4a8(x, weight, out)
+    codes, scales = x.codes[:, : shape[1]].cpu(), x.scales[:, None].cpu()
+    expected = reference.gemm_w4a8(codes, scales, reference.whole(packed), packed)
+    return {"what": "check", "group_size": group_size, "correct": torch.equal(out.cpu(), expected)}
