@@ -335,7 +335,6 @@ class TestWriting:
         async with stage(runtime, kept=tmp_path / "history.db") as s:
             await s.ready()
             s.composer.load_text("why is the sky")
-            await s.settled()
         async with stage(runtime, kept=tmp_path / "history.db") as s:
             await s.ready()
             (chat,) = await s.app.session.kept.chats()
