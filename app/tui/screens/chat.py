@@ -60,12 +60,6 @@ class ChatScreen(WrittenScreen):
         self._ticker = self.set_interval(LIVE_INTERVAL_S, self._tick, pause=True)
         self.show_session()
         self.run_worker(self._recall_past(), group="past", exit_on_error=False)
-        self._typing = self.composer
-
-    def on_unmount(self) -> None:
-        """Keep what is typed, however the program ends; what its last change tells may not have come yet."""
-        if self._editing is None and self._typing.value != self._session.conversation.extras.draft:
-            self._session.note(self._session.conversation, draft=self._typing.value)
 
     @property
     def busy(self) -> bool:

@@ -38,6 +38,7 @@ class WrittenScreen(Screen[None]):
         self._session = session
         self._editing: str | None = None
         self._unsent = ""
+        self._typing: Composer | None = None
         self._copied = ("", 0)
         self._draft: Timer | None = None
 
@@ -234,6 +235,16 @@ class WrittenScreen(Screen[None]):
         typed = self._unsent if self._editing is not None else self.composer.value
         self._session.note(self._session.conversation, draft=typed)
         self._show_context()
+
+    def on_mount(self) -> None:
+        """Remember what is typed in: at the end it can't be found on the screen any more."""
+        self._typing = self.composer
+
+    def on_unmount(self) -> None:
+        """Keep what is typed, however the program ends; what its last change tells may not have come yet."""
+        conversation = self._session.conversation
+        if self._typing is not None and self._editing is None and self._typing.value != conversation.extras.draft:
+            self._session.note(conversation, draft=self._typing.value)
 
     def _remember(self, text: str) -> None:
         self.composer.past = remembered(self.composer.past, text)
