@@ -24,7 +24,7 @@ from tests.bench.reporting.losses import numbers
 from tests.bench.reporting.markdown import between
 from tests.bench.reporting.results import Entry, Results, digest
 from tests.bench.reporting.run import about_run, teller
-from tests.bench.w4a8.models import ablation, alone, compared
+from tests.bench.w4a8.models import ablation, alone, compared, group_of
 from tests.bench.w4a8.report import section
 
 RESULTS = ROOT / "docs" / "quality" / "w4a8.json"
@@ -59,7 +59,7 @@ def main() -> None:
 
 def wanted(case: Case) -> Iterator[tuple[Recipe, KVKind, bool, str]]:
     """Recipe, cache, whether as a chat, and backend, of everything that is measured of a model."""
-    real, group = case.name == "smollm2", 128 if case.group_size >= 64 else case.group_size
+    real, group = case.name == "smollm2", group_of(case)
     for variant in compared(group):
         for kv in ("fp16", "int4"):
             for as_chat in (False, True) if real else (False,):

@@ -6,9 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from models.recipe import QOQ_STEPS, QOQ_USUAL, Recipe
+from tests.bench.reporting.cases import Case
 
 OFF: Mapping[str, bool] = dict.fromkeys(QOQ_STEPS, False)
 """No step of QoQ: round-to-nearest."""
+
+
+def group_of(case: Case) -> int:
+    """Group size of the variants with groups: 128, or what a small model has."""
+    return 128 if case.group_size >= 64 else case.group_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from models.recipe import Recipe
+from tests.bench.reporting.cases import CASES
 from tests.bench.reporting.losses import difference
 from tests.bench.reporting.markdown import number, table
 from tests.bench.reporting.results import Entry, Results
 from tests.bench.reporting.style import figure
-from tests.bench.w4a8.models import Step, ablation, alone, compared
+from tests.bench.w4a8.models import Step, ablation, alone, compared, group_of
 
 REAL = "smollm2"
 """The model that decides."""
@@ -24,7 +25,7 @@ ROTATED_STEP = "+ rotated block inputs"
 
 def section(results: Results, folder: Path) -> str:
     """The section in Markdown; its picture is drawn into a folder beside the report."""
-    parts = [_opening(results), _methods(results), _order(results), _steps(results), _alone(results)]
+    parts = [_opening(results), _methods(results), _order(results), _steps(results), _alone(results), _small(results)]
     if draw(results, folder / "qoq.svg"):
         parts.insert(4, "![Perplexity after each step of QoQ](quality/qoq.svg)")
     return "\n\n".join(part for part in parts if part)
@@ -138,6 +139,20 @@ def _alone(results: Results) -> str:
         return ""
     head = ("QoQ with groups, KV4", "plain", "as a chat", "nats a token more than the whole, as a chat")
     return table(head, [("all steps but rotation", *map(_cell, whole), ""), *rows])
+
+
+def _small(results: Results) -> str:
+    """The comparison on small models, which decides nothing."""
+    measured = {entry["model"] for entry in results.all("points")}
+    models = {case.name: group_of(case) for case in CASES if case.name in measured}
+    if not models:
+        return ""
+    names = [variant.name for variant in compared(_GROUP)]
+    rows = []
+    for model, group in models.items():
+        found = [find(results, model, each.recipe, "int4", as_chat=False) for each in compared(group)]
+        rows.append((model, *map(_cell, [_full(results, model, as_chat=False), *found])))
+    return "Small models, plain, KV4; they decide nothing:\n\n" + table(("model", "full precision", *names), rows)
 
 
 def draw(results: Results, file: Path) -> bool:
