@@ -19,6 +19,7 @@ from models.rope import tables
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.linear import ReferenceLinear
 from runtime.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
+from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import InvalidActivationError
 from runtime.kv.basis import key_bases
 from runtime.kv.kinds import KINDS, CacheKind
@@ -152,9 +153,9 @@ def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.
 class _Pass(Operations[torch.Tensor]):
     """The operations of one step.
 
-    Rows that are no prompt are computed one by one, so that each has the bits that it has alone: the sums of torch's
-    products hang on the number of rows, and greedy answers of drafted or shared steps would part from those of single
-    ones.
+    A few rows that are no prompt are computed one by one, so that each has the bits that it has alone: the sums of
+    torch's products hang on the number of rows, and greedy answers of drafted or shared steps would part from those of
+    single ones. Many rows are a text that is judged, and are computed together.
     """
 
     def __init__(self, decoder: ReferenceDecoder, step: Step) -> None:
@@ -167,7 +168,7 @@ class _Pass(Operations[torch.Tensor]):
         self._positions = torch.from_numpy(np.asarray(step.positions, np.int64))
         self._logit_rows = torch.from_numpy(np.asarray(step.logit_rows, np.int64))
         self._linear_positions = self._positions
-        self._singly = not step.prefill
+        self._singly = not step.prefill and len(step.tokens) <= LARGEST_GAMMA + 1
 
     def embed(self) -> torch.Tensor:
         return self._decoder.embedding[self._tokens].float()
