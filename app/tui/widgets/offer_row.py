@@ -10,7 +10,7 @@ from textual.containers import Horizontal
 from textual.widgets import Button, Static
 
 from app.settings import UNSET, Settings
-from runtime.compensation import CHUNK
+from runtime.drafting import SPECULATIVE_KV
 
 if TYPE_CHECKING:
     from runtime.wire.device import Offer
@@ -55,10 +55,9 @@ class OfferRow(Horizontal):
 
 
 def changes(offer: Offer) -> dict[str, str]:
-    """The settings that decode as an offer does, by key, as a person types them."""
-    k_chunk = {"plain": "0", "residual": str(CHUNK)}.get(offer.target, UNSET)
-    drafts = {"speculate": "on", "gamma": str(offer.gamma)} if offer.gamma else {"speculate": "off", "gamma": UNSET}
-    return {"k_chunk": k_chunk, **drafts}
+    """The settings with which a load takes an offer up by itself, by key, as a person types them."""
+    drafts = {"kv": SPECULATIVE_KV, "speculate": "auto"} if offer.gamma else {}
+    return {"k_chunk": UNSET, **drafts}
 
 
 def _typed(settings: Settings, key: str) -> str:

@@ -336,16 +336,15 @@ async def test_an_offer_is_taken_up(stage: Callable[..., Any], runtime: Any) -> 
         await s.pilot.press("escape")
         await s.until(lambda: len(runtime.named("load")) == 2)
         asked = runtime.named("load")[-1]
-        assert (asked.speculate, asked.gamma, asked.k_chunk) == (True, 4, 1024)
+        assert (asked.kv, asked.speculate, asked.k_chunk) == ("hierarchical", None, None), "the load finds the best way"
         kept = settings.load()
-        assert (kept.speculate, kept.gamma, kept.k_chunk) == ("on", 4, 1024)
+        assert (kept.kv, kept.speculate, kept.k_chunk) == ("hierarchical", "auto", None)
 
 
 def test_what_takes_an_offer_up() -> None:
-    assert changes(Offer(words="", target="compensated", gamma=3)) == {
-        "k_chunk": "auto", "speculate": "on", "gamma": "3",
-    }  # fmt: skip
-    assert changes(Offer(words="", target="plain", gamma=0)) == {"k_chunk": "0", "speculate": "off", "gamma": "auto"}
+    drafted = {"k_chunk": "auto", "kv": "hierarchical", "speculate": "auto"}
+    assert changes(Offer(words="", target="compensated", gamma=3)) == drafted
+    assert changes(Offer(words="", target="residual", gamma=0)) == {"k_chunk": "auto"}
 
 
 def test_where_the_mark_of_a_budget_stands() -> None:
