@@ -6,6 +6,7 @@ and nothing else: wheels alone are asked for, so no code of a package is ever ru
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -116,13 +117,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files; one that goes away while they are counted has none."""
+    """Bytes of all files; a file or folder that goes away while they are counted has none."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(inside, name).stat().st_size
     return total
 
 

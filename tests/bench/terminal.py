@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 TRIES = 8
 """An answer may have ended before it could be stopped."""
 COLUMNS, ROWS = 90, 30
@@ -196,7 +196,7 @@ def play(terminal: Terminal, model: str) -> None:
     step("another budget")
     before = budget_of(terminal.screen())
     terminal.press("F3")
-    terminal.shows("budget")
+    terminal.shows("Quality and speed")
     terminal.press("Right", "Enter")
     time.sleep(1.0)
     terminal.press("Escape")
