@@ -92,6 +92,11 @@ class ChatApp(App[None]):
             now: the time of day, for the messages.
         """
         super().__init__()
+        for theme in themes.OWN:
+            self.register_theme(theme)
+        self._wear_theme(settings)
+        self._worn = self.get_css_variables()
+        self.stylesheet.set_variables(self._worn)
         conversation = Conversation(now) if now else Conversation()
         kept = KeptChats(history, self._cannot_keep) if history else None
         own = supervisor or (lambda: _own_supervisor(settings))
@@ -131,19 +136,23 @@ class ChatApp(App[None]):
         return ChatScreen(self.session)
 
     def on_mount(self) -> None:
-        """Choose the theme; start the runtime once the first frame is out."""
-        for theme in themes.OWN:
-            self.register_theme(theme)
-        self._wear_theme()
+        """Start the runtime once the first frame is out."""
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             for number in (signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
         self.call_after_refresh(self._start)
 
-    def _wear_theme(self) -> None:
+    def _wear_theme(self, settings: Settings) -> None:
         """Take the colours of the settings."""
-        self.theme = themes.NAMES[self.session.settings.theme]
+        self.theme = themes.NAMES[settings.theme]
         self.set_class(self.theme == themes.CONTRAST.name, "-high-contrast")
+
+    def refresh_css(self, animate: bool = True) -> None:
+        """Read the style sheet again if the colours are others: Textual also asks at its start, for what is there."""
+        variables = self.get_css_variables()
+        if variables != self._worn:
+            self._worn = variables
+            super().refresh_css(animate)
 
     def _start(self) -> None:
         self.run_worker(self.session.start(), group="runtime", exit_on_error=False)
@@ -268,7 +277,7 @@ class ChatApp(App[None]):
         self.session.settings = self.session.settings.changed({event.key: event.value})
         self.keep_settings({event.key: event.value})
         if event.key == "theme":
-            self._wear_theme()
+            self._wear_theme(self.session.settings)
         elif event.key in ("k_chunk", "prompt_budget") or (
             event.key == "budget" and self.session.settings.k_chunk is None
         ):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from textual.widget import Widget
 
 from app.errors import HistoryError
-from app.tui.screens.dialogs import TitleDialog
 from app.tui.session import Session
 
 if TYPE_CHECKING:
@@ -33,6 +32,8 @@ class ChatDeeds:
 
     def rename(self) -> None:
         """Ask for another title."""
+        from app.tui.screens.dialogs import TitleDialog
+
         chat, kept = self._chosen(), self._session.kept
         if chat is None or kept is None:
             return
