@@ -95,6 +95,11 @@ class ChatApp(WorkApp):
             now: the time of day, for the messages.
         """
         super().__init__()
+        for theme in themes.OWN:
+            self.register_theme(theme)
+        self.wear_theme(settings)
+        self._worn = self.get_css_variables()
+        self.stylesheet.set_variables(self._worn)
         conversation = Conversation(now) if now else Conversation()
         kept = KeptChats(history, self._cannot_keep) if history else None
         own = supervisor or (lambda: _own_supervisor(settings))
@@ -135,19 +140,23 @@ class ChatApp(WorkApp):
         return ChatScreen(self.session)
 
     def on_mount(self) -> None:
-        """Choose the theme; start the runtime once the first frame is out."""
-        for theme in themes.OWN:
-            self.register_theme(theme)
-        self.wear_theme()
+        """Start the runtime once the first frame is out."""
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             for number in (signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
         self.call_after_refresh(self._start)
 
-    def wear_theme(self) -> None:
+    def wear_theme(self, settings: Settings) -> None:
         """Take the colours of the settings."""
-        self.theme = themes.NAMES[self.session.settings.theme]
+        self.theme = themes.NAMES[settings.theme]
         self.set_class(self.theme == themes.CONTRAST.name, "-high-contrast")
+
+    def refresh_css(self, animate: bool = True) -> None:
+        """Read the style sheet again if the colours are others: Textual also asks at its start, for what is there."""
+        variables = self.get_css_variables()
+        if variables != self._worn:
+            self._worn = variables
+            super().refresh_css(animate)
 
     def _start(self) -> None:
         self.run_worker(self.session.start(), group="runtime", exit_on_error=False)

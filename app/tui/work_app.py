@@ -10,7 +10,7 @@ from textual.app import App
 
 from app import settings as stored
 from app.errors import ClientError
-from app.settings import SettingsError
+from app.settings import Settings, SettingsError
 from app.tui.getting import unfinished
 from app.tui.messages import (
     LoadAsked,
@@ -43,7 +43,7 @@ class WorkApp(App[None]):
         """Bring every screen up to date."""
 
     @abstractmethod
-    def wear_theme(self) -> None:
+    def wear_theme(self, settings: Settings) -> None:
         """Take the colours of the settings."""
 
     @on(RuntimeLost)
@@ -119,7 +119,7 @@ class WorkApp(App[None]):
         self.session.settings = self.session.settings.changed({event.key: event.value})
         self.keep_settings({event.key: event.value})
         if event.key == "theme":
-            self.wear_theme()
+            self.wear_theme(self.session.settings)
         elif event.key == "sidebar":
             self.chat.show_session()
         elif event.key in ("k_chunk", "prompt_budget") or (

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from textual.widget import Widget
 
 from app.errors import HistoryError
-from app.tui.screens.dialogs import TitleDialog
 from app.tui.session import Session
 
 if TYPE_CHECKING:
@@ -57,6 +56,8 @@ class ChatDeeds(Widget):
 
     def action_rename(self) -> None:
         """Ask for another title."""
+        from app.tui.screens.dialogs import TitleDialog
+
         chat, kept = self._chosen(), self._session.kept
         if chat is None or kept is None:
             return

@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+from textual.css.stylesheet import Stylesheet
 from textual.widgets import Button, Input, Select, Static, TextArea
 
 from app import settings
 from app.tui.screens.dialogs import CheckpointSuggester, ConfirmDialog, QuantizeDialog, checkpoint_problem
 from app.tui.screens.models import ModelsScreen
 from app.tui.screens.settings import SettingsScreen
+from app.tui.themes import LIGHT
 from runtime.wire.requests import LoadRequest, QuantizeRequest
 
 
@@ -230,6 +233,18 @@ async def test_what_is_kept_of_chats_is_shown_and_deleted(stage: Callable[..., A
         await s.until(lambda: any("x.kv" in note.message for note in s.app._notifications))
 
 
+async def test_the_style_sheet_is_read_once_before_the_first_paint(
+    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again: list[Stylesheet] = []
+    monkeypatch.setattr(Stylesheet, "reparse", again.append)
+    async with stage(runtime, theme="light") as s:
+        await s.ready()
+        assert s.app.theme == "calm-light"
+        assert s.app.screen.styles.background.hex.lower() == LIGHT.background
+        assert not again
+
+
 async def test_the_theme_changes_at_once(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
         await s.ready()
@@ -239,6 +254,8 @@ async def test_the_theme_changes_at_once(stage: Callable[..., Any], runtime: Any
         for value, theme in (("light", "calm-light"), ("terminal", "ansi-dark")):
             s.app.screen.query_one("#setting-theme Select", Select).value = value
             await s.until(lambda expected=theme: s.app.theme == expected)
+            if value == "light":
+                await s.until(lambda: s.app.screen.styles.background.hex.lower() == LIGHT.background)
 
 
 async def test_settings_that_cannot_be_kept_are_told(
