@@ -59,6 +59,8 @@ class RuntimeClient:
 
         self.base_url = base_url
         self.silence_s = SILENCE_S
+        self.who = "the runtime"
+        """What it is called where something goes wrong."""
         self._model: str | None = None
         self._http = httpx.AsyncClient(
             base_url=base_url,
@@ -181,7 +183,7 @@ class RuntimeClient:
                     finished = finished or choice.get("finish_reason") is not None
                     yield read_delta(choice, event.get("timings"), event.get("model"))
         if not finished:
-            raise ConnectionLostError("the answer broke off: the runtime stopped before the end")
+            raise ConnectionLostError(f"the answer broke off: {self.who} stopped before the end")
 
     # Below: how requests and streams travel
 
@@ -191,7 +193,7 @@ class RuntimeClient:
         """Ask for one JSON object with a record."""
         import httpx
 
-        with _translated():
+        with _translated(self.who):
             timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
             body = None if request is None else to_json(request)
             response = await self._http.request(method, path, json=body, timeout=timeout)
@@ -207,11 +209,11 @@ class RuntimeClient:
                     yield read(end, event)
                     return
                 yield read(Progress, event)
-        raise ConnectionLostError("the work broke off: the runtime stopped before the end")
+        raise ConnectionLostError(f"the work broke off: {self.who} stopped before the end")
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The JSON objects of a stream of events."""
-        async with self._stream(path, body) as response, aclosing(_lines(response)) as lines:
+        async with self._stream(path, body) as response, aclosing(_lines(response, self.who)) as lines:
             async for line in lines:
                 if not line.startswith("data:"):
                     continue
@@ -230,11 +232,11 @@ class RuntimeClient:
 
         timeout = httpx.Timeout(self.silence_s, connect=CONNECT_S)
         request = self._http.build_request("POST", path, json=body, timeout=timeout)
-        with _translated():
+        with _translated(self.who):
             response = await self._http.send(request, stream=True)
         try:
             if response.is_error:
-                with _translated():
+                with _translated(self.who):
                     content = await response.aread()
                 raise status_error(response.status_code, content)
             yield response
@@ -252,24 +254,28 @@ def _absolute(source: str) -> str:
     return str(folder.absolute()) if folder.is_dir() else source
 
 
-async def _lines(response: httpx.Response) -> AsyncGenerator[str, None]:
+async def _lines(response: httpx.Response, who: str) -> AsyncGenerator[str, None]:
     """Lines of a stream as they come."""
-    with _translated():
+    with _translated(who):
         async for line in response.aiter_lines():
             yield line
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
-    """Turn what the network does into errors of this program."""
+def _translated(who: str) -> Iterator[None]:
+    """Turn what the network does into errors of this program.
+
+    Args:
+        who: what the other side is called.
+    """
     import httpx
 
     try:
         yield
     except httpx.TimeoutException as error:
-        raise ConnectionLostError(f"the runtime does not answer ({type(error).__name__})") from error
+        raise ConnectionLostError(f"{who} does not answer ({type(error).__name__})") from error
     except httpx.TransportError as error:
         detail = f": {error}" if str(error) else ""
-        raise ConnectionLostError(f"the runtime cannot be reached ({type(error).__name__}{detail})") from error
+        raise ConnectionLostError(f"{who} cannot be reached ({type(error).__name__}{detail})") from error
     except httpx.HTTPError as error:
-        raise ProtocolError(f"the runtime's answer cannot be read: {error}") from error
+        raise ProtocolError(f"the answer of {who} cannot be read: {error}") from error

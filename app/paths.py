@@ -7,6 +7,7 @@ without it, each kind of file goes where the operating system wants it.
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import platformdirs
@@ -58,6 +59,11 @@ def settings_file() -> Path:
     return folder / "settings.toml"
 
 
+def presets_file() -> Path:
+    """The system prompts that have a name, a TOML file."""
+    return settings_file().with_name("presets.toml")
+
+
 def log_file() -> Path:
     """The file to which the runtime process writes what it would print."""
     return home() / "runtime.log"
@@ -78,3 +84,22 @@ def private_folder(folder: Path) -> Path:
     for path in reversed([path for path in missing if not path.exists()]):
         path.mkdir(mode=0o700, exist_ok=True)
     return folder
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Replace a file in one step, so that a crash leaves the old one or the new one; its folder is made private.
+
+    Raises:
+        OSError: it cannot be written; the old one is as it was.
+    """
+    private_folder(file.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(name).replace(file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from app.client import CONNECT_S, TURN_S, RuntimeClient
-from app.errors import AccessError, ClientError, ConnectionLostError, NotFoundError
+from app.errors import AccessError, ClientError, NotFoundError
 from app.protocol import ChatDelta, ChatOptions, read_items
 from runtime.wire.answers import Caches, Holding, ModelEntry, Status
 
@@ -44,6 +44,11 @@ def endpoint_problem(url: str) -> str | None:
     return None
 
 
+def host_of(url: str) -> str:
+    """What a server is called: its host, with the port if one is given."""
+    return urlsplit(url).netloc
+
+
 def _base(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
@@ -64,7 +69,8 @@ class RemoteClient(RuntimeClient):
         self.base_url = _base(url)
         self._model: str | None = None
         self._contexts: Mapping[str, int | None] = {}
-        self._host = urlsplit(url).netloc
+        self._host = host_of(url)
+        self.who = f"the server at {self._host}"
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -191,8 +197,6 @@ class RemoteClient(RuntimeClient):
         """The same error, in words about the server."""
         if isinstance(error, AccessError):
             return ClientError(f"{self._host} refuses the token: give it the right one (^P, Endpoint)")
-        if isinstance(error, ConnectionLostError):
-            return ConnectionLostError(f"the server at {self._host} cannot be reached: {error}")
         if isinstance(error, NotFoundError):
             return ClientError(f"{self._host} does not speak OpenAI's protocol there, or lacks the model: {error}")
         return error
@@ -231,4 +235,4 @@ class RemoteSupervisor:
 
     def crash_report(self) -> str | None:
         """Why it does not answer."""
-        return f"the server at {urlsplit(self._url).netloc} does not answer"
+        return f"the server at {host_of(self._url)} does not answer"

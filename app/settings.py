@@ -14,7 +14,6 @@ import dataclasses
 import difflib
 import math
 import os
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -209,6 +208,9 @@ class Settings:
         optional=True,
     )
     endpoint_token: str = _setting("", str, "what that server wants to be shown", secret=True)
+    sidebar: str = _setting(
+        "on", str, "whether other chats stand beside the one in sight, where there is room", choices=("on", "off")
+    )
     theme: str = _setting("dark", str, "colours of the terminal UI", choices=("dark", "light", "contrast", "terminal"))
 
     def __post_init__(self) -> None:
@@ -342,21 +344,6 @@ def save(changes: Mapping[str, object], *, file: Path | None = None) -> None:
                 document.pop(key, None)
             else:
                 document[key] = value
-        _write(file.resolve(), tomlkit.dumps(document))  # a link stays a link
+        paths.write_whole(file.resolve(), tomlkit.dumps(document))  # a link stays a link
     except OSError as error:
         raise SettingsError(f"cannot write the settings file {file}: {error}") from error
-
-
-def _write(file: Path, text: str) -> None:
-    """Replace a file in one step, so that a crash leaves the old one or the new one."""
-    paths.private_folder(file.parent)
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

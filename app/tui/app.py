@@ -10,10 +10,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import on
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.driver import Driver
 from textual.screen import Screen
@@ -22,10 +22,8 @@ from textual.worker import Worker, WorkerState
 from app import paths
 from app import settings as stored
 from app.conversation import Conversation
-from app.errors import ClientError
-from app.settings import Settings, SettingsError
+from app.settings import Settings
 from app.tui import clipboard, elsewhere, themes
-from app.tui.getting import unfinished
 from app.tui.kept import KeptChats
 from app.tui.keys import KEYS
 from app.tui.messages import (
@@ -33,30 +31,27 @@ from app.tui.messages import (
     ChatEnded,
     JobChanged,
     LeftOut,
-    LoadAsked,
     NotKept,
-    QuantizeAsked,
-    ReloadAsked,
-    RemoveAsked,
-    RuntimeLost,
-    SettingChanged,
     StatusChanged,
-    TuneAsked,
 )
 from app.tui.naps import Naps
+from app.tui.palette import commands
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
 from app.tui.terminal import ensure_size, outliving, terminal_is_gone
-
-if TYPE_CHECKING:
-    from runtime.wire.requests import QuantizeRequest
+from app.tui.work_app import WorkApp
 
 CHECK_INTERVAL_S = 5.0
+REMOTE_CHECKS = 12
+"""A server elsewhere is asked every so many intervals whether it is still there."""
 QUIT_AGAIN_S = 2.0
 OF_THE_CHAT = frozenset(
-    {"new_chat", "regenerate", "continue", "copy_answer", "stop", "edit", "attach", "chat_settings", "inspect"}
-)
+    {
+        "new_chat", "regenerate", "continue", "copy_answer", "stop", "edit", "attach", "chat_settings", "presets",
+        "inspect",
+    }
+)  # fmt: skip
 """Actions that only the chat screen has."""
 
 
@@ -67,12 +62,20 @@ def _own_supervisor(settings: Settings) -> SupervisorLike:
     return Supervisor(paths.home(), idle_minutes=stored.DEFAULT_IDLE_MINUTES if minutes is None else minutes)
 
 
-class ChatApp(App[None]):
+def _warm() -> None:
+    """Import what the first answer needs, before it is there."""
+    from app.tui.widgets.markdown_body import warm
+
+    warm()
+
+
+class ChatApp(WorkApp):
     """The terminal UI."""
 
     TITLE = "lowbit-chat"
     CSS_PATH = "chat.tcss"
     ENABLE_COMMAND_PALETTE = True
+    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [*KEYS]
 
     def __init__(
@@ -94,7 +97,7 @@ class ChatApp(App[None]):
         super().__init__()
         for theme in themes.OWN:
             self.register_theme(theme)
-        self._wear_theme(settings)
+        self.wear_theme(settings)
         self._worn = self.get_css_variables()
         self.stylesheet.set_variables(self._worn)
         conversation = Conversation(now) if now else Conversation()
@@ -105,6 +108,7 @@ class ChatApp(App[None]):
         )
         self._interrupted = -QUIT_AGAIN_S
         self._naps = Naps(CHECK_INTERVAL_S)
+        self._checks = 0
 
     def _supervisor(self, own: Callable[[], SupervisorLike]) -> SupervisorLike:
         """Our own runtime's, or that of the server elsewhere that is set."""
@@ -142,7 +146,7 @@ class ChatApp(App[None]):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
         self.call_after_refresh(self._start)
 
-    def _wear_theme(self, settings: Settings) -> None:
+    def wear_theme(self, settings: Settings) -> None:
         """Take the colours of the settings."""
         self.theme = themes.NAMES[settings.theme]
         self.set_class(self.theme == themes.CONTRAST.name, "-high-contrast")
@@ -156,6 +160,7 @@ class ChatApp(App[None]):
 
     def _start(self) -> None:
         self.run_worker(self.session.start(), group="runtime", exit_on_error=False)
+        self.run_worker(_warm, group="warm", thread=True, exit_on_error=False)
         self.set_interval(CHECK_INTERVAL_S, self._check)
 
     async def _check(self) -> None:
@@ -164,7 +169,9 @@ class ChatApp(App[None]):
             return
         if self._naps.slept() is not None:
             await self.session.wake()
-        await self.session.refresh()
+        self._checks += 1
+        if self.session.remote is None or self._checks % REMOTE_CHECKS == 0:
+            await self.session.refresh()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """Tell a failure that nobody expected."""
@@ -201,94 +208,6 @@ class ChatApp(App[None]):
     def show_left_out(self) -> None:
         """Mark from where on the model reads the chat."""
         self.chat.transcript.mark()
-
-    @on(RuntimeLost)
-    def recover(self, event: RuntimeLost) -> None:
-        """Start the runtime again; the conversation is untouched."""
-        if not self.chat.busy:  # else the answer says so
-            self.notify(f"{event.reason}; starting it again.", severity="warning", markup=False)
-        self.run_worker(self.session.recover(), group="runtime", exit_on_error=False)
-
-    # What the screens ask for
-
-    @on(LoadAsked)
-    def load_model(self, event: LoadAsked) -> None:
-        """Load a model, and remember it, if it is one of this machine's."""
-        if self.session.remote is None:
-            self.keep_settings({"model": event.name})
-        self.run_worker(self._load(event.name), group="work", exit_on_error=False)
-
-    async def _load(self, name: str) -> None:
-        await self.chat.stop()
-        await self.session.load(name)
-
-    @on(ReloadAsked)
-    def reload_model(self) -> None:
-        """Load the same model with other settings."""
-        if self.session.wanted is not None:
-            self.run_worker(self._load(self.session.wanted), group="work", exit_on_error=False)
-
-    @on(QuantizeAsked)
-    async def quantize(self, event: QuantizeAsked) -> None:
-        """Make a low-bit model in the background."""
-        self.run_worker(self._get(event.request), group="work", exit_on_error=False)
-
-    async def _get(self, request: QuantizeRequest) -> None:
-        got = await self.session.get(request)
-        if got is not None and got.loaded:
-            self.keep_settings({"model": got.made})
-        elif got is not None and got.made is not None and self.session.job and self.session.job.outcome == "done":
-            self.notify(f"{got.made} is made; F2 loads it.", markup=False)
-        self.show_session()
-
-    def action_resume_work(self) -> None:
-        """Go on with getting a model that was stopped, or that the program was quit in."""
-        if not self.session.working and (request := unfinished()) is not None:
-            self.post_message(QuantizeAsked(request))
-        elif not self.session.working and self.session.wanted is not None:
-            self.post_message(LoadAsked(self.session.wanted))
-
-    @on(TuneAsked)
-    def tune(self) -> None:
-        """Measure again, and apply the budget to the model that runs."""
-        self._compensate(force=True)
-
-    def _compensate(self, *, force: bool) -> None:
-        """Apply budget or k_chunk; a newer wish replaces one that waits or is worked on."""
-        self.run_worker(self._tune(force=force), group="tune", exclusive=True, exit_on_error=False)
-
-    async def _tune(self, *, force: bool) -> None:
-        if await self.session.tune(force=force):
-            for problem in await self.session.without_effect():
-                self.notify(f"{problem.what}: {problem.fix}", severity="warning", markup=False, timeout=15)
-
-    @on(RemoveAsked)
-    async def remove_model(self, event: RemoveAsked) -> None:
-        """Delete a stored model."""
-        try:
-            await self.session.remove(event.name)
-        except (ClientError, OSError) as error:
-            self.notify(str(error), severity="error", markup=False)
-        self.show_session()
-
-    @on(SettingChanged)
-    def change_setting(self, event: SettingChanged) -> None:
-        """Apply and keep a setting."""
-        self.session.settings = self.session.settings.changed({event.key: event.value})
-        self.keep_settings({event.key: event.value})
-        if event.key == "theme":
-            self._wear_theme(self.session.settings)
-        elif event.key in ("k_chunk", "prompt_budget") or (
-            event.key == "budget" and self.session.settings.k_chunk is None
-        ):
-            self._compensate(force=False)
-
-    def keep_settings(self, changes: dict[str, str | int | float | None]) -> None:
-        """Write settings into the file."""
-        try:
-            stored.save(changes)
-        except SettingsError as error:
-            self.notify(str(error), severity="error", markup=False)
 
     # Keys
 
@@ -383,6 +302,10 @@ class ChatApp(App[None]):
     def action_chat_settings(self) -> None:
         """System prompt and sampling of this chat alone."""
         self.chat.settings_of_chat()
+
+    def action_presets(self) -> None:
+        """Choose a system prompt that has a name."""
+        self.chat.choose_preset()
 
     def action_inspect(self) -> None:
         """Look at the tokens of the last answer."""
@@ -506,37 +429,5 @@ class ChatApp(App[None]):
         return shown.upper() if shown[:1] in ("^", "f") else shown.capitalize()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:  # noqa: ARG002  Textual gives it
-        """The entries of the command palette, with the keys that do the same."""
-        entries = [
-            ("New chat", "Begin anew", "new_chat", self.action_new_chat),
-            ("Regenerate", "Another answer to the last prompt, beside the one there", "regenerate",
-             self.action_regenerate),
-            ("Edit", "Another prompt beside the last one", "edit", self.action_edit),
-            ("Continue", "Go on with an answer that ended early", "continue", self.action_continue),
-            ("Stop", "Stop the answer; what came stays", "stop", self.action_stop),
-            ("Copy answer", "Copy the last answer", "copy_answer", self.action_copy_answer),
-            ("Attach a file", "Send a text file with the message", "attach", self.action_attach),
-            ("This chat", "System prompt and sampling of this chat alone", "chat_settings", self.action_chat_settings),
-            ("Tokens", "How likely each token of the last answer was", "inspect", self.action_inspect),
-            ("Models", "Pick, get, make or delete a model", "models", self.action_models),
-            ("Settings", "Budget, sampling, memory, looks", "settings", self.action_settings),
-            ("Device", "What was detected, and how the model is tuned to it", "device", self.action_device),
-            ("Endpoint", "Let a server elsewhere answer, or this machine again", "", self.action_endpoint),
-            ("Log", "What the runtime wrote, and why it ended", "log", self.action_log),
-            ("Restart the runtime", "Load the model again; the chat is kept", "", self.action_restart_runtime),
-            ("Keys", "List every key", "help", self.action_help),
-            ("Quit", "End the program", "quit", self.action_quit),
-        ]  # fmt: skip
-        if self.session.kept is not None:
-            entries.insert(1, ("Chats", "Find, open, rename or delete a chat", "chats", self.action_chats))
-        if self.session.working:
-            stop = ("Stop the work", "Stop loading, quantizing or tuning", "stop_work", self.action_stop_work)
-            entries.insert(-3, stop)
-        elif unfinished() is not None:
-            resume = ("Go on with the model", "Go on fetching and making it", "resume_work", self.action_resume_work)
-            entries.insert(-3, resume)
-        keys = {binding.action: self.get_key_display(binding) for binding in KEYS}
-        for title, words, action, act in entries:
-            if self.session.remote is not None and action in elsewhere.OWN_ALONE:
-                continue
-            yield SystemCommand(f"{title}  {keys[action]}" if action in keys else title, words, act)
+        """The entries of the command palette."""
+        yield from commands(self)

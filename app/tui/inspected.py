@@ -1,4 +1,8 @@
-"""What the inspector says of the tokens of an answer: heat, changes, drafts, in numbers and in words."""
+"""What the inspector says of the tokens of an answer: heat, changes, drafts, in numbers and in words.
+
+All of it is found when the answer is read again, with the settings of now; nothing but the text was kept when it was
+written. So everything is told of the present, never of what happened then.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,16 @@ MOVED = (0.02, 0.1, 0.25, 0.5)
 LEGENDS: dict[View, Sequence[str]] = {
     "certainty": ("≥ 90 %", "≥ 50 %", "≥ 20 %", "≥ 5 %", "less"),
     "compensation": ("same", "moved 2 %", "10 %", "25 %", "50 %"),
-    "drafts": ("accepted", "refused"),
+    "drafts": ("the same", "another token"),
 }
 TITLES: dict[View, str] = {
     "certainty": "how sure the model was",
-    "compensation": "what compensation moved",
-    "drafts": "what the draft had guessed",
+    "compensation": "what compensation moves",
+    "drafts": "what a draft guesses",
 }
+
+
+NOTE = "Read again now, with the present settings: of the answer itself only the text was kept."
 
 
 def views(told: Inspection) -> list[View]:
@@ -52,8 +59,8 @@ def changed(token: InspectedToken) -> bool:
     return token.base_best not in (None, 0)
 
 
-def refused(token: InspectedToken) -> bool:
-    """Whether a draft gave another token."""
+def missed(token: InspectedToken) -> bool:
+    """Whether a draft gives another token."""
     return token.draft is not None and token.draft != token.chosen
 
 
@@ -64,7 +71,7 @@ def heat(token: InspectedToken, view: View) -> int:
     if view == "certainty":
         return sum(probability < least for least in (SURE, LIKELY, UNSURE, RARE))
     if view == "drafts":
-        return HEATS - 2 if refused(token) else 0
+        return HEATS - 2 if missed(token) else 0
     moved = abs(probability - (own.base_probability or 0.0)) if token.base_best is not None else 0.0
     return sum(moved >= least for least in MOVED)
 
@@ -75,12 +82,12 @@ def summary(told: Inspection) -> list[str]:
     parts = [f"{len(tokens):,} token{'' if len(tokens) == 1 else 's'}{'' if told.complete else ' (the beginning)'}"]
     if told.compensated:
         count = sum(map(changed, tokens))
-        parts.append(f"compensation changed {count} choice{'' if count == 1 else 's'}")
+        parts.append(f"compensation changes {count} choice{'' if count == 1 else 's'}")
     else:
-        parts.append("nothing is compensated")
+        parts.append("nothing is compensated now")
     drafted = [token for token in tokens if token.draft is not None]
     if drafted:
-        parts.append(f"{sum(not refused(token) for token in drafted)} of {len(drafted)} drafts accepted")
+        parts.append(f"{sum(not missed(token) for token in drafted)} of {len(drafted)} drafts the same")
     parts.append(f"{sum(heat(token, 'certainty') == 0 for token in tokens)} sure")
     known = [one.probability for one in map(chosen, tokens) if one.probability]
     if known:
@@ -108,18 +115,20 @@ def verdicts(token: InspectedToken) -> list[str]:
         base = token.candidates[token.base_best]
         if changed(token):
             found.append(
-                f"Compensation changed the choice: without it {shown(base.text)} is the likeliest "
+                f"Compensation changes the choice: without it {shown(base.text)} is the likeliest "
                 f"({share(base.base_probability)}), with it {shown(likeliest.text)} ({share(likeliest.probability)})."
             )
         else:
-            found.append("Compensation left the choice as it was.")
+            found.append("Compensation leaves the choice as it is.")
     if own is not likeliest:
-        found.append(f"Drawn by chance: {shown(likeliest.text)} was likelier ({share(likeliest.probability)}).")
+        found.append(
+            f"Not the likeliest, as it is read now: that is {shown(likeliest.text)} ({share(likeliest.probability)})."
+        )
     if token.draft is not None:
         found.append(
-            f"The draft had guessed {shown(token.candidates[token.draft].text)}: refused."
-            if refused(token)
-            else "The draft had guessed it: accepted."
+            f"A draft guesses {shown(token.candidates[token.draft].text)} instead."
+            if missed(token)
+            else "A draft guesses it, too."
         )
     return found
 

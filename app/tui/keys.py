@@ -51,6 +51,15 @@ KEYS = (
         show=False,
     ),
     Binding(
+        "f8",
+        "presets",
+        "presets",
+        tooltip="Choose a system prompt that has a name, for this chat",
+        id="chat.presets",
+        priority=True,
+        show=False,
+    ),
+    Binding(
         "ctrl+t",
         "stop_work",
         "stop the work",

@@ -92,6 +92,13 @@ async def test_errors_are_told_in_words(status: int, said: str) -> None:
         await client.status()
 
 
+async def test_an_answer_that_breaks_off_names_the_server() -> None:
+    client = server([], chunk("Hel"), "[DONE]")()
+    with pytest.raises(ConnectionLostError, match="broke off: the server at gpu:8000 stopped before the end"):
+        await text_of(client, model="big-70b")
+    await client.aclose()
+
+
 async def test_nobody_there() -> None:
     port = bind("127.0.0.1", 0)
     address = f"127.0.0.1:{port.getsockname()[1]}"

@@ -20,6 +20,8 @@ from typing import Any
 
 from textual.widgets import Markdown
 
+from app.tui.widgets.flat_blocks import FlatBlock
+
 LIMIT_MS = 30.0
 """Lag of the event loop that 95 of 100 ticks may have at most."""
 TICK_S = 0.005
@@ -81,12 +83,20 @@ async def measured(scripted: ModuleType, text: str, speed: float) -> tuple[list[
         ticking.cancel()
         await stage.answered()
         shown = stage.transcript.view(stage.last.id).query_one(Markdown)
-        streamed = [type(block).__name__ for block in shown.query("*")]
+        streamed = blocks_of(shown)
         source = shown.source
         await shown.update(text)
         await stage.settled()
-        same = source == text == stage.last.text and streamed == [type(block).__name__ for block in shown.query("*")]
+        same = source == text == stage.last.text and streamed == blocks_of(shown)
     return lags, same, took
+
+
+def blocks_of(shown: Markdown) -> list[tuple[str, str]]:
+    """What a tree of Markdown shows: kind and text of each block."""
+    return [
+        (type(one).__name__, one.flow(80).plain if isinstance(one, FlatBlock) else str(getattr(one, "visual", "")))
+        for one in shown.query("*")
+    ]
 
 
 def scripted_runtime() -> ModuleType:

@@ -21,7 +21,7 @@ from app.tui.screens.sidebar import Sidebar
 from app.tui.screens.written import WrittenScreen
 from app.tui.session import Session
 from app.tui.widgets.composer import Composer
-from app.tui.widgets.header import HeaderBar, model_line
+from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.progress_panel import ProgressPanel
 from app.tui.widgets.transcript import Transcript
 
@@ -36,7 +36,6 @@ class ChatScreen(WrittenScreen):
     """The screen the program begins with."""
 
     AUTO_FOCUS = "#composer"
-    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -50,7 +49,7 @@ class ChatScreen(WrittenScreen):
         with Horizontal(id="chat-body"):
             yield Sidebar(self._session)
             with Vertical(id="chat-main"):
-                yield Transcript(lambda: self._session.conversation)
+                yield Transcript(lambda: self._session.conversation, lambda: self._session.remote is None)
                 yield ProgressPanel()
                 yield Composer()
         yield Footer(compact=True, show_command_palette=False)
@@ -77,7 +76,7 @@ class ChatScreen(WrittenScreen):
         self._show_context()
         self._greeting.keep(self)
         if self._editing is None:
-            self.composer.border_title = model_line(session) if self.has_class("-slim") else ""
+            self.composer.border_title = self._title()
 
     def on_resize(self) -> None:
         """Let the lines use the new width."""

@@ -1,8 +1,9 @@
-"""What can be done with a chat of a list: rename, pin, delete, and have back."""
+"""What can be done with the chats of a list: found, renamed, pinned, deleted, and had back."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from abc import abstractmethod
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from textual.widget import Widget
@@ -14,23 +15,46 @@ if TYPE_CHECKING:
     from app.history.store import Chat
 
 
-class ChatDeeds:
-    """Deeds of one list.
+MOST_CHATS = 200
+"""Chats that are listed; a search finds the others."""
 
-    Args:
-        owner: the list, which runs the work and tells of it.
-        session: the chats.
-        chosen: the chat that is meant.
-        refill: brings the list up to date.
-    """
 
-    def __init__(
-        self, owner: Widget, session: Session, chosen: Callable[[], Chat | None], refill: Callable[[], object]
-    ) -> None:
-        self._owner, self._session, self._chosen, self._refill = owner, session, chosen, refill
+class ChatDeeds(Widget):
+    """A list of kept chats, a screen's or a part of one. Whoever extends it shows `_chats` and says which is meant."""
+
+    def _begin(self, session: Session) -> None:
+        """Take the chats; called when it is made."""
+        self._session = session
+        self._chats: list[Chat] = []
+        self._snippets: dict[str, str] = {}
         self._deleted: list[str] = []
 
-    def rename(self) -> None:
+    @abstractmethod
+    def _chosen(self) -> Chat | None:
+        """The chat that is meant."""
+
+    @abstractmethod
+    def refill(self) -> None:
+        """Bring the list up to date."""
+
+    async def _find(self, text: str) -> None:
+        """Take the last chats, or those in which the words of a text are found.
+
+        Raises:
+            HistoryError: they can't be read; there are none then.
+        """
+        self._chats, self._snippets = [], {}
+        kept = self._session.kept
+        if kept is None:
+            return
+        if not text:
+            self._chats = list(await kept.chats(MOST_CHATS))
+            return
+        found = await kept.search(text)
+        self._snippets = {one.chat.id: one.snippet for one in reversed(found)}
+        self._chats = list({one.chat.id: one.chat for one in found}.values())
+
+    def action_rename(self) -> None:
         """Ask for another title."""
         from app.tui.screens.dialogs import TitleDialog
 
@@ -42,33 +66,33 @@ class ChatDeeds:
             if title is not None:
                 self._change(kept.rename(chat.id, title))
 
-        self._owner.app.push_screen(TitleDialog(chat.title), rename)
+        self.app.push_screen(TitleDialog(chat.title), rename)
 
-    def pin(self) -> None:
+    def action_pin(self) -> None:
         """Put the chat above the others, or back among them."""
         if (chat := self._chosen()) is not None and self._session.kept is not None:
             self._change(self._session.kept.pin(chat.id, pinned=not chat.pinned))
 
-    def delete(self) -> None:
+    def action_delete(self) -> None:
         """Delete the chat; it can be brought back."""
         if (chat := self._chosen()) is not None:
             self._deleted.append(chat.id)
             self._change(self._session.delete_chat(chat.id), f"{chat.title} is deleted; U brings it back.")
 
-    def undo(self) -> None:
+    def action_undo(self) -> None:
         """Bring back the chat that was deleted last."""
         if self._deleted and self._session.kept is not None:
             self._change(self._session.kept.restore(self._deleted.pop()))
 
     def _change(self, change: Awaitable[None], told: str = "") -> None:
-        self._owner.run_worker(self._changed(change, told), group="change", exit_on_error=False)
+        self.run_worker(self._changed(change, told), group="change", exit_on_error=False)
 
     async def _changed(self, change: Awaitable[None], told: str) -> None:
         try:
             await change
         except HistoryError as error:
-            self._owner.notify(str(error), severity="error", markup=False)
+            self.notify(str(error), severity="error", markup=False)
         else:
             if told:
-                self._owner.notify(told, markup=False)
-        self._refill()
+                self.notify(told, markup=False)
+        self.refill()

@@ -15,6 +15,7 @@ from textual.widgets import Button, Input, Static, TextArea
 
 from app.settings import RULES, SettingsError, Value, check
 from app.tui.screens.dialogs import FormDialog
+from app.tui.screens.presets import ask_for_preset
 
 CHAT_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 """Sampling that a chat can have of its own, beside its system prompt."""
@@ -51,7 +52,15 @@ class ChatSettingsDialog(FormDialog[Mapping[str, Value]]):
             yield Static("", markup=False, classes="dialog-problem")
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Apply", id="yes", variant="primary", compact=True)
+                yield Button("Keep as preset", id="preset", compact=True)
                 yield Button("Cancel", id="no", compact=True)
+
+    @on(Button.Pressed, "#preset")
+    def keep_as_preset(self, event: Button.Pressed) -> None:
+        """Ask for a name under which the system prompt is kept, for other chats."""
+        event.stop()
+        event.prevent_default()
+        ask_for_preset(self.app, self.query_one(TextArea).text.strip())
 
     @on(Input.Submitted)
     def submit(self) -> None:
@@ -120,7 +129,7 @@ class OverflowDialog(ModalScreen[Overflow]):
         with Vertical(classes="dialog"):
             yield Static(f"This chat no longer fits the context. What shall become of the {oldest}?", markup=False)
             yield Static("They stay here to be read; it is the model that no longer gets them.", classes="setting-name")
-            with Horizontal(classes="dialog-buttons"):
+            with Horizontal(classes="dialog-buttons -many"):
                 yield Button("Drop (D)", id="drop", variant="primary", compact=True)
                 yield Button("Summarize (S)", id="summarize", compact=True)
                 yield Button("New chat (N)", id="new", compact=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,7 +15,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 from app.errors import HistoryError
 from app.tui.messages import ChatAsked
 from app.tui.printable import printable
-from app.tui.screens.chat_deeds import ChatDeeds
+from app.tui.screens.chat_deeds import MOST_CHATS, ChatDeeds
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
 
@@ -41,21 +40,18 @@ class ChatTable(DataTable[str]):
     ]
 
 
-class ChatsScreen(Screen[None]):
+class ChatsScreen(Screen[None], ChatDeeds):
     """A search line, and the chats below it, newest first."""
 
     AUTO_FOCUS = "Input"
-    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "back", tooltip="Back to the chat", id="chats.back"),
     ]
 
     def __init__(self, session: Session) -> None:
         super().__init__()
-        self._session = session
-        self._chats: Sequence[Chat] = ()
-        self._snippets: dict[str, str] = {}
-        self._deeds = ChatDeeds(self, session, self._chosen, self.refill)
+        self._begin(session)
+        self._said = ""
 
     def compose(self) -> ComposeResult:
         """Header, search, table, what is said about the chosen one, keys."""
@@ -81,21 +77,15 @@ class ChatsScreen(Screen[None]):
         self.run_worker(self._refill(), group="chats", exclusive=True, exit_on_error=False)
 
     async def _refill(self) -> None:
-        kept, text = self._session.kept, self.query_one(Input).value.strip()
-        note = ""
+        text, note = self.query_one(Input).value.strip(), ""
         try:
-            if kept is None:
-                self._chats, note = (), OFF
-            elif text:
-                found = await kept.search(text)
-                self._snippets = {one.chat.id: one.snippet for one in reversed(found)}
-                self._chats = list({one.chat.id: one.chat for one in found}.values())
-                note = "" if found else NOTHING
-            else:
-                self._snippets, self._chats = {}, await kept.chats()
-                note = "" if self._chats else EMPTY if self._session.keeps else OFF
+            await self._find(text)
+            if not self._chats:
+                note = NOTHING if text else EMPTY if self._session.keeps else OFF
+            elif not text and len(self._chats) == MOST_CHATS:
+                note = f"The last {MOST_CHATS} chats; a search finds all."
         except HistoryError as error:
-            self._chats, note = (), str(error)
+            note = str(error)
         table = self.query_one(ChatTable)
         row = table.cursor_row
         table.clear(columns=True)
@@ -103,9 +93,8 @@ class ChatsScreen(Screen[None]):
         for chat in self._chats:
             table.add_row(*self._cells(chat), key=chat.id)
         table.move_cursor(row=min(row, max(0, table.row_count - 1)))
-        self._note(note)
-        if not note:
-            self.tell_about()
+        self._said = note
+        self.tell_about()
 
     def _cells(self, chat: Chat) -> list[str]:
         mark = "●" if chat.id == self._session.conversation.id else "▴" if chat.pinned else " "
@@ -131,7 +120,7 @@ class ChatsScreen(Screen[None]):
     def tell_about(self) -> None:
         """Show where the words were found in the chat under the cursor."""
         chat = self._chosen()
-        self._note("" if chat is None else self._snippets.get(chat.id, ""))
+        self._note(self._said if chat is None else self._snippets.get(chat.id, self._said))
 
     @on(Input.Submitted, "#chats-search")
     @on(DataTable.RowSelected)
@@ -162,22 +151,6 @@ class ChatsScreen(Screen[None]):
             search.value = ""
         else:
             self.dismiss()
-
-    def action_rename(self) -> None:
-        """Ask for another title."""
-        self._deeds.rename()
-
-    def action_pin(self) -> None:
-        """Put the chat above the others, or back among them."""
-        self._deeds.pin()
-
-    def action_delete(self) -> None:
-        """Delete the chat; it can be brought back."""
-        self._deeds.delete()
-
-    def action_undo(self) -> None:
-        """Bring back the chat that was deleted last."""
-        self._deeds.undo()
 
 
 def when(moment: datetime, now: datetime | None = None) -> str:

@@ -15,7 +15,19 @@ from textual.widgets import Footer, Static
 
 from app.errors import ClientError
 from app.tui.figures import SEPARATOR, fitting
-from app.tui.inspected import LEGENDS, TITLES, View, candidate_rows, chosen, share, shown, summary, verdicts, views
+from app.tui.inspected import (
+    LEGENDS,
+    NOTE,
+    TITLES,
+    View,
+    candidate_rows,
+    chosen,
+    share,
+    shown,
+    summary,
+    verdicts,
+    views,
+)
 from app.tui.session import Session
 from app.tui.widgets.token_text import LEVELS, TokenStrip, TokenText
 
@@ -25,6 +37,8 @@ if TYPE_CHECKING:
 
 LEGEND_CELLS = 80
 """From this width on the legend says what it is the legend of."""
+NOTED_LINES = 20
+"""From this height on it says where the figures come from."""
 
 
 class InspectorScreen(Screen[None]):
@@ -92,7 +106,9 @@ class InspectorScreen(Screen[None]):
             return
         text = self.query_one(TokenText)
         text.show(self._told.tokens, self._view)
-        self.query_one("#token-summary", Static).update(fitting(summary(self._told), self.size.width - 2))
+        line = fitting(summary(self._told), self.size.width - 2)
+        noted = self.size.height >= NOTED_LINES and self.size.width > len(NOTE)
+        self.query_one("#token-summary", Static).update(f"{line}\n{NOTE}" if noted else line)
         self.query_one("#token-legend", Static).update(self._legend())
         self.show_token()
 
@@ -107,7 +123,7 @@ class InspectorScreen(Screen[None]):
             line.append(f"{LEVELS[step]} {words}", strip.get_component_rich_style(f"token--heat{step}"))
             line.append("  ")
         if self._told is not None and self._told.compensated and self._view != "drafts":
-            line.append("changed", strip.get_component_rich_style("token--changed", partial=True))
+            line.append("another choice", strip.get_component_rich_style("token--changed", partial=True))
         return line
 
     @on(TokenText.Moved)

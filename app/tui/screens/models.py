@@ -52,7 +52,6 @@ class ModelsScreen(Screen[None]):
     """A table of the stored models, those that can be fetched below them, and what can be done with them."""
 
     AUTO_FOCUS = "ModelTable"
-    HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quantize", "quantize", tooltip="Make a low-bit model of a checkpoint", id="models.quantize"),
         Binding("d,delete", "delete", "delete", tooltip="Delete the stored model", id="models.delete"),

@@ -12,6 +12,7 @@ from textual.screen import Screen
 from textual.widgets import Button, Footer, Input, RadioSet, Select, Static, TextArea
 
 from app.errors import ClientError
+from app.remote import host_of
 from app.settings import RULES, Settings
 from app.tui.messages import ReloadAsked, SettingChanged
 from app.tui.screens.dialogs import ConfirmDialog
@@ -32,15 +33,21 @@ GROUPS = {
     "Quality and speed": ("budget", "prompt_budget", "k_chunk", "speculate", "gamma", "num_parallel"),
     "Memory": ("kv", "context"),
     "Chat": ("system_prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "overflow", "history"),
-    "Look": ("theme",),
+    "Look": ("theme", "sidebar"),
     "Runtime": ("backend", "idle_unload"),
 }
+OF_ANY_RUNTIME = ("Chat", "Look")
+"""Groups that also count where a server elsewhere answers."""
+ELSEWHERE = (
+    "{host} answers. Its model, how it is set, its memory and its context are its own; "
+    "^P, Endpoint, lets this machine answer again."
+)
 
 
 class SettingsScreen(Screen[None]):
     """All settings but the model, which F2 picks."""
 
-    AUTO_FOCUS = "#setting-budget RadioSet"
+    AUTO_FOCUS = "#setting-budget RadioSet, #settings TextArea"
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (75, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "back", tooltip="Back to the chat", id="settings.back"),
@@ -53,12 +60,18 @@ class SettingsScreen(Screen[None]):
         self._report: DeviceReport | None = None
         self._caches: Caches | None = None
         self._seen: tuple[object, ...] = ()
+        self._remote: str | None = None
 
     def compose(self) -> ComposeResult:
         """Groups of settings, a line that says what a change entails, and the work that a change began."""
         yield HeaderBar()
         with VerticalScroll(id="settings", can_focus=False):
+            remote = self._remote = self._session.remote
+            if remote is not None:
+                yield Static(ELSEWHERE.format(host=host_of(remote)), markup=False, id="settings-elsewhere")
             for group, keys in GROUPS.items():
+                if remote is not None and group not in OF_ANY_RUNTIME:
+                    continue
                 yield Static(group, classes="setting-group")
                 for key in keys:
                     row = BudgetRow if key == "budget" else SettingRow
@@ -83,6 +96,10 @@ class SettingsScreen(Screen[None]):
         session = self._session
         self.query_one(HeaderBar).show(session)
         self.query_one(ProgressPanel).show(session.job)
+        if session.remote != self._remote:
+            self.refresh(recompose=True)  # another server answers from now on
+        if session.remote is not None:
+            return
         self._show_effect()
         status = session.status
         seen = (session.ready, status and status.model, status and status.budget_percent, session.working)
@@ -103,7 +120,8 @@ class SettingsScreen(Screen[None]):
             self._caches = await self._session.caches()
         except (ClientError, OSError):
             self._caches = None
-        self.query_one(SavedRow).show(self._caches)
+        for row in self.query(SavedRow):
+            row.show(self._caches)
         self._show_effect()
 
     @on(Button.Pressed, "#offer-take")
@@ -135,6 +153,8 @@ class SettingsScreen(Screen[None]):
         await self._ask_caches()
 
     def _show_effect(self) -> None:
+        if not self.query(BudgetRow):
+            return
         session = self._session
         lines = effect(
             session.settings,

@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 
 LEAST_COLUMNS = 100
 """A terminal narrower than this has no room for it."""
-MOST_CHATS = 200
-"""Chats that are listed; a search finds the others."""
 DAYS = ((0, "Today"), (1, "Yesterday"), (7, "Last 7 days"), (31, "Last month"))
 
 
-class Sidebar(Vertical):
+class Sidebar(Vertical, ChatDeeds):
     """A search line, and the chats below it. It is brought up to date by `refill`."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -47,12 +45,8 @@ class Sidebar(Vertical):
 
     def __init__(self, session: Session) -> None:
         super().__init__(id="sidebar")
-        self._session = session
-        self._chats: Sequence[Chat] = ()
+        self._begin(session)
         self._seen: object = None
-        self._deeds = ChatDeeds(self, session, self._chosen, self.refill)
-        self.wanted = True
-        """Whether it is shown where there is room."""
 
     def compose(self) -> ComposeResult:
         """Search line and list."""
@@ -61,7 +55,8 @@ class Sidebar(Vertical):
 
     def fold(self, columns: int) -> None:
         """Show or hide it, as is wanted and as there is room for, and bring it up to date."""
-        self.display = self.wanted and self._session.kept is not None and columns >= LEAST_COLUMNS
+        wanted = self._session.settings.sidebar == "on"
+        self.display = wanted and self._session.kept is not None and columns >= LEAST_COLUMNS
         self.refill()
 
     @on(Input.Changed, "#sidebar-search")
@@ -72,20 +67,13 @@ class Sidebar(Vertical):
 
     @work(group="sidebar", exclusive=True, exit_on_error=False)
     async def _refill(self) -> None:
-        kept, text = self._session.kept, self.query_one(Input).value.strip()
-        if kept is None:
-            return
-        note = ""
+        text, note = self.query_one(Input).value.strip(), ""
         try:
-            if text:
-                chats = [one.chat for one in await kept.search(text)]
-                self._chats = list({chat.id: chat for chat in chats}.values())
-                note = "" if chats else "nothing has these words"
-            else:
-                self._chats = await kept.chats(MOST_CHATS)
-                note = "" if self._chats else "no chat is kept yet"
+            await self._find(text)
+            if not self._chats:
+                note = "nothing has these words" if text else "no chat is kept yet"
         except HistoryError as error:
-            self._chats, note = (), str(error)
+            note = str(error)
         self._list(note, grouped=not text)
 
     def _list(self, note: str, *, grouped: bool) -> None:
@@ -153,22 +141,6 @@ class Sidebar(Vertical):
             search.value = ""
         else:
             await self.run_action("screen.to_composer")
-
-    def action_rename(self) -> None:
-        """Ask for another title."""
-        self._deeds.rename()
-
-    def action_pin(self) -> None:
-        """Put the chat above the others, or back among them."""
-        self._deeds.pin()
-
-    def action_delete(self) -> None:
-        """Delete the chat; it can be brought back."""
-        self._deeds.delete()
-
-    def action_undo(self) -> None:
-        """Bring back the chat that was deleted last."""
-        self._deeds.undo()
 
 
 def grouped_by_day(chats: Sequence[Chat], now: datetime | None = None) -> Iterator[tuple[str, list[Chat]]]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from textual import on
 from textual.screen import Screen
 from textual.timer import Timer
@@ -16,10 +17,13 @@ from textual.widgets import TextArea
 
 from app.conversation import Message
 from app.errors import HistoryError
-from app.tui.messages import MessageAct
+from app.tui.figures import SEPARATOR
+from app.tui.messages import MessageAct, SettingChanged
+from app.tui.printable import printable
 from app.tui.screens.sidebar import LEAST_COLUMNS, Sidebar
 from app.tui.session import Session
 from app.tui.widgets.composer import Composer, remembered
+from app.tui.widgets.header import model_line
 from app.tui.widgets.message_view import MessageView
 from app.tui.widgets.transcript import Transcript
 
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
 DRAFT_S = 1.0
 """What is typed is kept after so long a pause."""
+PROMPT_KEYS = ("preset", "system_prompt")
+"""Name and text of a chat's own system prompt, among its settings."""
 
 
 class WrittenScreen(Screen[None]):
@@ -92,7 +98,7 @@ class WrittenScreen(Screen[None]):
         if self._editing is None:
             return False
         self._editing = None
-        self.composer.border_title = ""
+        self.composer.border_title = self._title()
         self.composer.put(self._unsent)
         return True
 
@@ -134,7 +140,9 @@ class WrittenScreen(Screen[None]):
         """Look at the tokens of an answer, by default the last one."""
         answers = [one for one in self._session.conversation.path() if one.role == "assistant" and one.text]
         wanted = message or (answers[-1] if answers else None)
-        if wanted is None or wanted.role != "assistant" or not wanted.text:
+        if (remote := self._session.remote) is not None:
+            self.notify(f"{remote} answers: what it thought at each token is not known here.", severity="warning")
+        elif wanted is None or wanted.role != "assistant" or not wanted.text:
             self.notify("There is no answer to look at.", severity="warning")
         elif wanted.state == "streaming":
             self.notify("The answer is still being written.", severity="warning")
@@ -161,9 +169,11 @@ class WrittenScreen(Screen[None]):
         if self.app.size.width < LEAST_COLUMNS:
             return False
         sidebar = self.query_one(Sidebar)
-        sidebar.wanted = not (sidebar.display and sidebar.has_focus_within)
+        wanted = "off" if sidebar.display and sidebar.has_focus_within else "on"
+        self._session.settings = self._session.settings.changed({"sidebar": wanted})
+        self.post_message(SettingChanged("sidebar", wanted))  # so that it is so next time, too
         sidebar.fold(self.app.size.width)
-        if sidebar.wanted:
+        if sidebar.display:
             sidebar.action_search()
         else:
             self.composer.focus()
@@ -213,10 +223,39 @@ class WrittenScreen(Screen[None]):
 
         def take(found: Mapping[str, Value] | None) -> None:
             if found is not None:
-                session.note(conversation, settings=dict(found))
+                before, own = conversation.extras.settings, dict(found)
+                if "preset" in before and before.get("system_prompt") == own.get("system_prompt"):
+                    own["preset"] = before["preset"]
+                session.note(conversation, settings=own)
+                self.show_session()
 
         general = {key: session.settings.get(key) for key in ("system_prompt", *CHAT_KEYS)}
         self.app.push_screen(ChatSettingsDialog(conversation.extras.settings, general), take)
+
+    def _title(self) -> str:
+        """What is told above the composer: what runs, where there is no header, and the chat's own system prompt."""
+        own = self._session.conversation.extras.settings
+        parts = [model_line(self._session)] if self.has_class("-slim") else []
+        if own.get("system_prompt"):
+            parts.append(printable(str(own.get("preset") or "own system prompt")))
+        return escape(SEPARATOR.join(parts))
+
+    def choose_preset(self) -> None:
+        """Ask for a system prompt that has a name, for this chat alone."""
+        from app.tui.screens.presets import Preset, PresetsDialog
+
+        session = self._session
+        conversation = session.conversation
+
+        def take(found: Preset | None) -> None:
+            if found is not None:
+                others = {key: value for key, value in conversation.extras.settings.items() if key not in PROMPT_KEYS}
+                own = dict(zip(PROMPT_KEYS, found, strict=True)) if found[0] else {}
+                session.note(conversation, settings={**others, **own})
+                self.show_session()
+
+        current = conversation.extras.settings.get("system_prompt")
+        self.app.push_screen(PresetsDialog(str(current or "")), take)
 
     # What is typed
 

@@ -24,6 +24,10 @@ class HeaderPart(Static, can_focus=True):
         self._action = action
         self.tooltip = tooltip
 
+    def leads_to(self, action: str, tooltip: str) -> None:
+        """Open something else from now on."""
+        self._action, self.tooltip = action, tooltip
+
     async def action_open(self) -> None:
         """Open the screen."""
         await self.run_action(self._action)
@@ -49,7 +53,12 @@ class HeaderBar(Horizontal):
         self.set_class(bool(settings), "-parted")
         self.query_one("#header-model", HeaderPart).update(SEPARATOR.join(model))
         self.query_one("#header-settings", HeaderPart).update(SEPARATOR.join(["", *settings]).lstrip())
-        self.query_one("#header-device", HeaderPart).update(device_line(session))
+        device = self.query_one("#header-device", HeaderPart)
+        device.update(device_line(session))
+        if session.remote is None:
+            device.leads_to("app.device", "What it runs on. Opens the device (F4).")
+        else:
+            device.leads_to("app.endpoint", "The server that answers. Asks for another one, or this machine again.")
 
 
 def model_line(session: Session) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Collapsible, Label, Markdown, Static
@@ -16,6 +16,7 @@ from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from app.conversation import split_reasoning
 from app.tui.printable import printable
+from app.tui.widgets.flat_blocks import LIST, TABLE, FlatList, FlatTable, Parser
 
 SETTLE_S = 0.5
 """Longest wait for a layout."""
@@ -23,9 +24,12 @@ TAIL_PIECE_LINES = 50
 """Lines of one piece of the tail; only the last piece is laid out again when text comes."""
 
 
-def parser() -> MarkdownIt:
-    """A parser that shows raw HTML as it stands; Textual would leave it out, and with it what the model said."""
-    return MarkdownIt("gfm-like", {"html": False})
+def warm() -> None:
+    """Import and compute what the first block of code needs, in a thread, while nobody waits for it."""
+    from textual.highlight import highlight
+
+    Parser().parse("- a")
+    highlight("x = 1", language="python")
 
 
 class CopyLink(Static):
@@ -56,7 +60,7 @@ class AnswerMarkdown(Markdown):
     BLOCKS = {**Markdown.BLOCKS, "fence": CodeFence, "code_block": CodeFence}  # noqa: RUF012  declared so by Textual
 
     def __init__(self, text: str) -> None:
-        super().__init__(text, parser_factory=parser, open_links=False)
+        super().__init__(text, parser_factory=Parser, open_links=False)
 
     def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
         """Open a web address; show any other."""
@@ -65,6 +69,11 @@ class AnswerMarkdown(Markdown):
             self.app.open_url(event.href)
         else:
             self.notify(f"not opened: {event.href}", markup=False)
+
+    def unhandled_token(self, token: Token) -> MarkdownBlock | None:
+        """The widget of a list or a table."""
+        made = {LIST: FlatList, TABLE: FlatTable}.get(token.type)
+        return None if made is None else made(self, token)
 
     def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
         """The widget of a kind of block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult
@@ -11,7 +12,7 @@ from textual.events import Resize
 from textual.widgets import Static
 
 from app.conversation import Message
-from app.tui.figures import details, fitting, statistics_line
+from app.tui.figures import SEPARATOR, details, fitting, statistics_line
 from app.tui.messages import MessageAct
 from app.tui.printable import printable
 
@@ -67,8 +68,15 @@ class MessageView(Vertical, can_focus=True):
         Binding("escape", "screen.to_composer", "back", tooltip="Back to writing", id="message.back"),
     ]
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: Message, inspects: Callable[[], bool]) -> None:
+        """Make a view.
+
+        Args:
+            message: what was said.
+            inspects: whether the tokens of answers can be looked at.
+        """
         super().__init__(classes=message.role)
+        self._inspects = inspects
         self.message = message
         self.body: MarkdownBody | None = None
         self._live = ""
@@ -135,6 +143,10 @@ class MessageView(Vertical, can_focus=True):
             self._live = line
             self._refresh_lines()
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer the tokens only where they can be looked at."""
+        return self._inspects() if (action, *parameters) == ("act", "inspect") else True
+
     def action_act(self, act: str) -> None:
         """Ask the screen to do something with the message."""
         self.post_message(MessageAct(act, self.message.id))
@@ -190,9 +202,11 @@ class MessageView(Vertical, can_focus=True):
         before = ["stopped"] if message.state == "stopped" else []
         if message.statistics is None:
             return fitting(before, self.content_size.width)
-        links = "details · tokens"
-        line = statistics_line(message.statistics, self.content_size.width - len(links) - 3, before)
-        return f"{line} · [@click=toggle_details]details[/] · [@click=act('inspect')]tokens[/]"
+        links = {"details": "toggle_details"} if details(message.statistics) else {}
+        links |= {"tokens": "act('inspect')"} if self._inspects() else {}
+        room = self.content_size.width - len(SEPARATOR.join(links)) - len(SEPARATOR)
+        line = statistics_line(message.statistics, room, before)
+        return SEPARATOR.join([line, *(f"[@click={action}]{word}[/]" for word, action in links.items())])
 
     def _actions(self) -> str:
         if not self._last or not self.message.resumable:

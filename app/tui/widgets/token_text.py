@@ -17,7 +17,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
-from app.tui.inspected import HEATS, View, changed, heat, refused
+from app.tui.inspected import HEATS, View, changed, heat, missed
 from app.tui.token_layout import Run, lay_out
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class TokenText(ScrollView, can_focus=True):
         """Show these tokens in one way of looking at them."""
         self._tokens = tokens
         self._heats = [heat(token, view) for token in tokens]
-        self._marked = [refused(token) if view == "drafts" else changed(token) for token in tokens]
+        self._marked = [missed(token) if view == "drafts" else changed(token) for token in tokens]
         self._lay_out()
 
     def on_resize(self, event: Resize) -> None:
@@ -175,7 +175,7 @@ class TokenStrip(Widget):
     def show(self, tokens: Sequence[InspectedToken], view: View, cursor: int) -> None:
         """Show these tokens, and where the cursor is."""
         self._heats = [heat(token, view) for token in tokens]
-        self._marked = [refused(token) if view == "drafts" else changed(token) for token in tokens]
+        self._marked = [missed(token) if view == "drafts" else changed(token) for token in tokens]
         self._cursor = cursor
         self.refresh()
 

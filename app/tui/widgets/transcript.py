@@ -23,14 +23,15 @@ WELCOME = (
 class Transcript(VerticalScroll):
     """A scrolling list of messages that follows its end until a person scrolls away from it."""
 
-    def __init__(self, conversation: Callable[[], Conversation]) -> None:
+    def __init__(self, conversation: Callable[[], Conversation], inspects: Callable[[], bool]) -> None:
         """Make an empty transcript.
 
         Args:
             conversation: gives the conversation whose path is to be seen.
+            inspects: whether the tokens of answers can be looked at.
         """
         super().__init__(id="transcript")
-        self._conversation = conversation
+        self._conversation, self._inspects = conversation, inspects
         self._greeting = WELCOME
         self._window = Window.at_end(0)
         self._views: dict[str, MessageView] = {}
@@ -150,7 +151,7 @@ class Transcript(VerticalScroll):
             self.scroll_to(y=view.virtual_region.y - above_sight, animate=False, immediate=True)
 
     def _make(self, message: Message) -> MessageView:
-        view = self._views[message.id] = MessageView(message)
+        view = self._views[message.id] = MessageView(message, self._inspects)
         return view
 
     def mark(self) -> None:

@@ -17,6 +17,11 @@ Stage = Callable[..., Any]
 class Handler(BaseHTTPRequestHandler):
     """Two models, and one answer, as vLLM gives them. A wrong token is refused."""
 
+    listed = 0
+    """How often its models were asked for."""
+    gate = threading.Event()
+    """Lets answers go on after their first word."""
+
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
 
@@ -34,6 +39,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self) -> None:
+        Handler.listed += 1
         if self._allowed():
             self._send(200, {"data": [{"id": "big-70b", "max_model_len": 4096}, {"id": "other-8b"}]})
 
@@ -47,6 +53,8 @@ class Handler(BaseHTTPRequestHandler):
         for text, finish in (("Greetings ", None), (f"from {asked['model']}.", None), ("", "stop")):
             part = {"model": asked["model"], "choices": [{"delta": {"content": text}, "finish_reason": finish}]}
             self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
+            self.wfile.flush()
+            self.gate.wait(10)
         self.wfile.write(b"data: [DONE]\n\n")
 
 
@@ -55,6 +63,7 @@ def address() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
+    Handler.gate.set()
     yield f"http://127.0.0.1:{server.server_port}/v1"
     server.shutdown()
     server.server_close()
@@ -80,6 +89,50 @@ async def test_a_server_elsewhere_answers_under_its_own_name(stage: Stage, runti
         await s.answered()
         await s.shows("Greetings from other-8b.")
     assert not runtime.calls, "our own runtime was never asked"
+
+
+async def test_a_server_elsewhere_is_not_asked_while_it_answers(stage: Stage, runtime: Any, address: str) -> None:
+    async with stage(runtime, size=(100, 24), endpoint=address, endpoint_token="open") as s:
+        await s.ready()
+        Handler.gate.clear()
+        await s.ask("hello")
+        await s.shows("Greetings")
+        before = Handler.listed
+        await s.app.session.refresh()
+        assert Handler.listed == before, "some end an answer when they are asked something"
+        Handler.gate.set()
+        await s.answered()
+        await s.app.session.refresh()
+        assert Handler.listed > before
+
+
+async def test_what_only_our_own_runtime_has_is_not_shown(stage: Stage, runtime: Any, address: str) -> None:
+    async with stage(runtime, size=(100, 40), endpoint=address, endpoint_token="open") as s:
+        await s.ready()
+        await s.ask("hello")
+        await s.answered()
+        await s.hides("· tokens")
+        await s.pilot.press("ctrl+up", "t")
+        await s.shows("C copy")
+        await s.hides("T tokens")
+        assert s.app.screen is s.app.chat
+        await s.pilot.press("f3")
+        await s.shows("answers. Its model, how it is set")
+        await s.shows("system prompt")
+        for key in ("budget", "k_chunk", "kv", "context", "backend", "gamma"):
+            assert not s.app.screen.query(f"#setting-{key}"), key
+        field = s.app.screen.query_one("#setting-temperature Input")
+        field.value = "0.3"
+        await s.pilot.press("escape")
+        await s.until(lambda: s.app.session.settings.temperature == 0.3)
+        await s.pilot.click("#header-device")
+        await s.shows("Address of a server")
+        s.app.screen.query_one("#endpoint-url", Input).value = ""
+        await s.pilot.press("enter")
+        await s.ready()
+        await s.until(lambda: s.app.session.status.model == "demo", "this machine again")
+        await s.pilot.press("f3")
+        await s.until(lambda: s.app.screen.query("#setting-budget"), "the budget")
 
 
 async def test_a_wrong_token_is_told_and_can_be_put_right(

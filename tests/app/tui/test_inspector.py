@@ -37,7 +37,7 @@ async def test_it_tells_of_one_token_at_every_size(
         await s.shows("1 of 8")
         await s.pilot.press("right", "right")
         await s.shows("3 of 8")
-        await s.shows("Compensation changed the")
+        await s.shows("Compensation changes the")
         if size[0] >= 60:
             await s.shows("without it")
             await s.shows("with compensation")
@@ -70,12 +70,12 @@ async def test_changes_are_found_and_other_looks_chosen(stage: Callable[..., Any
         assert text.cursor == 5
         await s.shows("how sure the model was")
         await s.pilot.press("m")
-        await s.shows("what compensation moved")
+        await s.shows("what compensation moves")
         await s.pilot.press("m")
-        await s.shows("what the draft had guessed")
+        await s.shows("what a draft guesses")
         await s.pilot.press("home", "n")
         assert text.cursor == 3, "now the refused drafts are marked"
-        await s.shows("refused.")
+        await s.shows("instead.")
 
 
 async def test_the_mouse_picks_a_token(stage: Callable[..., Any], runtime: Any) -> None:
@@ -125,12 +125,12 @@ def test_words_and_figures(app_of: Any) -> None:
     assert heat(told(), "certainty") == 1
     assert heat(told(chosen=1), "certainty") == 4
     assert heat(told(), "compensation") == 3
-    assert verdicts(told()) == ["Compensation left the choice as it was."]
-    assert "Compensation changed the choice" in verdicts(told(base_best=1))[0]
+    assert verdicts(told()) == ["Compensation leaves the choice as it is."]
+    assert "Compensation changes the choice" in verdicts(told(base_best=1))[0]
     assert verdicts(told(base_best=None)) == []
-    assert "Drawn by chance: “ a” was likelier (60.0 %)." in verdicts(told(chosen=1))
-    assert verdicts(told(draft=1))[-1] == "The draft had guessed “ b”: refused."
-    assert verdicts(told(draft=0))[-1] == "The draft had guessed it: accepted."
+    assert "Not the likeliest, as it is read now: that is “ a” (60.0 %)." in verdicts(told(chosen=1))
+    assert verdicts(told(draft=1))[-1] == "A draft guesses “ b” instead."
+    assert verdicts(told(draft=0))[-1] == "A draft guesses it, too."
     assert (share(None), share(0.0001), share(0.5)) == ("–", "< 0.1 %", "50.0 %")
     assert shown("\n\x1b") == "“⏎␛”"
     rows = candidate_rows(told(), 60, 5)
@@ -150,8 +150,8 @@ def test_summary_and_ways_of_looking(runtime: Any) -> None:
     from runtime.wire.inspection import Inspection
 
     plain = Inspection(tokens=[told(base_best=None)], model="demo", compensated=False)
-    assert summary(plain)[:2] == ["1 token", "nothing is compensated"]
+    assert summary(plain)[:2] == ["1 token", "nothing is compensated now"]
     assert views(plain) == ["certainty"]
     full = Inspection(tokens=[told(base_best=1), told(draft=1)], model="demo", compensated=True)
-    assert summary(full)[1:3] == ["compensation changed 1 choice", "0 of 1 drafts accepted"]
+    assert summary(full)[1:3] == ["compensation changes 1 choice", "0 of 1 drafts the same"]
     assert views(full) == ["certainty", "compensation", "drafts"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from textual.widgets import Input, OptionList
 
+from app import settings
 from app.conversation import Conversation
 from app.history.store import Chat, History
 from app.tui.screens.chats import ChatsScreen
@@ -64,6 +65,21 @@ async def test_it_stands_beside_the_chat_where_there_is_room(stage: Stage, runti
         s.composer.focus()
         await s.pilot.press("ctrl+b")
         await s.until(lambda: isinstance(s.app.screen, ChatsScreen), "the screen of its own")
+
+
+async def test_whether_it_is_shown_is_remembered(stage: Stage, runtime: Any, kept: Path) -> None:
+    async with stage(runtime, size=WIDE, kept=kept) as s:
+        sidebar = await begun(s)
+        await s.pilot.press("ctrl+b", "ctrl+b")
+        await s.until(lambda: settings.load().sidebar == "off")
+        assert not sidebar.display
+    async with stage(runtime, size=WIDE, kept=kept, sidebar=settings.load().sidebar) as s:
+        await s.ready()
+        await s.settled()
+        assert not s.app.chat.query_one(Sidebar).display
+        await s.pilot.press("ctrl+b")
+        await s.until(lambda: settings.load().sidebar == "on")
+        await s.shows("sky blue")
 
 
 async def test_without_kept_chats_there_is_none(stage: Stage, runtime: Any) -> None:

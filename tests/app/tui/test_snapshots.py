@@ -1,12 +1,16 @@
-"""What the terminal shows, at three sizes."""
+"""What the terminal shows, at three sizes and in two themes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.conversation import Conversation
+from app.history.store import History
 from app.tui.messages import QuantizeAsked
 from runtime.wire.requests import QuantizeRequest
 
@@ -27,7 +31,23 @@ def error(w, x):
 | 4 | 4.8 |
 """
 
-at_every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+Look = tuple[tuple[int, int], str]
+LOOKS: list[Look] = [(size, theme) for theme in ("dark", "light") for size in SIZES]
+in_every_look = pytest.mark.parametrize("look", LOOKS, ids=lambda look: f"{look[0][0]}x{look[0][1]}-{look[1]}")
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Chats that were had before, long ago."""
+    history = History(tmp_path / "history.db")
+    for day, question in enumerate(("Why is the sky blue?", "A trip to Porto 日本語", "git review of the new cache")):
+        conversation = Conversation(lambda day=day: datetime(2024, 5, 3 - day, 10, 42, tzinfo=UTC))  # type: ignore[misc]
+        conversation.add("user", question, parent=None)
+        conversation.add("assistant", "Because.", parent=conversation.head, model="demo")
+        path = conversation.path()
+        history.record(conversation.id, conversation.head, path, updated=path[-1].created)
+    history.close()
+    return tmp_path / "history.db"
 
 
 class Play:
@@ -73,6 +93,8 @@ class Play:
         for _ in range(5):
             await pilot._wait_for_screen()
             await pilot.pause(0.05)
+        for area in self.app.screen.query("TextArea"):
+            area.cursor_blink = False
         for area in self.app.screen.query("Input"):
             area.cursor_blink = False
             area._cursor_visible = True
@@ -91,87 +113,108 @@ def offers(app: Any) -> Callable[[], object]:
     return lambda: app.screen.query("ModelTable") and app.screen.query_one("ModelTable").row_count > 2
 
 
-@at_every_size
-def test_empty(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
-    app = app_of(runtime)
-    assert snap_compare(app, terminal_size=size, run_before=Play(app))
+@in_every_look
+def test_empty(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    app = app_of(runtime, theme=look[1])
+    assert snap_compare(app, terminal_size=look[0], run_before=Play(app))
 
 
-@at_every_size
-def test_answer(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+@in_every_look
+def test_answer(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
     runtime.answers = [ANSWER]
-    app = app_of(runtime)
+    app = app_of(runtime, theme=look[1])
     play = Play(app, prompt="Why do activation outliers matter?\n(in short, please)")
-    assert snap_compare(app, terminal_size=size, run_before=play)
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
 
 
-@at_every_size
-def test_failed_answer(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
+@in_every_look
+def test_failed_answer(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
     runtime.fail_with = "prompt and answer do not fit the context of 8192 tokens"
-    app = app_of(runtime)
-    assert snap_compare(app, terminal_size=size, run_before=Play(app, prompt="Go"))
+    app = app_of(runtime, theme=look[1])
+    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, prompt="Go"))
 
 
-@at_every_size
-def test_models(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
-    app = app_of(runtime)
-    assert snap_compare(app, terminal_size=size, run_before=Play(app, keys=("f2",), shown=offers(app)))
+@in_every_look
+def test_models(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    app = app_of(runtime, theme=look[1])
+    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, keys=("f2",), shown=offers(app)))
 
 
-@at_every_size
-def test_quantize_dialog(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
-    app = app_of(runtime)
+@in_every_look
+def test_quantize_dialog(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    app = app_of(runtime, theme=look[1])
     play = Play(app, keys=("f2",), shown=offers(app), then=("q", "x", "enter"))
-    assert snap_compare(app, terminal_size=size, run_before=play)
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
 
 
-@at_every_size
-def test_settings(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
-    app = app_of(runtime)
-    assert snap_compare(app, terminal_size=size, run_before=Play(app, keys=("f3",)))
+@in_every_look
+def test_settings(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    app = app_of(runtime, theme=look[1])
+    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, keys=("f3",)))
 
 
-@at_every_size
-def test_settings_with_a_custom_budget_while_tuning(
-    snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]
-) -> None:
+@in_every_look
+def test_settings_with_a_custom_budget_while_tuning(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
     runtime.tune_delay_s = 600
-    app = app_of(runtime)
+    app = app_of(runtime, theme=look[1])
     keys = ("f3", "right", "right", "right", "enter", *"7.5", "enter")
     assert snap_compare(
-        app, terminal_size=size, run_before=Play(app, keys=keys, shown=lambda: app.session.job.message == "timing qkv")
+        app,
+        terminal_size=look[0],
+        run_before=Play(app, keys=keys, shown=lambda: app.session.job.message == "timing qkv"),
     )
 
 
-@at_every_size
-def test_device(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
-    app = app_of(runtime)
+@in_every_look
+def test_device(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    app = app_of(runtime, theme=look[1])
     play = Play(app, prompt="Go", keys=("f4",), shown=lambda: app.screen.query("KneeChart"))
-    assert snap_compare(app, terminal_size=size, run_before=play)
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
 
 
-@at_every_size
-def test_device_curves(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
-    app = app_of(runtime)
+@in_every_look
+def test_device_curves(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    app = app_of(runtime, theme=look[1])
     play = Play(app, keys=("f4", "end"), shown=lambda: app.screen.query("KneeChart"))
-    assert snap_compare(app, terminal_size=size, run_before=play)
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
 
 
-def test_light_theme(snap_compare: Any, app_of: Any, runtime: Any) -> None:
-    runtime.answers = [ANSWER]
-    app = app_of(runtime, theme="light")
-    assert snap_compare(app, terminal_size=(80, 24), run_before=Play(app, prompt="Why?"))
+@in_every_look
+def test_this_chat(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    app = app_of(runtime, theme=look[1])
+    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, keys=("f5",)))
 
 
-@at_every_size
-def test_keys(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
-    app = app_of(runtime)
-    assert snap_compare(app, terminal_size=size, run_before=Play(app, keys=("f1",)))
+@in_every_look
+def test_presets(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    app = app_of(runtime, theme=look[1])
+    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, keys=("f8", "down")))
 
 
-@at_every_size
-def test_getting_a_model(snap_compare: Any, app_of: Any, runtime: Any, size: tuple[int, int]) -> None:
-    app = app_of(runtime)
+@in_every_look
+def test_tokens(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    runtime.answers = ["One two three four five six seven eight nine ten."]
+    app = app_of(runtime, theme=look[1])
+    play = Play(app, prompt="Count", keys=("f7",), shown=lambda: app.screen.query("TokenText"), then=("right", "right"))
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
+
+
+@in_every_look
+def test_chats(snap_compare: Any, app_of: Any, runtime: Any, look: Look, kept: Path) -> None:
+    app = app_of(runtime, theme=look[1], kept=kept)
+    play = Play(app, shown=lambda: app.screen.query("Composer"), then=("ctrl+b",))
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
+
+
+@in_every_look
+def test_keys(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    app = app_of(runtime, theme=look[1])
+    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, keys=("f1",)))
+
+
+@in_every_look
+def test_getting_a_model(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    app = app_of(runtime, theme=look[1])
 
     def stopped() -> bool:
         if runtime.named("quantize") and app.session.working:
@@ -184,4 +227,4 @@ def test_getting_a_model(snap_compare: Any, app_of: Any, runtime: Any, size: tup
             app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
         return stopped()
 
-    assert snap_compare(app, terminal_size=size, run_before=Play(app, shown=begin))
+    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, shown=begin))

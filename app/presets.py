@@ -1,0 +1,88 @@
+"""System prompts with names, to be chosen for a chat.
+
+Some come with the program. Whoever changes one, or keeps another, gets a file of all of them, `presets.toml` beside the
+settings: a name and a text on each line, which can be edited by hand.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from app import paths
+from app.settings import SettingsError
+
+LONGEST_NAME = 40
+"""Characters of a name."""
+BUNDLED: Mapping[str, str] = {
+    "Brief": "Answer in as few words as the question allows. No introduction, no summary, no advice nobody asked for.",
+    "Coder": "You are an experienced programmer. Give working code first, in a fenced block with its language, then at "
+    "most three sentences on what is not obvious. Say so when you are not sure that something exists.",
+    "Editor": "Correct spelling, grammar and style of the text that is sent, keep its meaning, tone and language, and "
+    "answer with the corrected text alone.",
+    "Explainer": "Explain step by step to somebody who is new to the subject. Use one everyday example, name each term "
+    "before you use it, and end with one question that checks whether it was understood.",
+    "Reviewer": "Review the change or text that is sent. List what is wrong or risky, the most serious first, each "
+    "with its place and a fix. Do not praise. If nothing is wrong, say that in one sentence.",
+    "Summary": "Summarize the text that is sent in at most five points, in its own language, with names and numbers as "
+    "they stand there. Add nothing.",
+    "Translator": "Translate the text that is sent into English, or into the language that is named, keep its tone and "
+    "its formatting, and answer with the translation alone.",
+}
+"""The presets of whoever kept none of their own."""
+
+
+def name_problem(name: str) -> str | None:
+    """Why a preset can't have a name, in words; None if it can."""
+    if not name.strip():
+        return "A preset needs a name."
+    if len(name) > LONGEST_NAME or not name.isprintable():
+        return f"A name is one line of at most {LONGEST_NAME} characters."
+    return None
+
+
+def load(file: Path | None = None) -> dict[str, str]:
+    """The presets by name, sorted.
+
+    Args:
+        file: where they are kept; by default `paths.presets_file()`. Where it is not there, those of the program.
+
+    Raises:
+        SettingsError: it can't be read, or holds something else.
+    """
+    file = file or paths.presets_file()
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        found = dict(BUNDLED)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read the presets {file}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"the presets {file} are not valid TOML: {error}; correct or delete the file") from error
+    for name, text in found.items():
+        if not isinstance(text, str):
+            raise SettingsError(f"the presets {file} hold {name!r}, which is no text; correct or delete the file")
+    return dict(sorted(found.items(), key=lambda one: one[0].casefold()))
+
+
+def save(presets: Mapping[str, str], file: Path | None = None) -> None:
+    """Keep these presets and no others, all or nothing.
+
+    Args:
+        presets: texts by name.
+        file: where; by default `paths.presets_file()`.
+
+    Raises:
+        SettingsError: it can't be written.
+    """
+    import tomlkit
+
+    file = file or paths.presets_file()
+    document = tomlkit.document()
+    for name, text in presets.items():
+        document.add(tomlkit.key([name]) if "." in name else name, tomlkit.string(text, multiline="\n" in text))
+    try:
+        paths.write_whole(file.resolve(), tomlkit.dumps(document))
+    except OSError as error:
+        raise SettingsError(f"cannot write the presets {file}: {error}") from error

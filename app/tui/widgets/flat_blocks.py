@@ -1,0 +1,255 @@
+"""Lists and tables of Markdown as one widget each.
+
+Textual makes four widgets of every item and one of every cell. A long list then costs seconds of computing in one
+piece, at the end of an answer or when a chat is opened, in which no key is heard. These lay out their text themselves:
+the parser hands each over as one token, for which Textual asks `Markdown.unhandled_token`. A list that holds more than
+paragraphs and lists, a block of code for instance, is left to Textual.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from textual.content import Content
+from textual.css.styles import RulesMap
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.style import Style
+from textual.visual import RenderOptions, Visual
+from textual.widgets import Markdown
+from textual.widgets.markdown import MarkdownBlock
+
+LIST, TABLE = "flat_list", "flat_table"
+"""Types of the tokens that stand for a whole list or table."""
+_OPENINGS = {"bullet_list_open": LIST, "ordered_list_open": LIST, "table_open": TABLE}
+_IN_LISTS = ("bullet_list_", "ordered_list_", "list_item_", "paragraph_", "inline")
+GAP = "  "
+"""Between two columns."""
+LEAST_COLUMN = 4
+"""Cells below which no column shrinks."""
+LEAST_TEXT = 8
+"""Cells that an item has at least, however deep it stands."""
+
+
+class Parser(MarkdownIt):
+    """A parser that gathers lists and tables, and shows raw HTML as it stands.
+
+    Textual would leave HTML out, and with it what the model said.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("gfm-like", {"html": False})
+
+    def parse(self, src: str, env: Any = None) -> list[Token]:
+        """The blocks of a text as tokens."""
+        return gathered(super().parse(src, env))
+
+
+def gathered(tokens: Sequence[Token]) -> list[Token]:
+    """The same tokens, with one in the place of those of a list or table; its `meta` has them."""
+    found, at = [], 0
+    while at < len(tokens):
+        token = tokens[at]
+        kind = _OPENINGS.get(token.type)
+        if kind is not None:
+            close = token.type.replace("_open", "_close")
+            end = next(i for i in range(at, len(tokens)) if tokens[i].type == close and tokens[i].level == token.level)
+            inside = tokens[at : end + 1]
+            if kind == TABLE or all(one.type.startswith(_IN_LISTS) for one in inside):
+                found.append(Token(kind, "", 0, map=token.map, level=token.level, meta={"tokens": inside}))
+                at = end + 1
+                continue
+        found.append(token)
+        at += 1
+    return found
+
+
+class Flow(Visual):
+    """Lines that a block makes for the width it gets."""
+
+    def __init__(self, block: FlatBlock) -> None:
+        self._block = block
+
+    def render_strips(self, width: int, height: int | None, style: Style, options: RenderOptions) -> list[Strip]:
+        """Draw the lines."""
+        return self._block.flow(width).render_strips(width, height, style, options) if width else []
+
+    def get_optimal_width(self, rules: RulesMap, container_width: int) -> int:  # noqa: ARG002  the protocol has it
+        """All there is."""
+        return container_width
+
+    def get_height(self, rules: RulesMap, width: int) -> int:  # noqa: ARG002  the protocol has it
+        """How many lines there are."""
+        return self._block.flow(width).plain.count("\n") + 1
+
+
+class FlatBlock(MarkdownBlock):
+    """A block that lays out its text itself."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"list-symbol", "table-head", "table-rule"}
+
+    def __init__(self, markdown: Markdown, token: Token) -> None:
+        super().__init__(markdown, token)
+        self._inline = Content("")
+        self._flowed: tuple[int, Content] | None = None
+        self._take(token.meta["tokens"])
+
+    @abstractmethod
+    def _take(self, tokens: Sequence[Token]) -> None:
+        """Understand the tokens."""
+
+    @abstractmethod
+    def _lines(self, width: int) -> Iterator[Content]:
+        """Lines of at most so many cells."""
+
+    def set_content(self, content: Content) -> None:
+        """Keep what Textual made of an inline token; it is a part of the text."""
+        self._inline = content
+
+    def _content_of(self, token: Token) -> Content:
+        """The text of an inline token, with its styles and links."""
+        self.build_from_token(token)
+        return self._inline
+
+    def flow(self, width: int) -> Content:
+        """The lines in one text.
+
+        Args:
+            width: cells of a line.
+        """
+        if self._flowed is None or self._flowed[0] != width:
+            self._flowed = (width, Content("\n").join(self._lines(width)))
+        return self._flowed[1]
+
+    def render(self) -> Visual:
+        """The lines."""
+        return Flow(self)
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        """The text under a selection."""
+        return selection.extract(self.flow(self.content_size.width).plain), "\n"
+
+
+@dataclass(slots=True)
+class Items:
+    """A list."""
+
+    start: int | None
+    """Number of its first item; None where it has dots."""
+    items: list[list[Content | Items]] = field(default_factory=list)
+    """What each item holds, paragraphs and lists."""
+
+    def symbols(self, depth: int) -> list[str]:
+        """What stands before each item.
+
+        Args:
+            depth: lists with dots around this one.
+        """
+        if self.start is None:
+            return [Markdown.BULLETS[depth % len(Markdown.BULLETS)]] * len(self.items)
+        numbers = [f"{number}. " for number in range(self.start, self.start + len(self.items))]
+        longest = max(map(len, numbers), default=0)
+        return [number.rjust(longest + 1) for number in numbers]
+
+    def lines(self, width: int, depth: int = 0) -> Iterator[Content]:
+        """Its lines, with a hanging indent."""
+        for symbol, parts in zip(self.symbols(depth), self.items, strict=True):
+            indent = Content(" " * len(symbol))
+            lead = Content.styled(symbol, ".list-symbol")
+            room = max(LEAST_TEXT, width - len(symbol))
+            for part in parts or [Content("")]:
+                inner = depth + (self.start is None)
+                for line in part.lines(room, inner) if isinstance(part, Items) else part.wrap(room):
+                    yield lead + line
+                    lead = indent
+
+
+class FlatList(FlatBlock):
+    """A list with dots or numbers, whose items may hold such lists."""
+
+    def _take(self, tokens: Sequence[Token]) -> None:
+        open_lists: list[Items] = []
+        for token in tokens:
+            if token.type in ("bullet_list_open", "ordered_list_open"):
+                number = int(token.attrs.get("start", 1)) if token.type == "ordered_list_open" else None
+                fresh = Items(number)
+                if open_lists:
+                    open_lists[-1].items[-1].append(fresh)
+                open_lists.append(fresh)
+            elif token.type == "list_item_open":
+                open_lists[-1].items.append([])
+            elif token.type == "inline":
+                open_lists[-1].items[-1].append(self._content_of(token))
+            elif token.type in ("bullet_list_close", "ordered_list_close"):
+                self._items = open_lists.pop()
+
+    def _lines(self, width: int) -> Iterator[Content]:
+        return self._items.lines(width)
+
+
+class FlatTable(FlatBlock):
+    """A table whose columns share the width; rows are parted where one of them is wrapped."""
+
+    def _take(self, tokens: Sequence[Token]) -> None:
+        self._rows: list[list[Content]] = []
+        self._sides: list[str] = []
+        for token in tokens:
+            if token.type == "tr_open":
+                self._rows.append([])
+            elif token.type == "th_open":
+                self._sides.append(str(token.attrs.get("style", "")).removeprefix("text-align:"))
+            elif token.type == "inline":
+                self._rows[-1].append(self._content_of(token))
+
+    def _lines(self, width: int) -> Iterator[Content]:
+        columns = len(self._sides)
+        natural = [max(row[at].cell_length for row in self._rows if at < len(row)) for at in range(columns)]
+        widths = shared(natural, width - len(GAP) * (columns - 1))
+        rule = Content.styled("─" * (sum(widths) + len(GAP) * (columns - 1)), ".table-rule")
+        head, *rows = [list(self._laid(row, widths)) for row in self._rows]
+        yield from (line.stylize(".table-head") for line in head)
+        wrapped = any(len(lines) > 1 for lines in rows)
+        for at, lines in enumerate(rows):
+            if wrapped or not at:
+                yield rule
+            yield from lines
+
+    def _laid(self, row: Sequence[Content], widths: Sequence[int]) -> Iterator[Content]:
+        """The lines of a row."""
+        cells = [cell.wrap(width) for cell, width in zip(row, widths, strict=False)]
+        for at in range(max(map(len, cells), default=0)):
+            parts = [lines[at] if at < len(lines) else Content("") for lines in cells]
+            yield Content(GAP).join(
+                placed(part, width, side) for part, width, side in zip(parts, widths, self._sides, strict=False)
+            )
+
+
+def placed(line: Content, width: int, side: str) -> Content:
+    """A line of a cell: at its left, or where the table says (`right`, `center`)."""
+    room = max(0, width - line.cell_length)
+    left = {"right": room, "center": room // 2}.get(side, 0)
+    return line.pad(left, room - left)
+
+
+def shared(natural: Sequence[int], room: int) -> list[int]:
+    """Widths of columns: what they need, where there is room; else the widest give way first.
+
+    Args:
+        natural: cells that each column needs.
+        room: cells that there are.
+    """
+    low, high = LEAST_COLUMN, max(LEAST_COLUMN, *natural)
+    while low < high:  # the largest width such that all columns fit when none is wider
+        middle = (low + high + 1) // 2
+        fits = sum(min(one, middle) for one in natural) <= room
+        low, high = (middle, high) if fits else (low, middle - 1)
+    widths = [min(one, low) for one in natural]
+    for at, one in enumerate(natural):
+        if one > widths[at] and sum(widths) < room:
+            widths[at] += 1
+    return widths

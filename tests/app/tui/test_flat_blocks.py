@@ -1,0 +1,180 @@
+"""Lists and tables in one widget each: all text is there, in its place, however wide, streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from textual.widgets import Markdown
+
+from app.tui.pump import Pump
+from app.tui.widgets.flat_blocks import LEAST_COLUMN, FlatBlock, FlatList, FlatTable, Parser, shared
+from app.tui.widgets.markdown_body import AnswerMarkdown, CodeFence, MarkdownBody
+
+Stage = Callable[..., Any]
+NESTED = """\
+- one with *some* `code` and words enough to be wrapped somewhere
+- two
+  1. inner 日本語
+  2. inner [link](https://a.b)
+     - deepest
+- three
+
+  a second paragraph
+"""
+MIXED = "1. before\n2. with code\n\n   ```python\n   x = 1\n   ```\n\n   - flat again\n"
+TABLE = """\
+| name | count | words |
+|:-----|------:|:-----:|
+| a | 1 | **x** |
+| bcd | 12 | a long cell that is wrapped |
+| e |
+"""
+
+
+def flat(text: str) -> FlatBlock:
+    """The block that a text is."""
+    [token] = Parser().parse(text)
+    block = AnswerMarkdown("").unhandled_token(token)
+    assert isinstance(block, FlatBlock)
+    return block
+
+
+def test_a_list_hangs_and_nests() -> None:
+    assert flat(NESTED).flow(30).plain.split("\n") == [
+        "• one with some code and words",
+        "  enough to be wrapped",
+        "  somewhere",
+        "• two",
+        "   1. inner 日本語",
+        "   2. inner link",
+        "      ▪ deepest",
+        "• three",
+        "  a second paragraph",
+    ]
+
+
+def test_numbers_begin_where_they_say_and_stand_below_each_other() -> None:
+    assert flat("9. a\n9. b\n").flow(20).plain == "  9. a\n 10. b"
+
+
+def test_an_empty_item_has_a_line() -> None:
+    assert flat("- a\n-\n- c\n").flow(20).plain == "• a\n• \n• c"
+
+
+def test_a_table_shares_the_width() -> None:
+    assert [line.rstrip() for line in flat(TABLE).flow(60).plain.split("\n")] == [
+        "name  count             words",
+        "────────────────────────────────────────",
+        "a         1               x",
+        "bcd      12  a long cell that is wrapped",
+        "e",
+    ]
+    narrow = flat(TABLE).flow(28).plain.split("\n")
+    assert all(cell_len(line) <= 28 for line in narrow)
+    assert sum(set(line) == {"─"} for line in narrow) == 3, "rows are parted where one is wrapped"
+    assert "wrapped" in " ".join(narrow)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=6), st.integers(10, 120))
+@settings(max_examples=200)
+def test_columns_fill_the_room_and_no_more(natural: list[int], room: int) -> None:
+    widths = shared(natural, room)
+    if sum(natural) <= room:
+        assert widths == natural
+    elif len(natural) * LEAST_COLUMN <= room:
+        assert sum(widths) == room
+        assert all(width >= min(one, LEAST_COLUMN) for width, one in zip(widths, natural, strict=True))
+
+
+@given(st.text("ab -*1.|\n`", max_size=60), st.integers(10, 40))
+@settings(max_examples=200)
+def test_no_line_is_wider_than_the_terminal(text: str, width: int) -> None:
+    for token in Parser().parse(text):
+        block = AnswerMarkdown("").unhandled_token(token)
+        if isinstance(block, FlatList):
+            assert all(cell_len(line) <= max(width, 30) for line in block.flow(width).plain.split("\n"))
+
+
+async def answered(s: Any, runtime: Any, text: str) -> Markdown:
+    runtime.answers = [text]
+    await s.ready()
+    await s.ask("go")
+    await s.answered()
+    found: Markdown = s.transcript.view(s.last.id).query_one(Markdown)
+    return found
+
+
+async def test_links_in_them_are_followed(stage: Stage, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    async with stage(runtime, size=(80, 24)) as s:
+        monkeypatch.setattr(s.app, "open_url", opened.append)
+        shown = await answered(s, runtime, "- see [here](https://a.b)\n\n| x |\n|---|\n| [there](https://c.d) |\n")
+        await s.pilot.click(FlatList, offset=(7, 0))
+        await s.until(lambda: opened == ["https://a.b"])
+        await s.pilot.click(FlatTable, offset=(2, 2))
+        await s.until(lambda: opened == ["https://a.b", "https://c.d"])
+        assert [type(one) for one in shown.children] == [FlatList, FlatTable]
+
+
+async def test_a_list_with_code_keeps_its_block(stage: Stage, runtime: Any) -> None:
+    async with stage(runtime, size=(80, 24)) as s:
+        shown = await answered(s, runtime, MIXED)
+        assert shown.query_one(CodeFence).code == "x = 1"
+        assert shown.query_one(FlatList)
+        for words in ("1. before", "2. with code", "flat again"):
+            await s.shows(words)
+
+
+async def test_it_is_laid_out_again_in_another_width(stage: Stage, runtime: Any) -> None:
+    async with stage(runtime, size=(80, 24)) as s:
+        await answered(s, runtime, NESTED)
+        await s.shows("one with some code and words enough to be wrapped somewhere")
+        await s.pilot.resize_terminal(44, 24)
+        await s.hides("to be wrapped somewhere")
+        await s.shows("three")
+
+
+def said(markdown: Markdown) -> list[tuple[str, str]]:
+    """What a tree of Markdown shows, block by block."""
+    found = []
+    for block in markdown.query("*"):
+        text = block.flow(70).plain if isinstance(block, FlatBlock) else str(getattr(block, "visual", ""))
+        found.append((type(block).__name__, text))
+    return found
+
+
+LONG = {
+    "list": "Intro\n\n" + "".join(f"{n}. item *{n}*\n" for n in range(1, 60)) + "\nAfter.\n",
+    "loose": "- a\n\n- b\n\n  more of b\n- c\n\nEnd [ref].\n\n[ref]: https://a.b\n",
+    "table": "| a | b |\n|---|--:|\n" + "".join(f"| {n} | `{n}` |\n" for n in range(40)) + "\ndone",
+    "mixed": MIXED + "\n> - quoted\n> - list\n\n# Head\n" + TABLE,
+    "nested": NESTED + "\n" + TABLE + "\n```python\nx = 1\n```\nand the rest",
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+async def test_what_is_streamed_ends_as_a_full_render(stage: Stage, runtime: Any, name: str) -> None:
+    text = LONG[name]
+    async with stage(runtime, size=(80, 24)) as s:
+        await answered(s, runtime, "x")
+        body = s.transcript.view(s.last.id).body
+        await body.update("")
+        pump = Pump(body)
+        running = asyncio.create_task(pump.run())
+        for at in range(0, len(text), 23):
+            pump.write(text[at : at + 23])
+            await s.pilot.pause(0.002)
+        pump.close()
+        await running
+        await s.settled()
+        streamed = said(body.query_one(Markdown))
+        whole = MarkdownBody(text)
+        await s.transcript.mount(whole)
+        await s.settled()
+        assert streamed == said(whole.query_one(Markdown))
