@@ -144,6 +144,8 @@ class ChatApp(WorkApp):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             for number in (signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
+        if self.session.settings.keys:
+            self.take_keys()
         self.call_after_refresh(self._start)
 
     def wear_theme(self, settings: Settings) -> None:

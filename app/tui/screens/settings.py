@@ -33,7 +33,7 @@ GROUPS = {
     "Quality and speed": ("budget", "prompt_budget", "k_chunk", "speculate", "gamma", "num_parallel"),
     "Memory": ("kv", "context"),
     "Chat": ("system_prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "overflow", "history"),
-    "Look": ("theme", "sidebar"),
+    "Look": ("theme", "sidebar", "keys"),
     "Runtime": ("backend", "idle_unload"),
 }
 OF_ANY_RUNTIME = ("Chat", "Look")
