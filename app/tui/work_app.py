@@ -110,6 +110,22 @@ class WorkApp(App[None]):
         elif not self.session.working and self.session.wanted is not None:
             self.post_message(LoadAsked(self.session.wanted))
 
+    async def action_stop_work(self) -> None:
+        """Stop loading, quantizing or tuning; where nothing runs, put a failure out of sight."""
+        if self.session.working:
+            await self.session.stop_work()
+        else:
+            self.action_dismiss_job()
+
+    def action_dismiss_job(self) -> None:
+        """Put a job that ended out of sight."""
+        self.session.dismiss_job()
+        self.show_session()
+
+    def action_restart_runtime(self) -> None:
+        """Start the runtime anew and load the model again."""
+        self.run_worker(self.session.recover(), group="runtime", exit_on_error=False)
+
     @on(TuneAsked)
     def tune(self) -> None:
         """Measure again, and apply the budget to the model that runs."""
