@@ -95,7 +95,16 @@ def log_text() -> str:
 
 def key_name(key: str) -> str:
     """A key as people write it: `^N`, `Esc`, `F2`."""
-    names = {"escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn", "up": "↑", "down": "↓", "left": "←", "right": "→"}
+    names = {
+        "escape": "Esc",
+        "underscore": "_",
+        "pageup": "PgUp",
+        "pagedown": "PgDn",
+        "up": "↑",
+        "down": "↓",
+        "left": "←",
+        "right": "→",
+    }
     shown = []
     for one in key.split(","):
         *modifiers, last = one.split("+")
