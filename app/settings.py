@@ -214,6 +214,7 @@ class Settings:
     sidebar: str = _setting(
         "on", str, "whether other chats stand beside the one in sight, where there is room", choices=("on", "off")
     )
+    keys: str = _setting("", str, "other keys for actions: chat.new=f9, app.help=ctrl+x; F1 lists the actions")
     theme: str = _setting("dark", str, "colours of the terminal UI", choices=("dark", "light", "contrast", "terminal"))
 
     def __post_init__(self) -> None:
