@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 GROUPS = {
     "Quality and speed": ("budget", "prompt_budget", "k_chunk", "speculate", "gamma", "num_parallel"),
     "Memory": ("kv", "context"),
-<<<<<<< HEAD
     "Chat": (
         "system_prompt",
         "temperature",
@@ -44,11 +43,7 @@ GROUPS = {
         "overflow",
         "history",
     ),
-    "Look": ("theme", "sidebar"),
-=======
-    "Chat": ("system_prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "overflow", "history"),
     "Look": ("theme", "sidebar", "keys"),
->>>>>>> app
     "Runtime": ("backend", "idle_unload"),
 }
 OF_ANY_RUNTIME = ("Chat", "Look")
