@@ -56,23 +56,28 @@ class Product:
         K: Input channels, a multiple of 128.
         bits: 3 or 4.
         rows: Rows of activations.
-        codebook: Whether output channels have codebooks; otherwise groups of 128 have scales and zero-points.
+        weights: `uniform` in groups of 128; `codebook`, one for each output channel; or `w4a8`, whole numbers in groups
+            of 128, times tokens with one scale each.
     """
 
-    def __init__(self, N: int, K: int, bits: int, rows: int, *, codebook: bool = False) -> None:
+    def __init__(self, N: int, K: int, bits: int, rows: int, *, weights: str = "uniform") -> None:
+        codebook, whole = weights == "codebook", weights == "w4a8"
         blocks, groups = K // BLOCK, K // BLOCK // GROUP_BLOCKS
         one = (N // 16) * blocks * BLOCK_BYTES[bits]
         copies = max(1, ROTATED_BYTES // one) if rows == 1 else 1
         rng = np.random.default_rng(0)
         self._codes = aligned_zeros((copies, one), np.uint8)
         self._codes[:] = np.frombuffer(rng.bytes(one), np.uint8)
-        self._scales = aligned_zeros((N // 16, 1 if codebook else groups, 16), np.float16)
+        self._scales = aligned_zeros((N // 16, 1 if codebook or whole else groups, 16), np.float16)
         self._zeros = aligned_zeros((N // 16, 0 if codebook else groups, 16), np.uint8)
         self._codebooks = aligned_zeros((N // 16, 16, 2**bits if codebook else 0), np.int8)
+        self._group_scales = aligned_zeros((N // 16, groups if whole else 0, 16), np.uint8)
         self._x = aligned_zeros((rows + 16, K), np.int8)
+        self._x_sums = aligned_zeros((rows + 16, groups), np.int32)
         self._x_scales = aligned_zeros((2, rows + 16, groups), np.float32)
         self._out = aligned_zeros((rows + 16, N), np.float32)
         self.bytes = one + self._scales.nbytes + self._zeros.nbytes + self._codebooks.nbytes
+        self.bytes += self._group_scales.nbytes
         self.operations = 2 * N * K * rows
         self.copies = copies
         self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
@@ -80,12 +85,13 @@ class Product:
         step["rows"] = rows
         books = _address(self._codebooks) if codebook else 0
         program = aligned_zeros((copies, op.WIDTH), np.int64)
-        x = op.Quantized(_address(self._x), _address(self._x_scales[0]), _address(self._x_scales[1]))
+        x = op.Quantized(*map(_address, (self._x, *self._x_scales, self._x_sums)))
+        scales = _address(self._group_scales) if whole else 0
         out = op.Matrix(_address(self._out), self._out.strides[0])
         sizes = (bits, N // 16, blocks, groups, GROUP_BLOCKS)
         for words, codes in zip(program, self._codes, strict=True):
-            weights = op.Weights(_address(codes), _address(self._scales), _address(self._zeros), books, *sizes)
-            op.write(words, op.Linear(weights, x, False, out, bias=0, accumulate=False))
+            of = op.Weights(_address(codes), _address(self._scales), _address(self._zeros), books, *sizes, scales)
+            op.write(words, op.Linear(of, x, False, out, bias=0, accumulate=False))
         link(program, default_threads())
         self._scratch = aligned_zeros((default_threads(), padded(most_scratch(program), 64)), np.uint8)
         step["scratch"], step["scratch_stride"] = _address(self._scratch), self._scratch.strides[0]
@@ -110,7 +116,7 @@ def _address(array: npt.NDArray[Any]) -> int:
 
 def compare(name: str, N: int, K: int, bits: int, count: int, repetitions: int) -> list[dict[str, Any]]:
     """Measure one shape with uniform weights and with codebooks, and print a line for each. Returns the rows."""
-    products = {weights: Product(N, K, bits, count, codebook=weights == "codebook") for weights in WEIGHTS}
+    products = {weights: Product(N, K, bits, count, weights=weights) for weights in WEIGHTS}
     times: dict[str, list[float]] = {weights: [] for weights in WEIGHTS}
     for _ in range(repetitions):
         for weights in WEIGHTS:

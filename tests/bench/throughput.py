@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def prompts(count: int, vocab: int, seed: int) -> list[list[int]]:
     return found
 
 
-def ours(which: str) -> Turn:
+def ours(which: str, answer: int = ANSWER) -> Turn:
     """This project's engine on the CPU."""
     from assets import demo_path
     from models.store import StoredModel
@@ -54,7 +55,7 @@ def ours(which: str) -> Turn:
     tokenizer = Tokenizer(demo_path() if which.isdecimal() else Path(which))
     engine = Engine(decoder, tokenizer, name=which, eos_token_ids=())
     seeds = iter(range(10_000))
-    sampling = SamplingOptions(temperature=0, max_tokens=ANSWER)
+    sampling = SamplingOptions(temperature=0, max_tokens=answer)
 
     def turn(count: int) -> tuple[float, float]:
         first: list[float] = []
@@ -75,7 +76,7 @@ def ours(which: str) -> Turn:
     return turn
 
 
-def llama(path: str) -> Turn:
+def llama(path: str, answer: int = ANSWER) -> Turn:
     """llama.cpp."""
     import llama_cpp as cpp
 
@@ -111,7 +112,7 @@ def llama(path: str) -> Turn:
             run([(token, at, sequence, at == PROMPT - 1) for at, token in enumerate(prompt)])
             tokens.append(best(PROMPT - 1))
         first = time.perf_counter() - begin
-        for at in range(PROMPT, PROMPT + ANSWER - 1):
+        for at in range(PROMPT, PROMPT + answer - 1):
             run([(token, at, sequence, True) for sequence, token in enumerate(tokens)])
             tokens = [best(row) for row in range(count)]
         return first, time.perf_counter() - begin
@@ -120,11 +121,23 @@ def llama(path: str) -> Turn:
 
 
 @contextmanager
-def program(python: str, kind: str, which: str) -> Iterator[Callable[[int], tuple[float, float]]]:
-    """A program in a process of its own."""
-    command = [python, "-m", "tests.bench.throughput", "--worker", kind, which]
+def program(
+    python: str, kind: str, which: str, *, answer: int = ANSWER, variant: str = ""
+) -> Iterator[Callable[[int], tuple[float, float]]]:
+    """A program in a process of its own.
+
+    Args:
+        python: Runs it.
+        kind: `ours` or `llama`.
+        which: Its model.
+        answer: Tokens of an answer.
+        variant: Instruction set of our kernels; empty: the best.
+    """
+    command = [python, "-m", "tests.bench.throughput", "--worker", kind, which, str(answer)]
+    environment = {**os.environ, **({"LOWBIT_CHAT_CPU_VARIANT": variant} if variant else {})}
     words = subprocess.DEVNULL if kind == "llama" else None  # it tells all about every tensor
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words, text=True, env=environment) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         ask, answers = process.stdin, process.stdout
@@ -170,7 +183,7 @@ def compare(name: str, mine: str, theirs: str, asked: argparse.Namespace) -> lis
 def main() -> None:
     """Compare, or be one of the programs compared."""
     if sys.argv[1:2] == ["--worker"]:
-        turn = {"ours": ours, "llama": llama}[sys.argv[2]](sys.argv[3])
+        turn = {"ours": ours, "llama": llama}[sys.argv[2]](sys.argv[3], int(sys.argv[4]))
         for line in sys.stdin:
             print(json.dumps(turn(int(line))), flush=True)
         return

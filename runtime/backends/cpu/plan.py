@@ -21,6 +21,7 @@ from models.spec import ModelSpec
 from runtime.backends.cpu.arena import LINE, Arena, aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.kernels.activation import code_bytes
 from runtime.backends.cpu.kernels.gemv import BLOCK
 from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.link import link, most_scratch
@@ -299,7 +300,7 @@ class PlanOperations:
     def _rounded(self) -> op.Quantized:
         """The buffers of INT8 activations, with room for groups of one block."""
         width = padded(self._widest(), BLOCK)
-        codes = self._buffer("codes", (self._rows, width), np.int8)
+        codes = self._buffer("codes", (self._rows, code_bytes(width)), np.int8)
         kinds = {"scales": np.float32, "shifts": np.float32, "sums": np.int32}
         factors = (self._buffer(name, (self._rows, width // BLOCK), kind) for name, kind in kinds.items())
         return op.Quantized(_address(codes), *map(_address, factors))

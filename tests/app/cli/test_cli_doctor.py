@@ -77,7 +77,7 @@ def test_a_healthy_machine(answer: Answer, machine: Any, stored: str) -> None:
     assert found["ok"] is True
     assert (found["gpu"], found["pcie"]) == (None, None)
     assert found["cpu"]["usable_cores"] == 4
-    assert found["cpu"]["kernels"] in ("avx512", "avxvnni", "avx2", "generic")
+    assert found["cpu"]["kernels"] in ("amx", "avx512", "avxvnni", "avx2", "generic")
     assert (found["memory"]["available_bytes"], found["memory"]["read_gb_s"]) == (9 * GIB, 10.0)
     assert found["backend"] == "cpu"
     assert found["cpu"]["kernels"] in found["reason"]

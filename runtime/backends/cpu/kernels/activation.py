@@ -7,6 +7,9 @@ matrix product finds the same channels of all its rows next to each other:
     scales  fp32  [rows / row_block, G, row_block]
     shifts  fp32  [rows / row_block, G, row_block] = -scale * sum of the group's codes, which a zero-point multiplies
     sums    int32 [rows / row_block, G, row_block] = sum of the group's codes, where all groups share a token's scale
+
+Where there are tile registers (`runtime.backends.cpu.machine.amx`), blocks of 16 rows have their codes as registers
+load them, int8 [rows / 16, K / 64, 16, 64]; K is filled up to whole pieces of 64 with bytes that nobody wrote.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numba
+from numba.extending import register_jitable
 
+from runtime.backends.cpu.machine import amx
 from runtime.backends.cpu.machine.vector import (
     absolute,
     add,
@@ -31,14 +36,59 @@ from runtime.backends.cpu.machine.vector import (
     zero_floats,
 )
 
+PIECE = 64
+"""Channels between which quads are equally far apart."""
+
+
+@register_jitable
+def in_registers(side: int) -> bool:
+    """Whether row blocks of so many rows have their codes as tile registers load them."""
+    return amx.AVAILABLE and side == amx.SIDE
+
+
+@register_jitable
+def row_step(side: int) -> int:
+    """Bytes from a row's quad to that of the next row in its row block of `side` rows."""
+    return PIECE if in_registers(side) else 4
+
+
+@register_jitable
+def quad_step(side: int) -> int:
+    """Bytes from a row's quad to its next one, within a piece."""
+    return 4 if in_registers(side) else 4 * side
+
+
+@register_jitable
+def code_bytes(channels: int) -> int:
+    """Bytes of a row's codes, of whole blocks of 32 channels."""
+    return (channels + PIECE - 1) // PIECE * PIECE if amx.AVAILABLE else channels
+
+
+@register_jitable
+def quad_at(codes: int, side: int, channel: int) -> int:
+    """Address of the quad with a channel, a multiple of 4, of the first row of a row block.
+
+    Args:
+        codes: Address of the row block's codes.
+        side: Its rows.
+        channel: The quad's first one.
+    """
+    if in_registers(side):
+        return codes + channel // PIECE * (PIECE * side) + channel % PIECE
+    return codes + side * channel
+
 
 class GroupPlace(NamedTuple):
     """Where one group of one row goes."""
 
     codes: int
-    """Address of its first quad."""
-    stride: int
-    """Bytes from quad to quad, 4 * row_block."""
+    """Address of the first quad of its row block."""
+    side: int
+    """Rows of the row block."""
+    row: int
+    """Row in it."""
+    first: int
+    """The group's first channel."""
     scale: int
     """Address of its scale."""
     shift: int
@@ -71,10 +121,11 @@ def quantize_group(x: int, width: int, step: Any, to: GroupPlace) -> None:
         inverse = numba.float32(numba.float32(1.0) / step)
     factor = fill(inverse)
     total = zero_floats()
+    row, stride = row_step(to.side) * to.row, quad_step(to.side)
     for i in range(0, width, 16):
         code = rounded(mul(load_floats(x + 4 * i), factor))
         total = add(total, code)
-        store_quads(to.codes + (i // 4) * to.stride, to.stride, code)
+        store_quads(quad_at(to.codes, to.side, to.first + i) + row, stride, code)
     set_float(to.scale, step)
     whole = sum_lanes(total)
     set_float(to.shift, numba.float32(-step * whole))

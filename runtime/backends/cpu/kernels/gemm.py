@@ -15,6 +15,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Quantized
+from runtime.backends.cpu.kernels.activation import quad_at, quad_step, row_step
 from runtime.backends.cpu.kernels.gemv import AHEAD, BLOCK, BLOCK_BYTES, Tile, emit_unpack
 from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES
 from runtime.backends.cpu.machine.emit import (
@@ -82,6 +83,7 @@ def emit_whole_sum(b: Builder, sums: Any, row: int, rows: int) -> Any:
 def sums_of_block(bits: int, rows: int) -> Any:
     """Adds the products of one block of codes with every row to sums; bits 8 stands for decoded entries."""
     dot = emit_dot4_entries if bits == 8 else emit_dot4
+    quad, row = quad_step(rows), row_step(rows)
 
     def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
         totals = [b.extract_value(sums, chain) for chain in range(CHAINS)]
@@ -91,7 +93,7 @@ def sums_of_block(bits: int, rows: int) -> Any:
             vectors = emit_unpack(b, codes, bits)
         for j, vector in enumerate(vectors):
             for m in range(rows):
-                word = load(b, I32, offset(b, x, 4 * (rows * j + m)), 4)
+                word = load(b, I32, offset(b, x, quad * j + row * m), 4)
                 chain = (rows * j + m) % CHAINS
                 totals[chain] = dot(b, totals[chain], vector, b.bitcast(splat(b, word, WORDS), BYTES))
         for chain, total in enumerate(totals):
@@ -144,7 +146,7 @@ def _tile(bits: int, rows: int, factors: Any) -> Any:
                 codes = tile.codes + block * block_bytes
                 for line in range(0, lines, 64):
                     prefetch(codes + AHEAD + line)
-                sums = multiply(sums, codes, x.codes + BLOCK * rows * block)
+                sums = multiply(sums, codes, quad_at(x.codes, rows, BLOCK * block))
             scale, scaled_zero = factors(tile, group)
             finish(sums, scale, scaled_zero, x.scales + 4 * rows * group, x.shifts + 4 * rows * group, out)
             start, group = stop, group + 1

@@ -32,11 +32,12 @@ from runtime.backends.cpu.machine.emit import (
     ENTRY_OFFSET,
     FLOAT,
     FLOATS,
+    I32,
     WORDS,
     Builder,
-    bytes64,
     constant,
     define,
+    emit_dot4,
     emit_dot4_entries,
     emit_fma,
     floats16,
@@ -48,10 +49,7 @@ from runtime.backends.cpu.machine.emit import (
     words16,
 )
 from runtime.backends.cpu.machine.vector import (
-    add_words,
     broadcast,
-    broadcast_word,
-    dot4,
     fma,
     load_halves,
     load_unsigned,
@@ -59,7 +57,6 @@ from runtime.backends.cpu.machine.vector import (
     prefetch,
     to_floats,
     zero_floats,
-    zero_words,
 )
 
 BLOCK = 32
@@ -106,24 +103,45 @@ def emit_unpack(b: Builder, address: Any, bits: int) -> list[Any]:
     return vectors
 
 
-def _unpack(bits: int) -> Any:
-    def emit(b: Builder, address: Any) -> Any:
-        vectors = emit_unpack(b, address, bits)
-        result = ir.Constant(ir.ArrayType(BYTES, 8), ir.Undefined)
-        for j, vector in enumerate(vectors):
-            result = b.insert_value(result, vector, j)
-        return result
-
-    emit.__name__ = f"unpack{bits}"
-    emit.__doc__ = f"Eight byte vectors of {bits}-bit codes."
-    return define(types.UniTuple(bytes64, 8), types.int64)(emit)
+_CHAINS = 4
+"""Sums of a tile that are independent of each other, so that dot products need not wait for each other."""
+_sums_type = types.UniTuple(words16, _CHAINS)
 
 
-unpack_4 = _unpack(4)
+@define(_sums_type)
+def no_chains(_b: Builder) -> Any:
+    """Zero in every chain."""
+    return ir.Constant(ir.ArrayType(WORDS, _CHAINS), [constant(WORDS, 0)] * _CHAINS)
+
+
+@define(words16, _sums_type)
+def whole_sum(b: Builder, sums: Any) -> Any:
+    """What the chains add up to."""
+    a0, a1, a2, a3 = (b.extract_value(sums, chain) for chain in range(_CHAINS))
+    return b.add(b.add(a0, a1), b.add(a2, a3))
+
+
+def _multiply(bits: int) -> Any:
+    def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
+        totals = [b.extract_value(sums, chain) for chain in range(_CHAINS)]
+        for j, vector in enumerate(emit_unpack(b, codes, bits)):
+            word = splat(b, load(b, I32, offset(b, x, 4 * j), 4), WORDS)
+            totals[j % _CHAINS] = emit_dot4(b, totals[j % _CHAINS], vector, b.bitcast(word, BYTES))
+        for chain, total in enumerate(totals):
+            sums = b.insert_value(sums, total, chain)
+        return sums
+
+    emit.__name__ = f"multiply{bits}"
+    emit.__doc__ = "Add the products of one block of codes with one row's activations."
+    return define(_sums_type, _sums_type, types.int64, types.int64)(emit)
+
+
+multiply_4 = _multiply(4)
+"""Adds the products of a block of codes of 4 bits, at an address, with 32 activations, at another, to sums."""
 
 
 def _tile(bits: int) -> Any:
-    unpack = unpack_4 if bits == 4 else _unpack(bits)
+    multiply = multiply_4 if bits == 4 else _multiply(bits)
     block_bytes = BLOCK_BYTES[bits]
 
     @numba.njit(nogil=True)
@@ -132,22 +150,13 @@ def _tile(bits: int) -> Any:
         start, group = 0, 0
         while start < blocks:
             stop = min(start + tile.group_blocks, blocks)
-            a0, a1, a2, a3 = zero_words(), zero_words(), zero_words(), zero_words()
+            sums = no_chains()
             for block in range(start, stop):
                 base = tile.codes + block * block_bytes
                 for line in range(0, block_bytes, 64):
                     prefetch(base + AHEAD + line)
-                quad = x.codes + BLOCK * block
-                u = unpack(base)
-                a0 = dot4(a0, u[0], broadcast_word(quad))
-                a1 = dot4(a1, u[1], broadcast_word(quad + 4))
-                a2 = dot4(a2, u[2], broadcast_word(quad + 8))
-                a3 = dot4(a3, u[3], broadcast_word(quad + 12))
-                a0 = dot4(a0, u[4], broadcast_word(quad + 16))
-                a1 = dot4(a1, u[5], broadcast_word(quad + 20))
-                a2 = dot4(a2, u[6], broadcast_word(quad + 24))
-                a3 = dot4(a3, u[7], broadcast_word(quad + 28))
-            products = to_floats(add_words(add_words(a0, a1), add_words(a2, a3)))
+                sums = multiply(sums, base, x.codes + BLOCK * block)
+            products = to_floats(whole_sum(sums))
             scale = load_halves(tile.scales + 32 * group)
             zero = load_unsigned(tile.levels + 16 * group)
             total = fma(products, mul(scale, broadcast(x.scales + 4 * group)), total)
@@ -169,12 +178,7 @@ Returns: floats16, the outputs.
 """
 
 
-_CHAINS = 4
-"""Sums of a tile that are independent of each other, so that dot products need not wait for each other."""
-
-
 def _multiply_entries(bits: int) -> Any:
-    sums_type = types.UniTuple(words16, _CHAINS)
     each = _CHAINS // VECTORS[bits]
 
     def emit(b: Builder, sums: Any, tables: Any, codes: Any, x: Any) -> Any:
@@ -191,13 +195,7 @@ def _multiply_entries(bits: int) -> Any:
 
     emit.__name__ = f"multiply_entries{bits}"
     emit.__doc__ = "Add the products of one block of codes with the activations."
-    return define(sums_type, sums_type, tables_type, types.int64, types.int64)(emit)
-
-
-@define(types.UniTuple(words16, _CHAINS))
-def _no_sums(_b: Builder) -> Any:
-    """Zero in every chain."""
-    return ir.Constant(ir.ArrayType(WORDS, _CHAINS), [constant(WORDS, 0)] * _CHAINS)
+    return define(_sums_type, _sums_type, tables_type, types.int64, types.int64)(emit)
 
 
 def _no_totals(bits: int) -> Any:
@@ -231,7 +229,7 @@ def _add_group(bits: int) -> Any:
 
     emit.__name__ = f"add_group{bits}"
     emit.__doc__ = "Scale a group's sums by the activations' scale and add them to the totals."
-    return define(totals_type, totals_type, types.UniTuple(words16, _CHAINS), types.int64, types.int64)(emit)
+    return define(totals_type, totals_type, _sums_type, types.int64, types.int64)(emit)
 
 
 def _across(bits: int) -> Any:
@@ -258,7 +256,7 @@ def _codebook_tile(bits: int) -> Any:
         start, group = 0, 0
         while start < blocks:
             stop = min(start + tile.group_blocks, blocks)
-            sums = _no_sums()
+            sums = no_chains()
             for block in range(start, stop):
                 sums = multiply(sums, books, tile.codes + block * block_bytes, x.codes + BLOCK * block)
             totals = add_group(totals, sums, x.scales + 4 * group, x.shifts + 4 * group)

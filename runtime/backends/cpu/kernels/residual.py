@@ -25,6 +25,7 @@ from numba import types
 
 from runtime.backends.cpu.arena import LINE
 from runtime.backends.cpu.data.instructions import Linear, Quantized
+from runtime.backends.cpu.kernels.activation import quad_at, row_step
 from runtime.backends.cpu.kernels.gemv import BLOCK
 from runtime.backends.cpu.kernels.panel import rounded_halves
 from runtime.backends.cpu.machine.emit import (
@@ -106,7 +107,7 @@ def _multiply(bits: int, side: int, rows: int) -> Any:
                 shifted = b.lshr(b.bitcast(found, WORDS), constant(WORDS, bits * field))
                 codes = b.and_(b.bitcast(shifted, BYTES), constant(BYTES, low))
             for m in range(rows):
-                word = splat(b, load(b, I32, offset(b, x, 4 * m), 4), WORDS)
+                word = splat(b, load(b, I32, offset(b, x, row_step(side) * m), 4), WORDS)
                 at = count * m + field
                 totals[at] = dot(b, totals[at], codes, b.bitcast(word, BYTES))
         for at, total in enumerate(totals):
@@ -171,6 +172,7 @@ def _add(bits: int, side: int) -> Any:
     count = fields(bits)
     rows = min(side, _SUMS // count)
     multiply, none, store = _multiply(bits, side, rows), _no_sums(count * rows), _store(bits, rows)
+    step = row_step(side)
     neutral = float(ENTRY_OFFSET if bits >= 8 else 1 << (bits - 1))
 
     @numba.njit(nogil=True)
@@ -196,7 +198,8 @@ def _add(bits: int, side: int) -> Any:
                     prefetch(r1 + ahead)
                     prefetch(r2 + ahead)
                     prefetch(r3 + ahead)
-                sums = multiply(sums, r0, r1, r2, r3, linear.kept + k, x.codes + side * k + 4 * first, inverse)
+                at = quad_at(x.codes, side, k) + step * first
+                sums = multiply(sums, r0, r1, r2, r3, linear.kept + k, at, inverse)
             store(sums, scratch)
             for m in range(first, min(first + rows, to.rows)):
                 factor = 4 * (side * group + m)

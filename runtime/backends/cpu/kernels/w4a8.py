@@ -8,7 +8,12 @@ sum of the group's activations is subtracted:
 
 Everything inside the brackets is exact in 32 bits, so the result has the bits of `runtime.operations.linear.gemm_w4a8`.
 
-Source: QServe §4.2.2 (subtraction after multiplication), here once for a group's sum rather than once for a weight.
+With 16 tokens and more a tile's whole numbers (code - z) s, which fit in a byte, are written down first, once for all
+tokens, as the entries of a tile with codebooks are (`runtime.backends.cpu.kernels.lookup`). Then groups are over, a
+sum runs through all input channels, and tile registers, where there are any, hold four row blocks' sums.
+
+Source: QServe §4.2.2 (subtraction after multiplication), for few tokens once for a group's sum rather than once for a
+weight.
 """
 
 from __future__ import annotations
@@ -18,17 +23,25 @@ from typing import Any, NamedTuple
 import numba
 from llvmlite import ir
 from numba import types
+from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Quantized
+from runtime.backends.cpu.kernels.activation import code_bytes, quad_at
 from runtime.backends.cpu.kernels.gemm import CHAINS, emit_whole_sum, no_sums, sums_of_block
-from runtime.backends.cpu.kernels.gemv import AHEAD, BLOCK, BLOCK_BYTES, unpack_4
+from runtime.backends.cpu.kernels.gemv import AHEAD, BLOCK, BLOCK_BYTES, emit_unpack, multiply_4, no_chains, whole_sum
+from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES
+from runtime.backends.cpu.machine import amx
 from runtime.backends.cpu.machine.emit import (
+    BYTES,
+    ENTRY_OFFSET,
     FLOAT,
     FLOATS,
     I8,
+    I16,
     I32,
     WORDS,
     Builder,
+    constant,
     define,
     floats16,
     load,
@@ -41,8 +54,8 @@ from runtime.backends.cpu.machine.vector import (
     add_words,
     broadcast,
     broadcast_word,
-    dot4,
     load_halves,
+    load_words,
     mul,
     prefetch,
     store_words,
@@ -52,6 +65,11 @@ from runtime.backends.cpu.machine.vector import (
 
 BLOCK_BYTES_4 = BLOCK_BYTES[4]
 """Bytes of a block of 16 output by 32 input channels."""
+SIDE = 16
+"""Tokens of a row block."""
+_SHORTS = ir.VectorType(I16, 32)
+_ENTRIES = amx.REGISTERS - 1
+"""The tile register of the weights."""
 
 
 class W4A8Tile(NamedTuple):
@@ -96,23 +114,13 @@ def gemv_w4a8_tile(tile: W4A8Tile, x: Quantized) -> Any:
     start, group = 0, 0
     while start < blocks:
         stop = min(start + tile.group_blocks, blocks)
-        a0, a1, a2, a3 = zero_words(), zero_words(), zero_words(), zero_words()
+        chains = no_chains()
         for block in range(start, stop):
             base = tile.codes + block * BLOCK_BYTES_4
             for line in range(0, BLOCK_BYTES_4, 64):
                 prefetch(base + AHEAD + line)
-            quad = x.codes + BLOCK * block
-            u = unpack_4(base)
-            a0 = dot4(a0, u[0], broadcast_word(quad))
-            a1 = dot4(a1, u[1], broadcast_word(quad + 4))
-            a2 = dot4(a2, u[2], broadcast_word(quad + 8))
-            a3 = dot4(a3, u[3], broadcast_word(quad + 12))
-            a0 = dot4(a0, u[4], broadcast_word(quad + 16))
-            a1 = dot4(a1, u[5], broadcast_word(quad + 20))
-            a2 = dot4(a2, u[6], broadcast_word(quad + 24))
-            a3 = dot4(a3, u[7], broadcast_word(quad + 28))
-        products = add_words(add_words(a0, a1), add_words(a2, a3))
-        total = add_words(total, _mul_words(_load_bytes(tile.group_scales + 16 * group), products))
+            chains = multiply_4(chains, base, x.codes + BLOCK * block)
+        total = add_words(total, _mul_words(_load_bytes(tile.group_scales + 16 * group), whole_sum(chains)))
         shift = _mul_words(_load_bytes(tile.shifts + 16 * group), broadcast_word(x.sums + 4 * group))
         total = _sub_words(total, shift)
         start, group = stop, group + 1
@@ -162,7 +170,7 @@ def _tile(rows: int) -> Any:
                 codes = tile.codes + block * BLOCK_BYTES_4
                 for line in range(0, BLOCK_BYTES_4, 64):
                     prefetch(codes + AHEAD + line)
-                sums = multiply(sums, codes, x.codes + BLOCK * rows * block)
+                sums = multiply(sums, codes, quad_at(x.codes, rows, BLOCK * block))
             scale, shift = _load_bytes(tile.group_scales + 16 * group), _load_bytes(tile.shifts + 16 * group)
             add_group(sums, scale, shift, x.sums + 4 * rows * group, out)
             start, group = stop, group + 1
@@ -171,9 +179,160 @@ def _tile(rows: int) -> Any:
     return gemm
 
 
-gemm_w4a8_tile_4, gemm_w4a8_tile_8, gemm_w4a8_tile_16 = (_tile(rows) for rows in (4, 8, 16))
-"""Sixteen outputs of 4, 8 or 16 tokens.
+gemm_w4a8_tile_4, gemm_w4a8_tile_8 = _tile(4), _tile(8)
+"""Sixteen outputs of 4 or 8 tokens.
 
 Args: the tile, the activations of a row block, and the address of float32 [rows, 16], aligned to 64 bytes, which is
 written.
 """
+
+
+@define(words16, words16)
+def _twice(b: Builder, x: Any) -> Any:
+    """Whole numbers below 2^16, twice in each word."""
+    return b.or_(x, b.shl(x, constant(WORDS, 16)))
+
+
+@define(words16, words16)
+def _as_bytes(b: Builder, shift: Any) -> Any:
+    """What is subtracted from bytes: a whole number less `ENTRY_OFFSET`, in each byte of its word."""
+    less = b.and_(b.sub(shift, constant(WORDS, ENTRY_OFFSET)), constant(WORDS, 255))
+    return b.mul(less, constant(WORDS, 0x01010101))
+
+
+@define(types.void, types.int64, words16, words16, types.int64)
+def _write_block(b: Builder, codes: Any, scales: Any, shifts: Any, out: Any) -> None:
+    """Write down a block's entries: a code times its scale, at most 240, stays in its byte."""
+    for j, vector in enumerate(emit_unpack(b, codes, 4)):
+        products = b.mul(b.bitcast(vector, _SHORTS), b.bitcast(scales, _SHORTS))
+        entries = b.sub(b.bitcast(products, BYTES), b.bitcast(shifts, BYTES))
+        b.store(entries, pointer(b, offset(b, out, 64 * j)), align=64)
+
+
+@define(types.void, types.int64)
+def _clear_block(b: Builder, out: Any) -> None:
+    """Write a block of zeros."""
+    for j in range(ENTRY_BYTES // 64):
+        b.store(constant(BYTES, 0), pointer(b, offset(b, out, 64 * j)), align=64)
+
+
+@register_jitable
+def entries_bytes(blocks: int) -> int:
+    """Bytes of a tile's entries: whole loads of a tile register."""
+    return (blocks + 1) // 2 * (2 * ENTRY_BYTES)
+
+
+@numba.njit(nogil=True)
+def write_entries(tile: W4A8Tile, out: int) -> None:
+    """Write down a tile's whole numbers as entries, and zeros behind them.
+
+    Args:
+        tile: The tile.
+        out: Address of `entries_bytes`, aligned to 64 bytes: [K / 4, 16, 4] with `ENTRY_OFFSET`.
+    """
+    start, group, blocks = 0, 0, tile.blocks
+    while start < blocks:
+        stop = min(start + tile.group_blocks, blocks)
+        scales = _twice(_load_bytes(tile.group_scales + 16 * group))
+        shifts = _as_bytes(_load_bytes(tile.shifts + 16 * group))
+        for block in range(start, stop):
+            codes = tile.codes + block * BLOCK_BYTES_4
+            for line in range(0, BLOCK_BYTES_4, 64):
+                prefetch(codes + AHEAD + line)
+            _write_block(codes, scales, shifts, out + block * ENTRY_BYTES)
+        start, group = stop, group + 1
+    if blocks % 2:
+        _clear_block(out + blocks * ENTRY_BYTES)
+
+
+@define(types.void, floats16, words16, types.int64, types.int64)
+def _finish(b: Builder, scale: Any, x_sums: Any, x_scales: Any, out: Any) -> None:
+    """Make the sums of 16 tokens, int32 [16, 16] at `out`, the outputs in float32."""
+    undefined = ir.Constant(WORDS, ir.Undefined)
+    excess = b.mul(x_sums, constant(WORDS, ENTRY_OFFSET))
+    for m in range(SIDE):
+        address = offset(b, out, 64 * m)
+        own = b.shuffle_vector(excess, undefined, constant(WORDS, m))
+        total = b.sitofp(b.sub(load(b, WORDS, address, 64), own), FLOATS)
+        x_scale = splat(b, load(b, FLOAT, offset(b, x_scales, 4 * m), 4), FLOATS)
+        b.store(b.fmul(total, b.fmul(scale, x_scale)), pointer(b, address), align=64)
+
+
+@numba.njit(nogil=True)
+def _scale(tile: W4A8Tile, x: Quantized, row: int, out: int) -> None:
+    """Make sums of a row block, which begins `row` tokens after x, outputs."""
+    groups = (tile.blocks + tile.group_blocks - 1) // tile.group_blocks
+    first, x_sums = 4 * row * groups, zero_words()
+    for group in range(groups):
+        x_sums = add_words(x_sums, load_words(x.sums + first + 64 * group))
+    _finish(load_halves(tile.scales), x_sums, x.scales + first, out)
+
+
+@define(types.void, types.UniTuple(words16, CHAINS), types.int64)
+def store_sums(b: Builder, sums: Any, out: Any) -> None:
+    """Write down the sums of 16 tokens."""
+    for m in range(SIDE):
+        b.store(b.extract_value(sums, m), pointer(b, offset(b, out, 64 * m)), align=64)
+
+
+_multiply_entries = sums_of_block(8, SIDE)
+
+
+@numba.njit(nogil=True)
+def _vectors(_registers: int, tile: W4A8Tile, entries: int, x: Quantized, out: int) -> None:
+    """Sixteen outputs of 16 tokens, by vectors."""
+    sums = no_sums()
+    for block in range(tile.blocks):
+        sums = _multiply_entries(sums, entries + ENTRY_BYTES * block, quad_at(x.codes, SIDE, BLOCK * block))
+    store_sums(sums, out)
+    _scale(tile, x, 0, out)
+
+
+def _registers(count: int) -> Any:
+    """Sixteen outputs of some row blocks of 16 tokens, by tile registers: one for the sums of each, at most 4."""
+
+    @define(types.void, types.int64)
+    def clear(b: Builder, registers: Any) -> None:
+        """Begin sums."""
+        for i in range(count):
+            amx.emit_clear(b, registers, i)
+
+    @define(types.void, types.int64, types.int64, types.int64, types.int64)
+    def multiply(b: Builder, registers: Any, entries: Any, x: Any, stride: Any) -> None:
+        """Add the products of 64 input channels to the sums of all tokens."""
+        amx.emit_load(b, registers, _ENTRIES, entries)
+        for i in range(count):
+            own = count + i % (_ENTRIES - count)
+            amx.emit_load(b, registers, own, x)
+            amx.emit_multiply(b, registers, i, own, _ENTRIES)
+            x = b.add(x, stride)
+
+    @define(types.void, types.int64, types.int64)
+    def store(b: Builder, registers: Any, out: Any) -> None:
+        """Write down the sums."""
+        for i in range(count):
+            amx.emit_store(b, registers, i, offset(b, out, amx.REGISTER_BYTES * i))
+
+    @numba.njit(nogil=True)
+    def gemm(registers: int, tile: W4A8Tile, entries: int, x: Quantized, out: int) -> None:
+        stride = SIDE * code_bytes(BLOCK * tile.blocks)
+        clear(registers)
+        for at in range(0, entries_bytes(tile.blocks), amx.REGISTER_BYTES):
+            multiply(registers, entries + at, x.codes + at, stride)
+        store(registers, out)
+        for row in range(0, SIDE * count, SIDE):
+            _scale(tile, x, row, out + 64 * row)
+
+    return gemm
+
+
+MANY = 4 * SIDE if amx.AVAILABLE else SIDE
+"""Tokens that `gemm_w4a8_many` handles at once."""
+gemm_w4a8_16 = _registers(1) if amx.AVAILABLE else _vectors
+"""Sixteen outputs of a row block of 16 tokens.
+
+Args: the open tile registers; the tile and its entries; the activations from the row block on; and the address of
+float32 [rows, 16], aligned to 64 bytes, which is written.
+"""
+gemm_w4a8_many = _registers(4) if amx.AVAILABLE else _vectors
+"""Likewise of `MANY` tokens."""

@@ -46,7 +46,7 @@ def emit_join_high(b: Builder, upper: Any, lower: Any) -> Any:
 
 def emit_dot4_bytes(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
     """Per lane: total + four products of unsigned bytes, up to 255, and signed bytes."""
-    if isa.VARIANT != "avx2":
+    if isa.VECTORS != "avx2":
         return emit_dot4(b, total, unsigned, signed)
     # Products of whole bytes overflow the 16-bit step, so their halves are multiplied one by one.
     high = b.and_(shift_right(b, unsigned, 4), constant(BYTES, _FEW_BITS))

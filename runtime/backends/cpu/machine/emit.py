@@ -184,7 +184,8 @@ def _dot4_avx2(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
     return _dot4_halves(b, total, unsigned, signed, dot)
 
 
-def _dot4_generic(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+def emit_dot4_plain(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+    """What `emit_dot4` computes, for unsigned bytes up to 255."""
     # Byte i of each 32-bit lane is brought down by shifts: plain lane arithmetic that every target has.
     u, s = b.bitcast(unsigned, WORDS), b.bitcast(signed, WORDS)
     for byte in range(4):
@@ -198,12 +199,12 @@ emit_dot4: Emit = {
     "avx512": _dot4_avx512,
     "avxvnni": _dot4_avxvnni,
     "avx2": _dot4_avx2,
-    "generic": _dot4_generic,
-}[isa.VARIANT]
+    "generic": emit_dot4_plain,
+}[isa.VECTORS]
 """total[i] + sum of unsigned[4i + j] * signed[4i + j] over j in 0..3, for weights up to 4 bits."""
 
 
-ENTRY_OFFSET = 128 if isa.VARIANT in ("avx512", "avxvnni") else 0
+ENTRY_OFFSET = 128 if isa.VECTORS in ("avx512", "avxvnni") else 0
 """What is added to codebook entries in registers: the instruction that those variants have needs unsigned bytes."""
 
 
@@ -238,7 +239,7 @@ emit_dot4_entries: Emit = {
     "avxvnni": emit_dot4,
     "avx2": _entries_avx2,
     "generic": _entries_generic,
-}[isa.VARIANT]
+}[isa.VECTORS]
 """total[i] + sum of entries[4i + j] * x[4i + j] over j in 0..3: entries of a table of `emit_table`, x signed."""
 
 
@@ -271,13 +272,13 @@ emit_lookup: Emit = {
     "avxvnni": _lookup_avx2,
     "avx2": _lookup_avx2,
     "generic": _lookup_generic,
-}[isa.VARIANT]
+}[isa.VECTORS]
 """table[16 l + places[16 l + i]] for every byte i of every 128-bit lane l: places below 16."""
 
 
 def emit_select(b: Builder, mask: int, x: Any, y: Any) -> Any:
     """Per byte: the bits of x where the mask has ones, and those of y elsewhere."""
-    if isa.VARIANT == "avx512":
+    if isa.VECTORS == "avx512":
         values = [b.bitcast(v, WORDS) for v in (constant(BYTES, mask), x, y)]
         table = ir.Constant(I32, 0xCA)  # of the three operands: the first chooses between the others
         return b.bitcast(call(b, "llvm.x86.avx512.pternlog.d.512", WORDS, *values, table), BYTES)

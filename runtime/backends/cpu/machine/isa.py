@@ -3,8 +3,11 @@
 It is the one module here that reads the environment and the processor at import; only the CPU backend imports it, and
 only when it is built.
 
-Variants: `avx512` (512-bit VNNI dot product), `avxvnni` (256-bit VNNI), `avx2` (multiply-add pairs of bytes) and
-`generic` (plain LLVM vectors, which every target lowers in its own way). `LOWBIT_CHAT_CPU_VARIANT` forces one.
+Variants: `amx` (tile registers for products of many rows, everything else as `avx512`), `avx512` (512-bit VNNI dot
+product), `avxvnni` (256-bit VNNI), `avx2` (multiply-add pairs of bytes) and `generic` (plain LLVM vectors, which every
+target lowers in its own way). `amx-emulated` is `amx` with tile registers in memory, for tests.
+`LOWBIT_CHAT_CPU_VARIANT` forces one.
+
 Machine code is kept in the cache folder (`LOWBIT_CHAT_KERNEL_CACHE` names another place for it), as
 `runtime.backends.cpu.machine.kept` says.
 """
@@ -12,10 +15,12 @@ Machine code is kept in the cache folder (`LOWBIT_CHAT_KERNEL_CACHE` names anoth
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -27,14 +32,19 @@ from runtime.errors import BackendError
 
 logger = logging.getLogger(__name__)
 
-VARIANTS: Final = ("avx512", "avxvnni", "avx2", "generic")
+VARIANTS: Final = ("amx", "avx512", "avxvnni", "avx2", "generic", "amx-emulated")
 
+_AVX512: Final = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"})
 _REQUIRED: Final[dict[str, frozenset[str]]] = {
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"}),
+    "amx": _AVX512 | {"amx-tile", "amx-int8"},
+    "avx512": _AVX512,
     "avxvnni": frozenset({"avx2", "avxvnni"}),
     "avx2": frozenset({"avx2"}),
     "generic": frozenset(),
+    "amx-emulated": _AVX512,
 }
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""Linux on x86-64: the system call, ARCH_REQ_XCOMP_PERM, and the state component of the tile registers."""
 
 
 def supported_variants() -> tuple[str, ...]:
@@ -45,7 +55,26 @@ def supported_variants() -> tuple[str, ...]:
     # AVX-512 VL with VNNI has the 256-bit dot product too, under the same LLVM intrinsic.
     if _REQUIRED["avx512"] <= features:
         features.add("avxvnni")
-    return tuple(name for name in VARIANTS if _REQUIRED[name] <= features)
+    found = [name for name in VARIANTS if _REQUIRED[name] <= features]
+    if "amx" in found and not tile_registers_permitted():
+        found.remove("amx")
+    return tuple(found)
+
+
+def tile_registers_permitted() -> bool:
+    """Ask the kernel for the tile registers, for this process and the threads that it starts.
+
+    Returns:
+        Whether they may be used. A kernel that does not know the request refuses it, and so does one for which a thread
+        has a signal stack too small for the larger state.
+
+    Source: Linux, Documentation/arch/x86/xstate.rst.
+    """
+    if sys.platform != "linux":
+        return False
+    request = ctypes.CDLL(None, use_errno=True).syscall
+    request.argtypes, request.restype = (ctypes.c_long, ctypes.c_ulong, ctypes.c_ulong), ctypes.c_long
+    return bool(request(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
 def choose_variant(forced: str | None) -> str:
@@ -103,6 +132,9 @@ def _usable(folder: Path) -> Path:
 
 VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
 """The variant every kernel of this process is compiled for."""
+
+VECTORS: Final = "avx512" if VARIANT.startswith("amx") else VARIANT
+"""The variant whose vector instructions are used."""
 
 KERNEL_CACHE: Final = _usable(_cache_folder(VARIANT))
 """Folder of the machine code of this variant."""

@@ -17,7 +17,6 @@ from numba import types
 from numba.core import cgutils
 
 from runtime.backends.cpu.machine.emit import (
-    BYTES,
     FLOAT,
     FLOATS,
     HALF,
@@ -29,11 +28,9 @@ from runtime.backends.cpu.machine.emit import (
     LANES,
     WORDS,
     Builder,
-    bytes64,
     call,
     constant,
     define,
-    emit_dot4,
     emit_fma,
     emit_prefetch,
     floats16,
@@ -42,12 +39,6 @@ from runtime.backends.cpu.machine.emit import (
     splat,
     words16,
 )
-
-
-@define(words16, words16, bytes64, words16)
-def dot4(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
-    """Per lane: total + four products of unsigned bytes (at most 15) and signed bytes."""
-    return emit_dot4(b, total, unsigned, b.bitcast(signed, BYTES))
 
 
 @define(words16)
@@ -96,6 +87,12 @@ def fill(b: Builder, value: Any) -> Any:
 def load_floats(b: Builder, address: Any) -> Any:
     """Sixteen floats."""
     return load(b, FLOATS, address, 4)
+
+
+@define(words16, types.int64)
+def load_words(b: Builder, address: Any) -> Any:
+    """Sixteen integers."""
+    return load(b, WORDS, address, 4)
 
 
 @define(floats16, types.int64)

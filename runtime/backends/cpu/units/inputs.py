@@ -9,7 +9,7 @@ import numba
 
 from runtime.backends.cpu.data.instructions import Input, embed_at, gate_at, gather_at, merge_at, norm_at
 from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of
-from runtime.backends.cpu.kernels.activation import GroupPlace, quantize_group, step_of
+from runtime.backends.cpu.kernels.activation import GroupPlace, code_bytes, quantize_group, step_of
 from runtime.backends.cpu.kernels.attention.run import part_bytes
 from runtime.backends.cpu.kernels.attention.span import merge_splits
 from runtime.backends.cpu.kernels.gate import gate as gate_channels
@@ -71,14 +71,14 @@ def _round(to: Input, row: int, rows: int, start: int, stop: int) -> None:
     padded, group, groups = _sizes(to)
     side, x = row_block(rows), to.out.at + row * to.out.stride
     block, lane = row // side, row % side
-    codes = to.rounded.codes + block * side * padded + 4 * lane
+    codes = to.rounded.codes + block * side * code_bytes(padded)
     shared = step_of(x, padded) if to.per_token != 0 else numba.float32(0.0)
     for g in range(start, stop):
         at, factor = g * group, 4 * (side * (block * groups + g) + lane)
         own, width, total = to.rounded, min(group, padded - at), 0
         if own.sums != 0:
             total = own.sums + factor
-        place = GroupPlace(codes + side * at, 4 * side, own.scales + factor, own.shifts + factor, total)
+        place = GroupPlace(codes, side, lane, at, own.scales + factor, own.shifts + factor, total)
         step = shared if to.per_token != 0 else step_of(x + 4 * at, width)
         quantize_group(x + 4 * at, width, step, place)
 

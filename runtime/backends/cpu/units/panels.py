@@ -26,7 +26,7 @@ from runtime.backends.cpu.machine.vector import (
     maximum,
     store_floats,
 )
-from runtime.backends.cpu.units.products import TILE_BYTES, times_rows
+from runtime.backends.cpu.units.rows import TILE_BYTES, times_rows
 from runtime.operations.panel import ENTRY_TOP, LEAST_STEP
 
 _FACTORS = 2 * 64

@@ -13,7 +13,7 @@ from typing import Any
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Quantized, Weights, header_at, linear_at
+from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Weights, header_at, linear_at
 from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, share_of_weights, tiles_of_line
 from runtime.backends.cpu.kernels.compensate import (
     Columns,
@@ -38,10 +38,8 @@ from runtime.backends.cpu.kernels.gemm import (
     gemm_tile_4x4,
     gemm_tile_4x8,
     gemm_tile_4x16,
-    row_block,
 )
 from runtime.backends.cpu.kernels.gemv import (
-    BLOCK,
     BLOCK_BYTES,
     Tile,
     gemv_codebook_tile_3,
@@ -49,41 +47,20 @@ from runtime.backends.cpu.kernels.gemv import (
     gemv_tile_3,
     gemv_tile_4,
 )
-from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES, decode_tile_3, decode_tile_4
+from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
 from runtime.backends.cpu.kernels.residual import SUMS_BYTES
+from runtime.backends.cpu.kernels.w4a8 import entries_bytes
 from runtime.backends.cpu.machine.sync import wait_for
 from runtime.backends.cpu.machine.unit import call_5, compiled_unit
-from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
+from runtime.backends.cpu.units.rows import TILE_BYTES, times_rows, write_tile
 from runtime.backends.cpu.units.selection import MADE_BEFORE, Choice, choose, is_made
-
-TILE_BYTES = 16 * 64
-"""Bytes at the start of the scratch: a tile of 16 rows of outputs. A tile's entries and compensation's sums follow."""
 
 
 def linear_scratch(linear: Linear) -> int:
     """Bytes of scratch that a thread needs for the instruction."""
-    entries = ENTRY_BYTES * linear.weights.blocks if linear.weights.codebooks else 0
+    entries = entries_bytes(linear.weights.blocks) if linear.weights.codebooks or linear.weights.group_scales else 0
     sums = sums_bytes(16 * linear.weights.tiles) if linear.total else SUMS_BYTES if linear.kept else 0
     return TILE_BYTES + max(entries, sums, TILE_BYTES if linear.whole.codes else 0)
-
-
-@numba.njit(nogil=True)
-def _write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
-    """Write, or add, sixteen outputs of a row."""
-    out = linear.out.at + row * linear.out.stride + 64 * tile
-    if linear.bias != 0:
-        value = add(value, load_floats(linear.bias + 64 * tile))
-    if linear.accumulate != 0:
-        value = add(value, load_floats(out))
-    store_floats(out, value)
-
-
-@numba.njit(nogil=True)
-def row_block_at(linear: Linear, row: int) -> Quantized:
-    """The activations of the row block that begins at a row."""
-    x, weights = linear.x, linear.weights
-    groups = 4 * row * weights.groups
-    return Quantized(x.codes + row * weights.blocks * BLOCK, x.scales + groups, x.shifts + groups, x.sums + groups)
 
 
 @numba.njit(nogil=True)
@@ -93,41 +70,13 @@ def _salient(linear: Linear, row: int) -> Salient:
     return Salient(x, chosen, linear.total)
 
 
-def times_rows(four: Any, eight: Any, sixteen: Any) -> Any:
-    """Writes a tile's outputs of several rows, for a Linear or a Panel.
+def one_row_of(tile_of: Any, one: Any) -> Any:
+    """The product with one row of activations.
 
     Args:
-        four: The kernel of blocks of 4 rows; the others' likewise.
-        eight: Of 8.
-        sixteen: Of 16.
+        tile_of: Takes the weights and a tile's number for what the kernel wants.
+        one: The kernel.
     """
-
-    @register_jitable
-    def all_rows(of: Any, own: Tile, tile: int, rows: int, scratch: int) -> None:
-        side = row_block(rows)
-        for row in range(0, rows, side):
-            x = row_block_at(of, row)
-            if side == 16:
-                sixteen(own, x, scratch)
-            elif side == 8:
-                eight(own, x, scratch)
-            else:
-                four(own, x, scratch)
-            for m in range(min(side, rows - row)):
-                _write_tile(of, row + m, tile, load_floats(scratch + 64 * m))
-
-    return all_rows
-
-
-def product_of(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> tuple[Any, Any]:
-    """The product with one row of activations, and with several.
-
-    Args:
-        tile_of: Takes the weights and a tile's number for the `Tile`.
-        prepare: Takes it and the scratch for what the kernels of several rows want.
-        kernels: Of one row, and of blocks of 4, 8 and 16.
-    """
-    one, all_rows = kernels[0], times_rows(*kernels[1:])
 
     @register_jitable
     def one_row(linear: Linear, first: int, last: int, compensated: bool, choice: Choice) -> None:
@@ -142,7 +91,20 @@ def product_of(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -
             if wanted > asked:
                 fetch(ahead, asked, wanted)
                 asked = wanted
-            _write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
+            write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
+
+    return one_row
+
+
+def _product_of(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -> tuple[Any, Any]:
+    """The product with one row of activations, and with several.
+
+    Args:
+        tile_of: Takes the weights and a tile's number for the `Tile`.
+        prepare: Takes it and the scratch for what the kernels of several rows want.
+        kernels: Of one row, and of blocks of 4, 8 and 16.
+    """
+    all_rows = times_rows(*kernels[1:])
 
     @register_jitable
     def several_rows(linear: Linear, first: int, last: int, rows: int, scratch: int) -> None:
@@ -150,7 +112,7 @@ def product_of(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) -
             own = prepare(tile_of(linear.weights, tile), scratch + TILE_BYTES)
             all_rows(linear, own, tile, rows, scratch)
 
-    return one_row, several_rows
+    return one_row_of(tile_of, kernels[0]), several_rows
 
 
 def _uniform(bits: int, *kernels: Any) -> tuple[Any, Any]:
@@ -167,7 +129,7 @@ def _uniform(bits: int, *kernels: Any) -> tuple[Any, Any]:
     def prepare(tile: Tile, _scratch: int) -> Tile:
         return tile
 
-    return product_of(tile_of, prepare, kernels)
+    return _product_of(tile_of, prepare, kernels)
 
 
 def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
@@ -184,7 +146,7 @@ def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
         decode(tile.codes, tile.levels, tile.blocks, entries)
         return Tile(entries, tile.scales, tile.levels, tile.blocks, tile.group_blocks)
 
-    return product_of(tile_of, prepare, (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16))
+    return _product_of(tile_of, prepare, (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16))
 
 
 _one_3, _several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)

@@ -10,7 +10,7 @@ from runtime.backends.cpu.data.instructions import linear_at
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.residual import few_rows
 from runtime.backends.cpu.machine.unit import compiled_unit
-from runtime.backends.cpu.units.products import row_block_at
+from runtime.backends.cpu.units.rows import row_block_at
 
 _few_2, _few_4, _few_8, _few_16 = map(few_rows, (2, 4, 8, 16))
 

@@ -19,6 +19,7 @@ from models.recipe import Recipe
 from models.store import Store, StoredModel
 from runtime.backends.cpu.arena import Arena, aligned_zeros
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.kernels.activation import PIECE, code_bytes, in_registers
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.tiles import padded, tile_linear
 from runtime.decoder import DecoderOptions, Step
@@ -27,7 +28,7 @@ from runtime.operations.linear import gemm_w4a8, whole
 from tests.close import assert_close
 from tests.models.conftest import TEXT, write_checkpoint
 
-ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33)
+ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 49, 81)
 
 
 def linear_of(N: int, K: int, group: int, *, two_levels: bool, seed: int = 0) -> PackedLinear:
@@ -64,7 +65,8 @@ class Tokens:
         self.side, self.K = row_block(rows), padded(width, 32)
         self.G = -(-self.K // group)
         wide = padded(rows, 16)
-        self.codes = aligned_zeros((wide * self.K,), np.int8)
+        self.codes = aligned_zeros((wide * code_bytes(self.K),), np.int8)
+        self.codes[:] = 77  # what nobody writes must not matter
         self.scales, self.shifts = (aligned_zeros((wide * self.G,), np.float32) for _ in range(2))
         self.sums = aligned_zeros((wide * self.G,), np.int32)
 
@@ -75,22 +77,25 @@ class Tokens:
         return op.Quantized(*(int(array.ctypes.data) for array in arrays))
 
     def parts(self, row: int) -> tuple[npt.NDArray[Any], ...]:
-        """Views of a row's codes [K / 4, 4], scales [G] and sums [G]."""
+        """Views of a row's codes [K / 4, 4], or in pieces, scales [G] and sums [G]."""
         block, lane = divmod(row, self.side)
-        size, groups = self.side * self.K, self.side * self.G
-        codes = self.codes[block * size : (block + 1) * size].reshape(self.K // 4, self.side, 4)[:, lane]
+        width, groups = code_bytes(self.K), self.side * self.G
+        codes = self.codes[block * self.side * width : (block + 1) * self.side * width]
+        pieces = (-1, self.side, PIECE) if in_registers(self.side) else (-1, self.side, 4)
+        codes = codes.reshape(pieces)[:, lane]
         own = slice(block * groups, (block + 1) * groups)
         return codes, *(array[own].reshape(self.G, self.side)[:, lane] for array in (self.scales, self.sums))
 
     def fill(self, codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32]) -> None:
         """Write codes [M, K] and scales [M, 1]."""
         for row in range(self.rows):
-            wide = np.zeros(self.K, np.int8)
-            wide[: self.width] = codes[row]
             own, own_scales, sums = self.parts(row)
-            own[:] = wide.reshape(-1, 4)
+            wide = own.flatten()
+            wide[: self.K] = 0
+            wide[: self.width] = codes[row]
+            own[:] = wide.reshape(own.shape)
             own_scales[:] = scales[row]
-            sums[:] = np.add.reduceat(wide.astype(np.int32), range(0, self.K, self.group))
+            sums[:] = np.add.reduceat(wide[: self.K].astype(np.int32), range(0, self.K, self.group))
 
 
 def matrix(array: npt.NDArray[Any]) -> op.Matrix:
@@ -154,7 +159,7 @@ def check(inputs: Tokens, values: npt.NDArray[np.float32]) -> None:
     codes, scales = per_token.quantize(torch.from_numpy(values.copy()))
     for row in range(inputs.rows):
         own, own_scales, sums = inputs.parts(row)
-        found = own.reshape(-1)
+        found = own.reshape(-1)[: inputs.K]
         np.testing.assert_array_equal(found[: inputs.width], codes[row].numpy())
         assert not found[inputs.width :].any()
         np.testing.assert_array_equal(own_scales, scales[row].expand(inputs.G).numpy())
