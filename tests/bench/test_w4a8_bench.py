@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from tests.bench.reporting.results import Results
+from tests.bench.w4a8 import folding
 from tests.bench.w4a8.models import ablation, alone, compared
 from tests.bench.w4a8.report import ROTATED_STEP, section
 
@@ -19,6 +22,20 @@ def test_every_step_of_the_ablation_adds_to_the_one_before() -> None:
         assert steps[-1].recipe == by_name[whole]
         assert steps[0].recipe == by_name["W4A8 RTN, per channel"]
     assert all(recipe != compared(128)[1].recipe for recipe in alone(128).values())
+
+
+def test_folding_a_norm_that_suppresses_large_channels_costs() -> None:
+    """All ways compute the same; with one that suppresses nothing, folding costs nothing."""
+    generator = torch.Generator().manual_seed(1)
+    weight, stream = torch.randn(32, 576, generator=generator), torch.randn(50, 576, generator=generator)
+    stream[:, :8] *= 40
+    norm = torch.ones(576)
+    norm[:8] = 1 / 40
+    found = folding.errors_of(weight, norm, stream * norm)
+    assert found["norm folded"] > 2 * found["as it is"]
+    assert found["norm folded, Hadamard"] > 5 * found["not folded, Hadamard"]
+    neutral = folding.errors_of(weight, torch.ones(576), stream * norm)
+    assert neutral["norm folded"] == neutral["as it is"]
 
 
 def test_a_section_says_what_was_measured_and_whether_the_order_holds(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.bench.reporting.losses import numbers
 from tests.bench.reporting.markdown import between
 from tests.bench.reporting.results import Entry, Results, digest
 from tests.bench.reporting.run import about_run, teller
+from tests.bench.w4a8 import folding
 from tests.bench.w4a8.models import ablation, alone, compared, group_of
 from tests.bench.w4a8.report import section
 
@@ -86,6 +87,12 @@ def measure(case: Case, results: Results, store: Store) -> None:
             )
             about = {"model": case.name, "as_chat": as_chat}
             results.add("full", [case.name, as_chat], CODE, {**about, **numbers(found)})
+    if case.name == "smollm2" and not results.all("folding"):
+        for kind, errors in folding.measured(case):
+            facts = {name: errors[name] for name in folding.FACTS}
+            ways = {way: value for way, value in errors.items() if way not in facts}
+            results.add("folding", [case.name, kind], CODE, {"kind": kind, "errors": ways, **facts})
+            results.save()
     for recipe, kv, as_chat, backend in wanted(case):
         identity = key(case, recipe, kv, as_chat=as_chat)
         if results.find("points", identity, CODE) is None:

@@ -25,7 +25,8 @@ ROTATED_STEP = "+ rotated block inputs"
 
 def section(results: Results, folder: Path) -> str:
     """The section in Markdown; its picture is drawn into a folder beside the report."""
-    parts = [_opening(results), _methods(results), _order(results), _steps(results), _alone(results), _small(results)]
+    parts = [_opening(results), _methods(results), _order(results), _steps(results), _alone(results)]
+    parts += [_folding(results), _small(results)]
     if draw(results, folder / "qoq.svg"):
         parts.insert(4, "![Perplexity after each step of QoQ](quality/qoq.svg)")
     return "\n\n".join(part for part in parts if part)
@@ -147,6 +148,28 @@ def _small_models(results: Results) -> dict[str, int]:
     """Group size by name of the small models that were measured."""
     measured = {entry["model"] for entry in results.all("points")}
     return {case.name: group_of(case) for case in CASES if case.name in measured}
+
+
+def _folding(results: Results) -> str:
+    """Why rotation costs."""
+    kinds = {entry["kind"]: entry for entry in results.all("folding")}
+    if not kinds:
+        return ""
+    ways = next(iter(kinds.values()))["errors"]
+    rows = [(way, *(f"{100 * entry['errors'][way]:.2f} %" for entry in kinds.values())) for way in ways]
+    facts = "; ".join(
+        f"`{kind}` {entry['correlation']:.2f}, {100 * entry['stream']:.0f} % and {100 * entry['behind']:.0f} %"
+        for kind, entry in kinds.items()
+    )
+    return (
+        "What rounding to 4 bits in groups of 128 loses in the layers behind norms, squared error relative to their "
+        "outputs, means of five blocks:\n\n"
+        + table(("how the layer is prepared", *(f"`{kind}`" for kind in kinds)), rows)
+        + "\n\nNorms suppress the stream's largest channels. Folded into the matrix that becomes small weights, whose "
+        "rounding errors meet activations that are not suppressed any more; turning them changes nothing about it. "
+        "(Correlation of the logarithms of a norm's weights and of the energy of the stream's channels, and the share "
+        f"of energy in the four largest channels before the norm's weights and behind them: {facts}.)"
+    )
 
 
 def _small(results: Results) -> str:
