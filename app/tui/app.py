@@ -27,14 +27,7 @@ from app.settings import Settings
 from app.tui import clipboard, elsewhere, themes
 from app.tui.kept import KeptChats
 from app.tui.keys import KEYS
-from app.tui.messages import (
-    ChatAsked,
-    ChatEnded,
-    JobChanged,
-    LeftOut,
-    NotKept,
-    StatusChanged,
-)
+from app.tui.messages import ChatAsked, ChatEnded, JobChanged, LeftOut, LoadAsked, NotKept, StatusChanged
 from app.tui.naps import Naps
 from app.tui.palette import commands
 from app.tui.runtime import SupervisorLike
@@ -234,8 +227,13 @@ class ChatApp(WorkApp):
         return True
 
     async def action_new_chat(self) -> None:
-        """Begin anew; a chat that would be lost by it is asked for first."""
-        self._unless_losing("Begin anew", self.chat.new_chat)
+        """Begin anew, with a model that was made meanwhile; a chat that would be lost by it is asked for first."""
+        self._unless_losing("Begin anew", self._begin_anew)
+
+    async def _begin_anew(self) -> None:
+        await self.chat.new_chat()
+        if self.made is not None and not self.session.working:
+            self.post_message(LoadAsked(self.made))
 
     async def action_quit(self) -> None:
         """End the program; a chat that would be lost by it is asked for first."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from runtime.wire.requests import QuantizeRequest
 
 
+MADE_TOLD_S = 60
+"""Seconds for which it is told that a model is there: making it took minutes, and somebody may look elsewhere."""
 CHANGEABLE = (*KEYS, *Composer.BINDINGS, *MessageView.BINDINGS)
 """Actions that can be given other keys."""
 
@@ -41,6 +43,8 @@ class WorkApp(App[None]):
     """Runs work with the session, in the background, and tells how it ended."""
 
     session: Session
+    made: str | None = None
+    """A model that was made while somebody chatted with another one: the next new chat is had with it."""
     keymap: Mapping[str, str] = MappingProxyType({})
     """Keys that a person changed, by the ids of actions."""
 
@@ -76,6 +80,7 @@ class WorkApp(App[None]):
     @on(LoadAsked)
     def load_model(self, event: LoadAsked) -> None:
         """Load a model, and remember it, if it is one of this machine's."""
+        self.made = None
         if self.session.remote is None:
             self.keep_settings({"model": event.name})
         self.run_worker(self._load(event.name), group="work", exit_on_error=False)
@@ -100,7 +105,8 @@ class WorkApp(App[None]):
         if got is not None and got.loaded:
             self.keep_settings({"model": got.made})
         elif got is not None and got.made is not None and self.session.job and self.session.job.outcome == "done":
-            self.notify(f"{got.made} is made; F2 loads it.", markup=False)
+            self.made = got.made
+            self.notify(f"{got.made} is ready: ^N begins a chat with it.", markup=False, timeout=MADE_TOLD_S)
         self.show_session()
 
     def action_resume_work(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,17 +137,22 @@ async def test_enter_fetches_makes_loads_and_chats(stage: Callable[..., Any], ru
         assert s.app.session.conversation.extras.model == "Qwen3-0.6B"
 
 
-async def test_what_is_said_meanwhile_keeps_its_model(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=WIDE) as s:
+async def test_what_is_said_meanwhile_keeps_its_model(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
+    async with stage(runtime, size=WIDE, kept=tmp_path / "history.db") as s:
         await s.ready()
         runtime.load_delay_s = 0.5
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="Qwen/Qwen3-0.6B")))
         await s.shows("✓ fetch  ▸ quantize  · load  · tune")
         await s.ask("still there?")
         await s.answered()
-        told = "Qwen3-0.6B is made; F2 loads it."
+        told = "Qwen3-0.6B is ready: ^N begins a chat with it."
         await s.until(lambda: any(one.message == told for one in s.app._notifications), "word that it is made")
         assert s.app.session.status.model == "demo"
+        await s.pilot.press("ctrl+n")
+        await s.until(lambda: s.app.session.status.model == "Qwen3-0.6B", "the model in the new chat")
+        await s.ask("and now?")
+        await s.answered()
+        assert s.app.session.conversation.extras.model == "Qwen3-0.6B"
 
 
 async def test_getting_is_stopped_and_gone_on_with(stage: Callable[..., Any], runtime: Any) -> None:
