@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, ClassVar
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -101,9 +101,11 @@ class ChatsScreen(Screen[None], ChatDeeds):
 
     def _cells(self, chat: Chat) -> list[str]:
         mark = "●" if chat.id == self._session.conversation.id else "▴" if chat.pinned else " "
-        room = max(12, self.size.width - (18 if self.has_class("-slim") else 44))
+        room = max(12, self.size.width - (22 if self.has_class("-slim") else 44))
         title = printable(chat.title)
-        cells = [mark, title if len(title) <= room else f"{title[: room - 1]}…", when(chat.updated)]
+        if cell_len(title) > room:
+            title = f"{set_cell_size(title, room - 1).rstrip()}…"
+        cells = [mark, title, when(chat.updated)]
         return cells if self.has_class("-slim") else [*cells, printable(chat.model or "")]
 
     def _chosen(self) -> Chat | None:
