@@ -187,6 +187,9 @@ class Settings:
     top_p: float = _setting(0.95, float, "share of probability sampled from; 1 is all", low=0, high=1, above_low=True)
     top_k: int = _setting(40, int, "most tokens sampled from; 0 is all", low=0, high=10_000_000)
     min_p: float = _setting(0.0, float, "least odds against the best token; 0 is off", low=0, high=1)
+    repetition_penalty: float = _setting(
+        1.05, float, "how much less likely what was said before becomes; 1 is off, more breaks loops", low=1, high=2
+    )
     max_tokens: int | None = _setting(
         None, int, "longest answer in tokens; auto: what fits", low=1, high=10_000_000, optional=True
     )
@@ -211,6 +214,7 @@ class Settings:
     sidebar: str = _setting(
         "on", str, "whether other chats stand beside the one in sight, where there is room", choices=("on", "off")
     )
+    keys: str = _setting("", str, "other keys for actions: chat.new=f9, app.help=ctrl+x; F1 lists the actions")
     theme: str = _setting("dark", str, "colours of the terminal UI", choices=("dark", "light", "contrast", "terminal"))
 
     def __post_init__(self) -> None:

@@ -162,7 +162,8 @@ class Sampler:
         """
         self._options, self._constraint = options, constraint
         self._random = np.random.Generator(np.random.PCG64(None if options.seed is None else options.seed % 2**64))
-        self._seen: dict[int, None] = dict.fromkeys(seen) if options.repetition_penalty != 1 else {}
+        self._seen = np.unique(np.array(seen if options.repetition_penalty != 1 else (), np.int64))
+        self._known = set(self._seen.tolist())
 
     @property
     def constrained(self) -> bool:
@@ -189,8 +190,7 @@ class Sampler:
 
         The token that comes back has to be noted.
         """
-        seen = np.fromiter(self._seen, np.int64, len(self._seen))
-        return Draw(self._options, 0.0 if self.greedy else self.uniform(), seen)
+        return Draw(self._options, 0.0 if self.greedy else self.uniform(), self._seen)
 
     def distribution(self, logits: Float32Array, since: Sequence[int] = ()) -> Distribution:
         """What the next token is drawn from.
@@ -209,9 +209,9 @@ class Sampler:
         if self._constraint is not None:
             logits = self._constraint.masked(logits)
         penalty = self._options.repetition_penalty
-        if penalty == 1 or not (self._seen or since):
+        if penalty == 1 or not (self._seen.size or since):
             return logits
-        return _penalize(logits, np.fromiter({**self._seen, **dict.fromkeys(since)}, np.int64), penalty)
+        return _penalize(logits, np.concatenate((self._seen, np.array(since, np.int64))), penalty)
 
     def pick(self, distribution: Distribution) -> int:
         """A token drawn from a distribution."""
@@ -227,12 +227,13 @@ class Sampler:
         """Count a token as seen."""
         if self._constraint is not None:
             self._constraint.take(token)
-        if self._options.repetition_penalty != 1:
-            self._seen[token] = None
+        if self._options.repetition_penalty != 1 and token not in self._known:
+            self._known.add(token)
+            self._seen = np.append(self._seen, token)
 
 
 def _penalize(logits: Float32Array, seen: Int64Array, penalty: float) -> Float32Array:
-    """A copy of logits [V] with the seen tokens' made smaller. Source: CTRL, §4.1 of arXiv:1909.05858."""
+    """A copy of logits [V] with the seen tokens' made smaller, once each. Source: CTRL, §4.1 of arXiv:1909.05858."""
     logits = logits.copy()
     values = logits[seen]
     logits[seen] = np.where(values > 0, values / penalty, values * penalty)

@@ -45,6 +45,8 @@ def bought(
     for part in range(1, 2 * _PARTS + 1):
         k_chunk = {kind: min(CHUNK, k * part // _PARTS) for kind, k in configuration.k_chunk.items()}
         slowdown, won = scale * _cost(layers, own, k_chunk), 1 - losses.total(layers, k_chunk) / lost
+        while len(points) > 1 and points[-1][0] >= slowdown and points[-1][1] <= won:
+            points.pop()  # measured times are noisy: what takes as long and wins less is nobody's choice
         if slowdown > points[-1][0] and won >= points[-1][1]:
             points.append((slowdown, won))
     return tuple(points)

@@ -110,6 +110,7 @@ def run(
         top_p=settings.top_p,
         top_k=settings.top_k,
         min_p=settings.min_p,
+        repetition_penalty=settings.repetition_penalty,
         max_tokens=settings.max_tokens,
         seed=seed,
         stop=tuple(stop or ()),

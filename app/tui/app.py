@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -40,6 +41,7 @@ from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
 from app.tui.terminal import ensure_size, outliving, terminal_is_gone
+from app.tui.warm import warm
 from app.tui.work_app import WorkApp
 
 CHECK_INTERVAL_S = 5.0
@@ -60,13 +62,6 @@ def _own_supervisor(settings: Settings) -> SupervisorLike:
 
     minutes = settings.idle_unload
     return Supervisor(paths.home(), idle_minutes=stored.DEFAULT_IDLE_MINUTES if minutes is None else minutes)
-
-
-def _warm() -> None:
-    """Import what the first answer needs, before it is there."""
-    from app.tui.widgets.markdown_body import warm
-
-    warm()
 
 
 class ChatApp(WorkApp):
@@ -144,6 +139,8 @@ class ChatApp(WorkApp):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             for number in (signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
+        if self.session.settings.keys:
+            self.take_keys()
         self.call_after_refresh(self._start)
 
     def wear_theme(self, settings: Settings) -> None:
@@ -160,7 +157,8 @@ class ChatApp(WorkApp):
 
     def _start(self) -> None:
         self.run_worker(self.session.start(), group="runtime", exit_on_error=False)
-        self.run_worker(_warm, group="warm", thread=True, exit_on_error=False)
+        freeze = not self.is_headless  # tests make many applications in one process
+        self.run_worker(partial(warm, freeze=freeze), group="warm", thread=True, exit_on_error=False)
         self.set_interval(CHECK_INTERVAL_S, self._check)
 
     async def _check(self) -> None:
@@ -333,18 +331,6 @@ class ChatApp(WorkApp):
             return
         await self.action_stop_work()
 
-    async def action_stop_work(self) -> None:
-        """Stop loading, quantizing or tuning; where nothing runs, put a failure out of sight."""
-        if self.session.working:
-            await self.session.stop_work()
-        else:
-            self.action_dismiss_job()
-
-    def action_dismiss_job(self) -> None:
-        """Put a job that ended out of sight."""
-        self.session.dismiss_job()
-        self.show_session()
-
     def action_models(self) -> None:
         """Open the models; those of a server elsewhere are a plain list."""
         if self.session.remote is not None:
@@ -392,10 +378,6 @@ class ChatApp(WorkApp):
             transcript.scroll_home(animate=False)
         else:
             transcript.anchor()
-
-    def action_restart_runtime(self) -> None:
-        """Start the runtime anew and load the model again."""
-        self.run_worker(self.session.recover(), group="runtime", exit_on_error=False)
 
     async def action_interrupt(self) -> None:
         """Stop the answer; where there is none, quit when asked twice."""

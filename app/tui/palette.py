@@ -9,7 +9,7 @@ from textual.app import SystemCommand
 
 from app.tui import elsewhere
 from app.tui.getting import unfinished
-from app.tui.keys import KEYS
+from app.tui.keys import KEYS, worn
 
 if TYPE_CHECKING:
     from app.tui.app import ChatApp
@@ -46,7 +46,7 @@ def commands(app: ChatApp) -> Iterator[SystemCommand]:
     elif unfinished() is not None:
         resume = ("Go on with the model", "Go on fetching and making it", "resume_work", app.action_resume_work)
         entries.insert(-3, resume)
-    keys = {binding.action: app.get_key_display(binding) for binding in KEYS}
+    keys = {one.action: app.get_key_display(one.with_key(worn(one, app.keymap))) for one in KEYS}
     for title, words, action, act in entries:
         if app.session.remote is not None and action in elsewhere.OWN_ALONE:
             continue

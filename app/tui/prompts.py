@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from runtime.wire.answers import Status
 
 SUMMARIZE = "Summarize the conversation above in a few sentences: what was asked, what was found, what is still open."
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
 class Note(Protocol):

@@ -195,7 +195,8 @@ class Session(ModelWork):
             await self.recover()
         bound, status = conversation.extras.model, self.status
         if bound is not None and status is not None and status.model != bound and not self.working:
-            await self._load(bound)
+            if not await self._load(bound):
+                return f"{self.problem or f'{bound} is not loaded'}; F2 gives this chat to another model"
         elif self.resting and self.wanted is not None:
             await self._load(self.wanted)
         if self._connection.client is None or not self.ready:

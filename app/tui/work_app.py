@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from textual import on
@@ -12,6 +14,7 @@ from app import settings as stored
 from app.errors import ClientError
 from app.settings import Settings, SettingsError
 from app.tui.getting import unfinished
+from app.tui.keys import KEYS, keymap_of
 from app.tui.messages import (
     LoadAsked,
     QuantizeAsked,
@@ -22,16 +25,24 @@ from app.tui.messages import (
     TuneAsked,
 )
 from app.tui.session import Session
+from app.tui.widgets.composer import Composer
+from app.tui.widgets.message_view import MessageView
 
 if TYPE_CHECKING:
     from app.tui.screens.chat import ChatScreen
     from runtime.wire.requests import QuantizeRequest
 
 
+CHANGEABLE = (*KEYS, *Composer.BINDINGS, *MessageView.BINDINGS)
+"""Actions that can be given other keys."""
+
+
 class WorkApp(App[None]):
     """Runs work with the session, in the background, and tells how it ended."""
 
     session: Session
+    keymap: Mapping[str, str] = MappingProxyType({})
+    """Keys that a person changed, by the ids of actions."""
 
     @property
     @abstractmethod
@@ -41,6 +52,15 @@ class WorkApp(App[None]):
     @abstractmethod
     def show_session(self) -> None:
         """Bring every screen up to date."""
+
+    def take_keys(self) -> None:
+        """Let the keys of the settings do what they are to do; what can't be understood is told and changes nothing."""
+        try:
+            self.keymap = keymap_of(self.session.settings.keys, CHANGEABLE)
+        except SettingsError as error:
+            self.notify(str(error), severity="error", markup=False, timeout=15)
+        else:
+            self.set_keymap(self.keymap)
 
     @abstractmethod
     def wear_theme(self, settings: Settings) -> None:
@@ -90,6 +110,22 @@ class WorkApp(App[None]):
         elif not self.session.working and self.session.wanted is not None:
             self.post_message(LoadAsked(self.session.wanted))
 
+    async def action_stop_work(self) -> None:
+        """Stop loading, quantizing or tuning; where nothing runs, put a failure out of sight."""
+        if self.session.working:
+            await self.session.stop_work()
+        else:
+            self.action_dismiss_job()
+
+    def action_dismiss_job(self) -> None:
+        """Put a job that ended out of sight."""
+        self.session.dismiss_job()
+        self.show_session()
+
+    def action_restart_runtime(self) -> None:
+        """Start the runtime anew and load the model again."""
+        self.run_worker(self.session.recover(), group="runtime", exit_on_error=False)
+
     @on(TuneAsked)
     def tune(self) -> None:
         """Measure again, and apply the budget to the model that runs."""
@@ -120,6 +156,8 @@ class WorkApp(App[None]):
         self.keep_settings({event.key: event.value})
         if event.key == "theme":
             self.wear_theme(self.session.settings)
+        elif event.key == "keys":
+            self.take_keys()
         elif event.key == "sidebar":
             self.chat.show_session()
         elif event.key in ("k_chunk", "prompt_budget") or (

@@ -40,6 +40,16 @@ def test_the_configuration_is_on_the_curve_and_more_wins_more() -> None:
     assert points[-1][0] == pytest.approx(12.0)
 
 
+def test_a_time_that_noise_made_too_long_does_not_hide_the_configuration() -> None:
+    found = configuration(qkv=32, down=0)
+    bumpy = Curve(kind="qkv", n_tb=0, points=((0, 1.0), (16, 1.03), (24, 1.2), (32, 1.06), (64, 1.12)))
+    points = bought(found, [bumpy], LAYERS, LOSSES)
+    own = 1 - LOSSES.total(LAYERS, found.k_chunk) / LOSSES.total(LAYERS, {"qkv": 0, "down": 0})
+    assert (pytest.approx(6.0), pytest.approx(own)) in points
+    assert points == tuple(sorted(points))
+    assert [won for _, won in points] == sorted(won for _, won in points)
+
+
 def test_where_nothing_is_compensated_or_measured_there_is_no_curve() -> None:
     assert bought(configuration(qkv=0, down=0), [line("qkv", 0.002)], LAYERS, LOSSES) == ()
     assert bought(configuration(qkv=8, down=8), [], LAYERS, LOSSES) == ()

@@ -17,7 +17,7 @@ from app.settings import RULES, SettingsError, Value, check
 from app.tui.screens.dialogs import FormDialog
 from app.tui.screens.presets import ask_for_preset
 
-CHAT_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+CHAT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 """Sampling that a chat can have of its own, beside its system prompt."""
 Overflow = Literal["drop", "summarize", "new", "keep"]
 

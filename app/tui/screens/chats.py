@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.cells import cell_len, set_cell_size
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -89,18 +90,22 @@ class ChatsScreen(Screen[None], ChatDeeds):
         table = self.query_one(ChatTable)
         row = table.cursor_row
         table.clear(columns=True)
-        table.add_columns("", "title", "when", *([] if self.has_class("-slim") else ["model"]))
-        for chat in self._chats:
-            table.add_row(*self._cells(chat), key=chat.id)
+        rows = [self._cells(chat) for chat in self._chats]
+        for column in zip(*rows, strict=True):  # the table would measure them when it is idle, which it may not be
+            table.add_column("", width=max(map(cell_len, column)))
+        for chat, cells in zip(self._chats, rows, strict=True):
+            table.add_row(*cells, key=chat.id)
         table.move_cursor(row=min(row, max(0, table.row_count - 1)))
         self._said = note
         self.tell_about()
 
     def _cells(self, chat: Chat) -> list[str]:
         mark = "●" if chat.id == self._session.conversation.id else "▴" if chat.pinned else " "
-        room = max(12, self.size.width - (18 if self.has_class("-slim") else 44))
+        room = max(12, self.size.width - (22 if self.has_class("-slim") else 44))
         title = printable(chat.title)
-        cells = [mark, title if len(title) <= room else f"{title[: room - 1]}…", when(chat.updated)]
+        if cell_len(title) > room:
+            title = f"{set_cell_size(title, room - 1).rstrip()}…"
+        cells = [mark, title, when(chat.updated)]
         return cells if self.has_class("-slim") else [*cells, printable(chat.model or "")]
 
     def _chosen(self) -> Chat | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from rich.table import Table
@@ -15,7 +15,7 @@ from textual.widgets import Footer, Static, TextArea
 
 from app import paths
 from app.supervisor import OLD_LOG_NAME
-from app.tui.keys import KEYS
+from app.tui.keys import KEYS, worn
 from app.tui.printable import printable
 from app.tui.widgets.composer import Composer
 from app.tui.widgets.message_view import MessageView
@@ -25,6 +25,8 @@ WRITING = (
     ("Shift+⏎, Alt+⏎, Ctrl+J", "begin a new line"),
     ("↑ ↓", "what you said before, from the first or last line"),
 )
+WITH_IDS = 100
+"""From this width on the list of keys tells the ids of actions."""
 LOG_CHARACTERS = 200_000
 """The end of a log that is shown."""
 
@@ -38,11 +40,19 @@ class HelpScreen(ModalScreen[None]):
         """One list."""
         with VerticalScroll(classes="dialog", id="help"):
             yield Static("Everywhere", classes="setting-group")
-            yield Static(_table(_rows(KEYS)))
+            yield Static(_table(self._rows(KEYS)))
             yield Static("While writing", classes="setting-group")
-            yield Static(_table([*WRITING, *_rows(Composer.BINDINGS)]))
+            yield Static(_table([*WRITING, *self._rows(Composer.BINDINGS)]))
             yield Static("On a message (Ctrl+↑ or a click)", classes="setting-group")
-            yield Static(_table(_rows(MessageView.BINDINGS)))
+            yield Static(_table(self._rows(MessageView.BINDINGS)))
+
+    def _rows(self, bindings: Iterable[BindingType]) -> list[tuple[str, ...]]:
+        """Keys and what they do; the id of the action, by which its key is changed, where there is room for it."""
+        keymap = getattr(self.app, "keymap", {})
+        wide = self.app.size.width >= WITH_IDS
+        found = [one for one in bindings if isinstance(one, Binding)]
+        rows = [(key_name(worn(one, keymap)), one.tooltip or one.description) for one in found]
+        return [(*row, one.id or "") for row, one in zip(rows, found, strict=True)] if wide else list(rows)
 
     async def action_dismiss(self, result: None = None) -> None:
         """Back."""
@@ -83,15 +93,18 @@ def log_text() -> str:
     return "\n".join(parts) or f"There is no log yet; it will be {present}."
 
 
-def _rows(bindings: Iterable[BindingType]) -> list[tuple[str, str]]:
-    """Keys and what they do."""
-    found = [one for one in bindings if isinstance(one, Binding)]
-    return [(key_name(one.key), one.tooltip or one.description) for one in found]
-
-
 def key_name(key: str) -> str:
     """A key as people write it: `^N`, `Esc`, `F2`."""
-    names = {"escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn", "up": "↑", "down": "↓", "left": "←", "right": "→"}
+    names = {
+        "escape": "Esc",
+        "underscore": "_",
+        "pageup": "PgUp",
+        "pagedown": "PgDn",
+        "up": "↑",
+        "down": "↓",
+        "left": "←",
+        "right": "→",
+    }
     shown = []
     for one in key.split(","):
         *modifiers, last = one.split("+")
@@ -101,10 +114,11 @@ def key_name(key: str) -> str:
     return ", ".join(shown)
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> Table:
+def _table(rows: Iterable[Sequence[str]]) -> Table:
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(no_wrap=True)
-    table.add_column()
-    for key, words in rows:
-        table.add_row(Text(key, style="bold"), Text(words))
+    table.add_column(ratio=1)
+    table.add_column(no_wrap=True)
+    for key, words, *ids in rows:
+        table.add_row(Text(key, style="bold"), Text(words), Text("".join(ids), style="dim"))
     return table

@@ -172,7 +172,7 @@ class ModelsScreen(Screen[None]):
         if self.size.width < ROOMY:
             return [*cells, _sizes(one.sizes), f"{speed} tokens/s" if speed else "", fits]
         more = [byte_count(one.residual_bytes), _context(one.max_context), speed]
-        return [*cells, _sizes(one.sizes), *more, "", f"{byte_count(one.download_bytes)} to fetch", fits]
+        return [*cells, _sizes(one.sizes), *more, "", f"↓ {byte_count(one.download_bytes)}", fits]
 
     def _chosen(self) -> ModelEntry | None:
         row = self.query_one(ModelTable).cursor_row

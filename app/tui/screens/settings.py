@@ -32,8 +32,18 @@ if TYPE_CHECKING:
 GROUPS = {
     "Quality and speed": ("budget", "prompt_budget", "k_chunk", "speculate", "gamma", "num_parallel"),
     "Memory": ("kv", "context"),
-    "Chat": ("system_prompt", "temperature", "top_p", "top_k", "min_p", "max_tokens", "overflow", "history"),
-    "Look": ("theme", "sidebar"),
+    "Chat": (
+        "system_prompt",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "max_tokens",
+        "overflow",
+        "history",
+    ),
+    "Look": ("theme", "sidebar", "keys"),
     "Runtime": ("backend", "idle_unload"),
 }
 OF_ANY_RUNTIME = ("Chat", "Look")

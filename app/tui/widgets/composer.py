@@ -34,6 +34,7 @@ class Composer(TextArea):
     """A prompt of any number of lines. Enter sends; Shift+Enter, Alt+Enter or Ctrl+J begin a new line."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+underscore", "undo", "Undo", tooltip="Undo what was typed", show=False, id="composer.undo"),
         Binding("ctrl+up", "screen.to_messages", "To the messages", show=False, id="chat.messages"),
         Binding("pageup", "app.scroll_chat(-1)", "Page up", show=False, id="chat.page_up"),
         Binding("pagedown", "app.scroll_chat(1)", "Page down", show=False, id="chat.page_down"),

@@ -105,7 +105,7 @@ class FlatBlock(MarkdownBlock):
 
     @abstractmethod
     def _lines(self, width: int) -> Iterator[Content]:
-        """Lines of at most so many cells."""
+        """Lines for so many cells; longer ones are cut."""
 
     def set_content(self, content: Content) -> None:
         """Keep what Textual made of an inline token; it is a part of the text."""
@@ -117,13 +117,16 @@ class FlatBlock(MarkdownBlock):
         return self._inline
 
     def flow(self, width: int) -> Content:
-        """The lines in one text.
+        """The lines in one text, cut where even the least of it is too wide.
 
         Args:
             width: cells of a line.
         """
         if self._flowed is None or self._flowed[0] != width:
-            self._flowed = (width, Content("\n").join(self._lines(width)))
+            lines = (
+                line.truncate(width, ellipsis=True) if line.cell_length > width else line for line in self._lines(width)
+            )
+            self._flowed = (width, Content("\n").join(lines))
         return self._flowed[1]
 
     def render(self) -> Visual:

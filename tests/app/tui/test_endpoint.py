@@ -106,6 +106,22 @@ async def test_a_server_elsewhere_is_not_asked_while_it_answers(stage: Stage, ru
         assert Handler.listed > before
 
 
+async def test_a_chat_of_a_model_that_is_not_there_says_so(stage: Stage, runtime: Any, address: str) -> None:
+    async with stage(runtime, size=(100, 24), endpoint=address, endpoint_token="open") as s:
+        await s.ready()
+        s.app.session.note(s.app.session.conversation, model="demo")
+        await s.ask("hello")
+        await s.answered()
+        assert s.last.state == "failed"
+        assert "has no model demo: it has big-70b, other-8b; F2 gives this chat to another model" in s.last.error
+        await s.pilot.press("f2")
+        await s.shows("other-8b")
+        await s.pilot.press("down", "enter")
+        await s.until(lambda: s.app.session.status.model == "other-8b")
+        await s.pilot.press("ctrl+r")
+        await s.until(lambda: s.last.text == "Greetings from other-8b.")
+
+
 async def test_what_only_our_own_runtime_has_is_not_shown(stage: Stage, runtime: Any, address: str) -> None:
     async with stage(runtime, size=(100, 40), endpoint=address, endpoint_token="open") as s:
         await s.ready()

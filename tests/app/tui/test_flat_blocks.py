@@ -92,13 +92,21 @@ def test_columns_fill_the_room_and_no_more(natural: list[int], room: int) -> Non
         assert all(width >= min(one, LEAST_COLUMN) for width, one in zip(widths, natural, strict=True))
 
 
-@given(st.text("ab -*1.|\n`", max_size=60), st.integers(10, 40))
+@given(st.text("ab -*1.|\n`", max_size=60), st.integers(5, 40))
 @settings(max_examples=200)
 def test_no_line_is_wider_than_the_terminal(text: str, width: int) -> None:
-    for token in Parser().parse(text):
+    for token in Parser().parse(f"| a | b | c |\n|---|---|---|\n| {text.replace(chr(10), ' ')} |\n\n{text}"):
         block = AnswerMarkdown("").unhandled_token(token)
-        if isinstance(block, FlatList):
-            assert all(cell_len(line) <= max(width, 30) for line in block.flow(width).plain.split("\n"))
+        if isinstance(block, FlatBlock):
+            assert all(cell_len(line) <= width for line in block.flow(width).plain.split("\n"))
+
+
+def test_a_table_of_too_many_columns_is_cut_and_keeps_its_rows() -> None:
+    columns = 20
+    row = "|" + " word |" * columns
+    lines = flat(f"{row}\n|{'---|' * columns}\n{row}\n{row}\n").flow(40).plain.split("\n")
+    assert len(lines) == 4
+    assert all(cell_len(line) == 40 and line.endswith("…") for line in lines)
 
 
 async def answered(s: Any, runtime: Any, text: str) -> Markdown:

@@ -62,6 +62,11 @@ def test_nothing_heavy_is_ever_imported() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_what_stays_is_left_out_of_garbage_collection() -> None:
+    done = run("import gc\nfrom app.tui.warm import warm\nwarm(freeze=True)\nprint(gc.get_freeze_count() > 10_000)")
+    assert done.stdout.strip() == "True", done.stderr
+
+
 def test_importing_the_entry_imports_almost_nothing() -> None:
     code = "import sys, app.tui; print(sorted({'textual', 'httpx', 'torch', 'app.settings'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)

@@ -202,7 +202,8 @@ def test_tokens(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> Non
 @in_every_look
 def test_chats(snap_compare: Any, app_of: Any, runtime: Any, look: Look, kept: Path) -> None:
     app = app_of(runtime, theme=look[1], kept=kept)
-    play = Play(app, shown=lambda: app.screen.query("Composer"), then=("ctrl+b",))
+    wide = look[0][0] >= 100  # the chats are beside the messages then
+    play = Play(app, keys=("ctrl+b",), shown=lambda: wide or any(t.row_count for t in app.screen.query("ChatTable")))
     assert snap_compare(app, terminal_size=look[0], run_before=play)
 
 

@@ -420,7 +420,7 @@ class TestReading:
             await s.shows("python")
 
     async def test_f1_lists_the_keys(self, stage: Stage, runtime: Any) -> None:
-        async with stage(runtime, size=(100, 50)) as s:
+        async with stage(runtime, size=(100, 60)) as s:
             await s.ready()
             await s.pilot.press("f1")
             await s.until(lambda: isinstance(s.app.screen, HelpScreen))

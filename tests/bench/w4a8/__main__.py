@@ -63,7 +63,7 @@ def wanted(case: Case) -> Iterator[tuple[Recipe, KVKind, bool, str]]:
     real, group = case.name == "smollm2", group_of(case)
     for variant in compared(group):
         for kv in ("fp16", "int4"):
-            for as_chat in (False, True) if real else (False,):
+            for as_chat in (False, True):
                 yield variant.recipe, kv, as_chat, variant.backend  # type: ignore[misc]
     if real:
         for step in (*ablation(group, rotated=True), *ablation(group, rotated=False)):

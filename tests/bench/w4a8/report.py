@@ -83,25 +83,27 @@ def _methods(results: Results) -> str:
     return table(head, rows)
 
 
-def _pairs(results: Results) -> Iterator[tuple[str, str, str, str]]:
-    """Neighbours of the promised order: the first, the second, their difference with KV4, the verdict."""
-    variants = compared(_GROUP)
+def _pairs(results: Results, model: str, group: int) -> Iterator[tuple[str, str, str, str, str]]:
+    """Neighbours of the promised order: model, the first, the second, their difference with KV4, the verdict."""
+    variants = compared(group)
     order = [variants[0], variants[1], variants[2], variants[4]]
     for better, worse in itertools.pairwise(order):
-        pair = [find(results, REAL, variant.recipe, "int4", as_chat=True) for variant in (better, worse)]
+        pair = [find(results, model, variant.recipe, "int4", as_chat=True) for variant in (better, worse)]
         if pair[0] is None or pair[1] is None:
             continue
         apart = difference(pair[1], pair[0])
         verdict = "holds" if apart.worse else "**broken**" if apart.better else "within noise"
-        yield better.name, worse.name, str(apart), verdict
+        yield model, better.name, worse.name, str(apart), verdict
 
 
 def _order(results: Results) -> str:
-    rows = list(_pairs(results))
+    """The promised order, for every model that was measured."""
+    groups = {REAL: _GROUP, **_small_models(results)}
+    rows = [row for model, group in groups.items() for row in _pairs(results, model, group)]
     if not rows:
         return ""
-    head = ("should be no worse", "than", "nats a token that the second loses more (as a chat, KV4)", "the order")
-    return table(head, rows)
+    loss = "nats a token that the second loses more (as a chat, KV4)"
+    return table(("model", "should be no worse", "than", loss, "the order"), rows)
 
 
 def _pairs_of_steps(results: Results, *, as_chat: bool) -> Iterator[tuple[Step, tuple[Entry | None, Entry | None]]]:
@@ -142,6 +144,12 @@ def _alone(results: Results) -> str:
     return table(head, [("all steps but rotation", *map(_cell, whole), ""), *rows])
 
 
+def _small_models(results: Results) -> dict[str, int]:
+    """Group size by name of the small models that were measured."""
+    measured = {entry["model"] for entry in results.all("points")}
+    return {case.name: group_of(case) for case in CASES if case.name in measured}
+
+
 def _folding(results: Results) -> str:
     """Why rotation costs."""
     kinds = {entry["kind"]: entry for entry in results.all("folding")}
@@ -166,16 +174,16 @@ def _folding(results: Results) -> str:
 
 def _small(results: Results) -> str:
     """The comparison on small models, which decides nothing."""
-    measured = {entry["model"] for entry in results.all("points")}
-    models = {case.name: group_of(case) for case in CASES if case.name in measured}
+    models = _small_models(results)
     if not models:
         return ""
     names = [variant.name for variant in compared(_GROUP)]
     rows = []
-    for model, group in models.items():
-        found = [find(results, model, each.recipe, "int4", as_chat=False) for each in compared(group)]
-        rows.append((model, *map(_cell, [_full(results, model, as_chat=False), *found])))
-    return "Small models, plain, KV4; they decide nothing:\n\n" + table(("model", "full precision", *names), rows)
+    for (model, group), as_chat in itertools.product(models.items(), (False, True)):
+        found = [find(results, model, each.recipe, "int4", as_chat=as_chat) for each in compared(group)]
+        cells = map(_cell, [_full(results, model, as_chat=as_chat), *found])
+        rows.append((f"{model}, {'as a chat' if as_chat else 'plain'}", *cells))
+    return "Small models with KV4; they decide nothing:\n\n" + table(("model", "full precision", *names), rows)
 
 
 def draw(results: Results, file: Path) -> bool:
