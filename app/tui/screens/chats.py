@@ -90,9 +90,11 @@ class ChatsScreen(Screen[None], ChatDeeds):
         table = self.query_one(ChatTable)
         row = table.cursor_row
         table.clear(columns=True)
-        table.add_columns("", "title", "when", *([] if self.has_class("-slim") else ["model"]))
-        for chat in self._chats:
-            table.add_row(*self._cells(chat), key=chat.id)
+        rows = [self._cells(chat) for chat in self._chats]
+        for column in zip(*rows, strict=True):  # the table would measure them when it is idle, which it may not be
+            table.add_column("", width=max(map(cell_len, column)))
+        for chat, cells in zip(self._chats, rows, strict=True):
+            table.add_row(*cells, key=chat.id)
         table.move_cursor(row=min(row, max(0, table.row_count - 1)))
         self._said = note
         self.tell_about()
