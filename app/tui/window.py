@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIRST = 20
-"""Messages mounted when a conversation is opened."""
+FIRST = 8
+"""Messages mounted when a conversation is opened, before it is seen; more follow where they leave the screen empty."""
 STEP = 10
 """Messages mounted at once when a person scrolls to an end of what is mounted."""
 MOST = 40
@@ -24,6 +24,11 @@ class Window:
     def at_end(cls, total: int) -> Window:
         """The newest messages."""
         return cls(start=max(0, total - FIRST), end=total, total=total)
+
+    @property
+    def roomy(self) -> bool:
+        """Whether there are earlier messages, and a step towards them drops none at the end."""
+        return self.start > 0 and self.end - self.start + STEP <= MOST
 
     def grown(self, count: int = 1) -> Window:
         """After `count` messages were added at the end, where the window was at the end too."""

@@ -3,12 +3,14 @@
     python -m tests.bench.history --chats 10000 --turns 100
 
 Words are drawn as often as in a language (Zipf), so that common ones are in nearly every message. Medians of many, from
-a file that was closed and opened again.
+a file that was closed and opened again. At last chats are opened in the real screen, in a headless terminal of
+120 × 40: from the wish until the last words of the chat stand on the screen.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
 import tempfile
 import time
@@ -19,6 +21,8 @@ import numpy as np
 
 from app.conversation import Conversation
 from app.history.store import History
+from app.tui.warm import warm
+from tests.bench.streaming import scripted_runtime
 
 _WORDS = 20_000
 _LENGTH = 40
@@ -70,6 +74,33 @@ def milliseconds(act: Callable[[int], object]) -> tuple[float, float]:
     return statistics.median(times), max(times)
 
 
+def on_screen(path: Path) -> list[float]:
+    """Milliseconds that opening chats takes, of the terminal UI."""
+    return asyncio.run(_on_screen(path))
+
+
+async def _on_screen(path: Path) -> list[float]:
+    scripted = scripted_runtime()
+    runtime = scripted.Runtime()
+    history = History(path)
+    chats = history.chats()[:_ROUNDS]
+    ends = [history.messages(chat.id)[-1].text.split()[-1] for chat in chats]
+    history.close()
+    app, times = scripted.make_app(runtime, kept=path), []
+    async with app.run_test(size=(120, 40)) as pilot:
+        stage = scripted.Stage(app, pilot, runtime)
+        await stage.ready()
+        await asyncio.to_thread(warm, freeze=True)  # as the program does outside tests
+        for chat, end in zip(chats, ends, strict=True):
+            begin = time.perf_counter()
+            await app.chat.open_chat(chat)
+            while end not in stage.screen_text():
+                await pilot.pause(0.001)
+            times.append(1e3 * (time.perf_counter() - begin))
+            await stage.settled()
+    return times
+
+
 def main() -> None:
     """Fill a history and print what its acts take."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -99,6 +130,8 @@ def main() -> None:
             median, worst = milliseconds(act)
             print(f"{name:32}{median:9.1f} ms{worst:9.1f} ms")
         history.close()
+        times = on_screen(path)
+        print(f"{'open a chat on the screen':32}{statistics.median(times):9.1f} ms{max(times):9.1f} ms")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,13 @@ class Transcript(VerticalScroll):
             await self._column.mount_all([self._make(message) for message in messages[self._window.start :]])
         self.mark()
         self.anchor()
+        self.call_after_refresh(self._fill_up)
+
+    def _fill_up(self) -> None:
+        """Mount more where what is mounted leaves little to scroll back to, or even some of the screen empty."""
+        if not self._moving and self._window.roomy and self.max_scroll_y <= self.size.height / 2:
+            self._moving = True
+            self.run_worker(self._earlier(), group="window", exit_on_error=False)
 
     def greet(self, words: str) -> None:
         """Say something to whoever has said nothing yet, before the keys; or no longer."""
@@ -120,6 +127,7 @@ class Transcript(VerticalScroll):
 
     def _release(self) -> None:
         self._moving = False
+        self._fill_up()
 
     async def _move(self, window: Window, *, keep_place: bool = True) -> None:
         """Mount and unmount so that `window` is shown, with what is in sight staying in its place."""

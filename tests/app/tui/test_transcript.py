@@ -68,6 +68,22 @@ async def test_a_short_chat_stands_at_the_top(stage: Callable[..., Any], runtime
         assert s.screen_text().splitlines()[2].split()[:2] == ["▌", "you"]
 
 
+async def test_a_tall_terminal_is_filled_when_a_long_chat_is_opened(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 50)) as s:
+        await s.ready()
+        fill(s, 24)
+        path = [message.id for message in s.app.session.conversation.path()]
+        await s.transcript.reopen()
+        await s.until(
+            lambda: len(s.transcript.mounted) + STEP > MOST or s.transcript.max_scroll_y > 25, "more messages"
+        )
+        await s.settled()
+        assert s.transcript.mounted[-1] == path[-1]
+        assert len(s.transcript.mounted) > FIRST
+        assert s.transcript.following
+        await s.shows("answer 11")
+
+
 async def test_only_a_window_of_a_long_chat_is_mounted(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
         await s.ready()

@@ -15,9 +15,9 @@ def test_it_begins_with_the_newest() -> None:
 
 def test_steps() -> None:
     window = Window.at_end(100).earlier()
-    assert (window.start, window.end) == (70, 100)
-    window = window.earlier().earlier()
-    assert (window.start, window.end) == (50, 90)
+    assert (window.start, window.end) == (90 - FIRST, 100)
+    window = window.earlier().earlier().earlier()
+    assert (window.start, window.end) == (60 - FIRST, 100 - FIRST)
     window = window.later()
     assert (window.start, window.end) == (60, 100)
     assert Window.at_end(100).earlier().earlier().earlier(keep_end=True).end == 100
