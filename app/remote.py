@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from app.client import CONNECT_S, TURN_S, RuntimeClient
-from app.errors import AccessError, ClientError, NotFoundError
+from app.errors import AccessError, ClientError, ContextLengthError, NotFoundError, RequestRefusedError
 from app.protocol import ChatDelta, ChatOptions, read_items
 from runtime.wire.answers import Caches, Holding, ModelEntry, Status
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 BACKEND = "remote"
 """What a status calls a server elsewhere."""
+TOO_LONG = ("context length", "context size")
+"""Words in which servers refuse what does not fit: vLLM and SGLang, and llama.cpp. None of them sends OpenAI's code."""
 
 
 def endpoint_problem(url: str) -> str | None:
@@ -199,11 +201,15 @@ class RemoteClient(RuntimeClient):
             return ClientError(f"{self._host} refuses the token: give it the right one (^P, Endpoint)")
         if isinstance(error, NotFoundError):
             return ClientError(f"{self._host} does not speak OpenAI's protocol there, or lacks the model: {error}")
+        if isinstance(error, RequestRefusedError) and any(words in str(error) for words in TOO_LONG):
+            return ContextLengthError(str(error), status=error.status, param=error.param, code=error.code)
         return error
 
 
 class RemoteSupervisor:
     """Fulfils `app.tui.runtime.SupervisorLike`: connects, starts nothing, ends nothing."""
+
+    remedy = "ask again once it is there"
 
     def __init__(self, url: str, token: str) -> None:
         self._url, self._token = url, token

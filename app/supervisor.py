@@ -36,6 +36,8 @@ _POLL_S = 0.02
 class Supervisor:
     """One per UI. Several of them, in any processes, share one runtime of a home folder."""
 
+    remedy = "it is started again"
+
     def __init__(
         self,
         home: Path,

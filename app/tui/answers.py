@@ -146,7 +146,7 @@ class Answers:
             except (ClientError, OSError) as failure:
                 if await connection.alive() is not None:
                     return str(failure)
-                return f"{connection.lose()}; it is started again, and this chat is kept"
+                return f"{connection.lose()}, and this chat is kept"
             else:
                 return None
 

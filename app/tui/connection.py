@@ -121,13 +121,14 @@ class Connection:
         """Take note that the runtime is gone, and tell it.
 
         Returns:
-            Why.
+            Why, and what comes next.
         """
         reason = self.how_it_ended()
         self.settled.clear()
         self.drop(reason)
-        self._lost(reason)
-        return reason
+        told = reason if self._supervisor is None else f"{reason}; {self._supervisor.remedy}"
+        self._lost(told)
+        return told
 
     async def why(self, error: Exception) -> str:
         """Why work failed: what the runtime said, or how it ended."""

@@ -61,6 +61,9 @@ class ClientLike(Protocol):
 class SupervisorLike(Protocol):
     """Starts a runtime process, or finds one, and ends what it started."""
 
+    remedy: str
+    """What comes after a runtime that was lost, in words behind the reason."""
+
     async def ensure(self) -> ClientLike:
         """A connection to a runtime that runs."""
 

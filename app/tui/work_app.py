@@ -74,7 +74,7 @@ class WorkApp(App[None]):
     def recover(self, event: RuntimeLost) -> None:
         """Start the runtime again; the conversation is untouched."""
         if not self.chat.busy:  # else the answer says so
-            self.notify(f"{event.reason}; starting it again.", severity="warning", markup=False)
+            self.notify(f"{event.reason}.", severity="warning", markup=False)
         self.run_worker(self.session.recover(), group="runtime", exit_on_error=False)
 
     @on(LoadAsked)

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "server"))
 from fake_engine import make_service
 
-from app.errors import ClientError, ConnectionLostError
+from app.errors import ClientError, ConnectionLostError, ContextLengthError
 from app.protocol import ChatOptions
 from app.remote import RemoteClient, RemoteSupervisor, endpoint_problem
 from runtime.server.listening import bind, listen
@@ -137,3 +137,23 @@ async def test_our_own_server_is_one_too() -> None:
     await supervisor.close()
     stop.set()
     assert await serving
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"message": "request (2841 tokens) exceeds the available context size (1024 tokens), try increasing it"},
+        {"message": "This model's maximum context length is 2048 tokens. However, you requested 2060 tokens"},
+        {"message": "too much", "code": "context_length_exceeded"},
+    ],
+)
+async def test_what_does_not_fit_is_known_by_the_words_of_servers(told: dict[str, Any]) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/v1/models"):
+            return httpx.Response(200, json=MODELS)
+        return httpx.Response(400, json={"error": {"type": "any", **told}})
+
+    client = RemoteClient("http://gpu:8000/v1", "", transport=httpx.MockTransport(refuse))
+    await client.status()
+    with pytest.raises(ContextLengthError):
+        await text_of(client)

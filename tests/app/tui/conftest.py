@@ -386,6 +386,8 @@ class Client:
 class Supervisor:
     """Starts and ends the script."""
 
+    remedy = "it is started again"
+
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
