@@ -69,9 +69,9 @@ def wanted(case: Case) -> Iterator[tuple[Recipe, KVKind, bool, str]]:
         for step in (*ablation(group, rotated=True), *ablation(group, rotated=False)):
             for as_chat in (False, True):
                 yield step.recipe, step.kv, as_chat, "cpu"  # type: ignore[misc]
-        for recipe in alone(group).values():
-            for as_chat in (False, True):
-                yield recipe, "int4", as_chat, "cpu"
+    for recipe in alone(group).values():
+        for as_chat in (False, True):
+            yield recipe, "int4", as_chat, "cpu"
 
 
 def measure(case: Case, results: Results, store: Store) -> None:

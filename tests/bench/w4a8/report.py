@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from models.recipe import Recipe
@@ -183,7 +183,22 @@ def _small(results: Results) -> str:
         found = [find(results, model, each.recipe, "int4", as_chat=as_chat) for each in compared(group)]
         cells = map(_cell, [_full(results, model, as_chat=as_chat), *found])
         rows.append((f"{model}, {'as a chat' if as_chat else 'plain'}", *cells))
-    return "Small models with KV4; they decide nothing:\n\n" + table(("model", "full precision", *names), rows)
+    shown = "Small models with KV4; they decide nothing:\n\n" + table(("model", "full precision", *names), rows)
+    return "\n\n".join((shown, *_small_alone(results, models)))
+
+
+def _small_alone(results: Results, models: Mapping[str, int]) -> Iterator[str]:
+    """Single changes of the whole on small models: what stands behind an order that is broken."""
+    rows = []
+    for model, group in models.items():
+        recipes = (Recipe.usual("qoq", group_size=group), *alone(group).values())
+        found = [find(results, model, recipe, "int4", as_chat=True) for recipe in recipes]
+        if all(found):
+            rows.append((model, *map(_cell, found)))
+    if rows:
+        yield "QoQ with groups on them, as a chat, one step changed:\n\n" + table(
+            ("model", "all steps but rotation", *alone(_GROUP)), rows
+        )
 
 
 def draw(results: Results, file: Path) -> bool:
