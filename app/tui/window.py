@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIRST = 8
+FIRST = 6
 """Messages mounted when a conversation is opened, before it is seen; more follow where they leave the screen empty."""
 STEP = 10
 """Messages mounted at once when a person scrolls to an end of what is mounted."""

@@ -4,7 +4,7 @@
 
 Words are drawn as often as in a language (Zipf), so that common ones are in nearly every message. Medians of many, from
 a file that was closed and opened again. At last chats are opened in the real screen, in a headless terminal of
-120 × 40: from the wish until the last words of the chat stand on the screen.
+120 × 40: from the wish until the last words of the chat stand on the screen, without the looking for them.
 """
 
 from __future__ import annotations
@@ -92,11 +92,15 @@ async def _on_screen(path: Path) -> list[float]:
         await stage.ready()
         await asyncio.to_thread(warm, freeze=True)  # as the program does outside tests
         for chat, end in zip(chats, ends, strict=True):
-            begin = time.perf_counter()
+            begin, looking = time.perf_counter(), 0.0
             await app.chat.open_chat(chat)
-            while end not in stage.screen_text():
-                await pilot.pause(0.001)
-            times.append(1e3 * (time.perf_counter() - begin))
+            there = False
+            while not there:
+                await asyncio.sleep(0)
+                looked = time.perf_counter()
+                there = end in stage.screen_text()
+                looking += time.perf_counter() - looked
+            times.append(1e3 * (time.perf_counter() - begin - looking))
             await stage.settled()
     return times
 
