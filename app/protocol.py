@@ -29,7 +29,7 @@ class ChatOptions:
     min_p: float | None = None
     """Least probability relative to the best."""
     repetition_penalty: float | None = None
-    """Divides the logits of tokens seen before."""
+    """Divides the logits of tokens that the answer has had."""
     max_tokens: int | None = None
     """Most tokens of the answer."""
     seed: int | None = None

@@ -273,7 +273,7 @@ class Engine(Rereading):
 
     def _rounds(self, run: Run, slot: int) -> Rounds:
         """What decodes: no drafts under a grammar; draws of a seed hang neither on the clock nor on other requests."""
-        sampler, gamma = Sampler(run.options, run.prompt, run.constraint), self._gamma or FixedGamma(0)
+        sampler, gamma = Sampler(run.options, constraint=run.constraint), self._gamma or FixedGamma(0)
         seeded = run.options.seed is not None and not sampler.greedy
         if sampler.constrained:
             gamma = FixedGamma(0)

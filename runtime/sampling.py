@@ -46,7 +46,7 @@ class SamplingOptions:
     min_p: float = 0.0
     """Only tokens at least this fraction as likely as the most likely one, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Logits of tokens seen before are divided by it (multiplied where negative); 1 = none."""
+    """Logits of tokens that the answer has had are divided by it (multiplied where negative); 1 = none."""
     seed: int | None = None
     """The same seed gives the same draws; None = a fresh one."""
     max_tokens: int | None = None
@@ -157,7 +157,8 @@ class Sampler:
 
         Args:
             options: How to draw.
-            seen: Tokens of the prompt, for the repetition penalty.
+            seen: Tokens that count as said already, for the repetition penalty. A prompt's do not: an answer repeats
+                the words of its question for good reasons.
             constraint: What may be drawn; nothing can be drafted then. None: any token.
         """
         self._options, self._constraint = options, constraint

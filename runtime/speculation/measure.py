@@ -117,7 +117,7 @@ def continued(
     conversations = Conversations(decoder.cache, slots=decoder.options.slots, context=decoder.options.context)
     conversations.clear(0)
     place = Place(decoder=decoder, conversations=conversations, slot=0)
-    rounds = Rounds(place, Sampler(sampling, prompt), gamma, ends=())
+    rounds = Rounds(place, Sampler(sampling), gamma, ends=())
     tokens: list[int] = []
     began = 0.0
 

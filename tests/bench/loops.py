@@ -135,11 +135,11 @@ def cost(checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def scores(logits: Any, tokens: Any, scored: Sequence[int], penalty: float) -> tuple[float, int, int]:
-    """Nats, hits of the likeliest token, and tokens, with everything before each token seen."""
+    """Nats, hits of the likeliest token, and tokens; the second half of a window is the answer."""
     options = SamplingOptions(temperature=1.0, top_p=1.0, repetition_penalty=penalty)
     nats, hits = 0.0, 0
     for row, at in zip(logits, scored, strict=True):
-        likely = Sampler(options, tokens[: at + 1].tolist()).distribution(row)
+        likely = Sampler(options, tokens[WINDOW // 2 : at + 1].tolist()).distribution(row)
         nats -= float(np.log(max(likely.probability(int(tokens[at + 1])), 1e-12)))
         hits += int(likely.tokens[likely.weights.argmax()] == tokens[at + 1])
     return nats, hits, len(scored)

@@ -114,6 +114,16 @@ def test_an_answer_from_prompt_to_end_of_sequence(spec: ModelSpec, tokenizer: To
     assert engine.reason == "a test"
 
 
+def test_an_answer_may_repeat_the_words_of_its_prompt(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """The repetition penalty is for what the answer says again, not for what it was asked about."""
+    asked = tokenizer.encode("abc")
+    engine, _ = make(spec, tokenizer, "abc", prompt=len(asked))
+    sampling = SamplingOptions(temperature=0.5, top_p=1.0, repetition_penalty=10.0, seed=1)
+    assert text_of(list(engine.generate(asked, sampling))) == "abc"
+    engine, _ = make(spec, tokenizer, "abcabcabcabc", prompt=len(asked))
+    assert text_of(list(engine.generate(asked, sampling))) != "abcabcabcabc"
+
+
 def test_prefill_is_chunked_and_told_from_decoding(spec: ModelSpec, tokenizer: Tokenizer) -> None:
     engine, script = make(spec, tokenizer, "abc", prompt=20)
     list(engine.generate(list(range(50, 70)), greedy()))
