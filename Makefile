@@ -1,12 +1,15 @@
-# Everything below runs from a fresh clone: the first target that needs it makes `.venv`.
+# Everything below runs from a fresh clone: the first target that needs it makes `.venv`. With PYTHON=..., a `.venv` of
+# another version is made anew; without, the one that is there will do.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+USED := $(or $(if $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(PYTHON))
+VERSION := $(shell $(USED) -c 'import sys; print(*sys.version_info[:2], sep=".")')
+READY := $(VENV)/.ready-$(VERSION)
 PREPARED := $(VENV)/.prepared
 
-.PHONY: chat demo test check format bench bench-start bench-killing bench-soak pictures bench-tuned bench-prompts bench-speculation bench-rates bench-gpu first-light first-light-more quality kv mutations sanitize-gpu kernels clean
+.PHONY: chat demo test test-all check format bench bench-start bench-killing bench-soak pictures bench-tuned bench-prompts bench-speculation bench-rates bench-gpu first-light first-light-more quality kv pages mutations fuzz sanitize-gpu kernels clean
 
 chat: $(PREPARED)
 	$(BIN)/lowbit-chat
@@ -14,8 +17,14 @@ chat: $(PREPARED)
 demo: $(READY)
 	$(BIN)/lowbit-chat run demo "What can you do?"
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+# Long grids, every picture, other processors' code, kills, benchmarks and reports too.
+test-all: $(READY)
+	$(PYTEST)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -69,8 +78,15 @@ quality: $(READY)
 kv: $(READY)
 	$(BIN)/python -m tests.bench.caches $(if $(SMOLLM2),--smollm2 $(SMOLLM2)) $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
 
+pages: $(READY)
+	$(BIN)/python -m tests.bench.pages
+
 mutations: $(READY)
 	$(BIN)/python -m tests.bench.mutations
+
+# READER="gguf template" names some; MINUTES is for each of them, 10 by default; SEED gives the same inputs again.
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz $(READER) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
 sanitize-gpu: $(READY)
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/backends/triton
@@ -80,8 +96,8 @@ kernels: $(READY)
 	$(BIN)/python -m tests.bench.kernels
 
 $(READY): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowbit-chat needs Python 3.11 or newer; set PYTHON=...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(USED) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowbit-chat needs Python 3.11 or newer; set PYTHON=...")'
+	test -x $(BIN)/python$(VERSION) || $(USED) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 

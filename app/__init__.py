@@ -1,1 +1,1 @@
-"""What a person touches: command line, terminal screens, settings and the client of the runtime's HTTP interface."""
+"""The user interfaces: command line, terminal UI, settings, and the client of the runtime's HTTP interface."""

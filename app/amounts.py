@@ -1,39 +1,39 @@
-"""Amounts and times as people read them, and how long a step of a long piece of work still takes."""
+"""Human-readable sizes and durations, and estimates of the time left in a step of a job."""
 
 from __future__ import annotations
 
 from collections import deque
 
 WINDOW_S = 10.0
-"""The speed shown is the mean over this time."""
+"""The displayed speed is the mean over this time, in seconds."""
 SETTLING_S = 1.0
-"""Before that, a speed would be a guess."""
-TOLD_FROM_S = 3.0
-"""Seconds that a step has to run before the rest of it is told."""
+"""Minimum time in seconds before a speed is known."""
+SHOWN_AFTER_S = 3.0
+"""Seconds that a step must run before the time left is shown."""
 SHORTEST_S = 5.0
-"""Less than that is not told: the last unit of a step often takes longer than those before."""
+"""Shorter times are not shown: the last unit of a step often takes longer than the previous ones."""
 
 
 class Estimate:
-    """Follows the reports of one step after the other."""
+    """Estimates the time left from progress reports, step by step."""
 
     def __init__(self) -> None:
         self.speed: float | None = None
-        """Units a second, lately."""
+        """Recent units per second."""
         self.left_s: float | None = None
-        """Seconds until the step's end by the slower of its speed lately and from its beginning."""
+        """Seconds until the step's end, by the slower of its recent and its overall speed."""
         self._phase: str | None = None
         self._points: deque[tuple[float, float]] = deque()
         self._first = (0.0, 0.0)
 
     def take(self, now: float, phase: str, done: float, total: float | None) -> None:
-        """Take a report.
+        """Process a report.
 
         Args:
-            now: seconds.
+            now: time in seconds.
             phase: the step's name.
-            done: units that are done.
-            total: all of them, where that is known.
+            done: finished units.
+            total: all units, if known.
         """
         if phase != self._phase or (self._points and done < self._points[-1][1]):
             self._phase, self._first = phase, (now, done)
@@ -42,17 +42,22 @@ class Estimate:
         while len(self._points) > 2 and now - self._points[0][0] > WINDOW_S:
             self._points.popleft()
         self.speed = _speed(self._points[0], (now, done), SETTLING_S)
-        whole = _speed(self._first, (now, done), TOLD_FROM_S)
+        whole = _speed(self._first, (now, done), SHOWN_AFTER_S)
         self.left_s = None
         if total and whole and self.speed:
             self.left_s = (total - done) / min(whole, self.speed)
 
     @property
+    def ending(self) -> bool:
+        """Whether too little time is left to give a number."""
+        return self.left_s is not None and self.left_s < SHORTEST_S
+
+    @property
     def words(self) -> str:
-        """The time left: `about 40 s left in this step`, `nearly done`; nothing while it can't be told."""
+        """The time left: `about 40 s left`, `nearly done`; empty while unknown."""
         if self.left_s is None:
             return ""
-        return "nearly done" if self.left_s < SHORTEST_S else f"about {duration(self.left_s)} left in this step"
+        return "nearly done" if self.ending else f"about {duration(self.left_s)} left"
 
 
 def _speed(first: tuple[float, float], last: tuple[float, float], least_s: float) -> float | None:
@@ -61,7 +66,7 @@ def _speed(first: tuple[float, float], last: tuple[float, float], least_s: float
 
 
 def duration(seconds: float) -> str:
-    """A time to wait: `8 s`, `3 min`, `2 h 05 min`."""
+    """A duration: `8 s`, `3 min`, `2 h 05 min`."""
     whole = max(0, round(seconds))
     if whole < 100:
         return f"{whole} s"
@@ -70,7 +75,7 @@ def duration(seconds: float) -> str:
 
 
 def byte_count(count: float) -> str:
-    """Bytes in decimal units, everywhere the same: `812 MB`, `4.9 GB`."""
+    """A size in decimal units: `812 MB`, `4.9 GB`."""
     for unit in ("B", "kB", "MB"):
         if count < 999.5:
             return f"{count:.0f} {unit}"

@@ -1,15 +1,30 @@
-"""`RuntimeClient`: the UI's way to a runtime, over HTTP. Importing this needs neither torch nor httpx."""
+"""`RuntimeClient`: the UI's HTTP client of a runtime. Importing this needs neither torch nor httpx."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from app.conversation import MAX_TEXT
 from app.errors import ClientError, ConnectionLostError, ProtocolError
-from app.protocol import ChatDelta, ChatOptions, read, read_delta, read_items, read_object, status_error, stream_error
+from app.protocol import (
+    ChatDelta,
+    ChatOptions,
+    check_place,
+    event_data,
+    read,
+    read_body,
+    read_delta,
+    read_items,
+    read_object,
+    status_error,
+    stream_error,
+    translated,
+)
 from models.progress import Progress
 from runtime.wire.answers import Caches, Holding, Loaded, ModelEntry, ModelList, Pulled, Quantized, Status
 from runtime.wire.codec import to_json
@@ -29,45 +44,50 @@ if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport
     from runtime.wire.prospects import Prospect
 
+PLAIN = "identity"
 D = TypeVar("D", Loaded, Quantized, Pulled, Inspection)
 
 CONNECT_S = 5.0
-"""Longest wait for a connection."""
+"""Maximum wait for a connection, in seconds."""
 ANSWER_S = 30.0
-"""Longest wait for a short answer."""
+"""Maximum wait for a short response, in seconds."""
 TURN_S = 600.0
-"""Longest wait for an answer that has to wait for other requests."""
+"""Maximum wait for a response that queues behind other requests, in seconds."""
 SILENCE_S = 60.0
-"""Longest silence in a stream; the runtime sends a comment every few seconds."""
+"""Maximum silence in a stream, in seconds; the runtime sends a comment every few seconds."""
+MAX_BYTES = 2**24
+"""Maximum size of a short response, or of one event of a stream."""
 
 
 class RuntimeClient:
-    """A connection to a runtime. Closing an iterator it gave cancels the work behind it.
+    """A client of a runtime. Closing an iterator that it returned cancels the work behind it.
 
-    Methods raise errors of `app.errors`: ConnectionLostError where the runtime is gone, AnswerError for its refusals.
+    Methods raise errors of `app.errors`: ConnectionLostError if the runtime is gone, AnswerError for its refusals.
     """
 
     def __init__(self, base_url: str, token: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """Prepare a connection; nothing is sent yet.
+        """Prepare a client without sending anything.
 
         Args:
-            base_url: Where the runtime listens, `http://127.0.0.1:43210`.
-            token: Bearer token of the lock file.
-            transport: Takes the place of the network in tests.
+            base_url: Address of the runtime, such as `http://127.0.0.1:43210`.
+            token: Bearer token from the lock file.
+            transport: Replaces the network in tests.
         """
         import httpx
 
         self.base_url = base_url
         self.silence_s = SILENCE_S
+        self.patience_s: float | None = None
+        """Maximum wait in seconds for an event in a stream that is not silent; None for no limit."""
         self.who = "the runtime"
-        """What it is called where something goes wrong."""
+        """Its name in error messages."""
         self._model: str | None = None
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
             transport=transport,
-            trust_env=False,  # loopback is never reached through a proxy, and the token must not go to one
+            trust_env=False,  # loopback needs no proxy, and the token must not reach one
         )
 
     async def aclose(self) -> None:
@@ -75,7 +95,7 @@ class RuntimeClient:
         await self._http.aclose()
 
     async def status(self) -> Status:
-        """What the runtime is doing and with what."""
+        """The runtime's state, model and device."""
         status = read(Status, await self._json("GET", "/runtime/status"))
         self._model = status.model or self._model
         return status
@@ -100,26 +120,26 @@ class RuntimeClient:
                     yield progress
 
     async def device(self) -> DeviceReport:
-        """The device that runs models, and how the loaded model was tuned to it."""
+        """The device, and how the loaded model is tuned to it."""
         from runtime.wire.device import DeviceReport
 
         return read(DeviceReport, await self._json("GET", "/runtime/device"))
 
     async def prospects(self) -> Sequence[Prospect]:
-        """The models that can be fetched, seen from this machine as it is now."""
+        """The models that can be downloaded, judged for this machine as it is now."""
         from runtime.wire.prospects import ProspectList
 
         return read(ProspectList, await self._json("GET", "/runtime/prospects")).prospects
 
     async def quantize(self, request: QuantizeRequest) -> AsyncGenerator[Progress, None]:
-        """Make a low-bit model. The last report has the phase `done`, and the new model's name as its message."""
+        """Quantize a model. The last report has the phase `done` and the new model's name as its message."""
         request = replace(request, source=_absolute(request.source))
         async with aclosing(self._progress("/runtime/quantize", request, Quantized)) as reports:
             async for progress in reports:
                 yield progress if isinstance(progress, Progress) else _done(progress.model.name)
 
     async def pull(self, request: PullRequest) -> AsyncGenerator[Progress, None]:
-        """Download a checkpoint. The last report has the phase `done`, and its folder as its message."""
+        """Download a checkpoint. The last report has the phase `done` and its folder as its message."""
         async with aclosing(self._progress("/runtime/pull", request, Pulled)) as reports:
             async for progress in reports:
                 yield progress if isinstance(progress, Progress) else _done(progress.path)
@@ -130,20 +150,20 @@ class RuntimeClient:
         self._model = None if self._model == name else self._model
 
     async def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
-        """What the model thought at each token of an answer: reports, then that."""
+        """Inspect the model's distribution at each token of an answer: progress reports, then the result."""
         async with aclosing(self._progress("/runtime/inspect", request, Inspection)) as reports:
             async for report in reports:
                 yield report
 
     async def caches(self) -> Caches:
-        """What is on disk of conversations' caches, and what each kind of cache means for the loaded model."""
+        """The conversations' caches on disk, and what each kind of cache costs for the loaded model."""
         return read(Caches, await self._json("GET", "/runtime/caches"))
 
     async def forget(self, chat: str | None = None) -> Holding:
-        """Delete what memory and disk hold of a conversation.
+        """Delete a conversation's caches in memory and on disk.
 
         Args:
-            chat: Its name, as in `ChatOptions`; None: all conversations.
+            chat: The conversation's name, as in `ChatOptions`; None for all conversations.
 
         Returns:
             What was deleted from disk.
@@ -161,63 +181,64 @@ class RuntimeClient:
     async def chat(
         self, messages: Sequence[Mapping[str, str]], options: ChatOptions
     ) -> AsyncGenerator[ChatDelta, None]:
-        """Have a conversation answered.
+        """Generate an answer to a conversation.
 
         Args:
             messages: `{"role": ..., "content": ...}`.
-            options: How the answer is drawn.
+            options: Sampling options.
         """
         model = options.model or self._model or (await self.status()).model
         if model is None:
-            raise ClientError("no model is loaded: load one first")
+            raise ClientError("no model is loaded; load one first")
         asked = {key: value for key, value in asdict(options).items() if value is not None}
         if "chat" in asked:
             asked["prompt_cache_key"] = asked.pop("chat")
         if asked.pop("continue_final"):
-            asked |= {"continue_final_message": True, "add_generation_prompt": False}  # vLLM and SGLang want both
+            asked |= {"continue_final_message": True, "add_generation_prompt": False}  # vLLM and SGLang require both
         body = {**asked, "model": model, "messages": list(messages), "stream": True}
-        finished = False
+        finished, length = False, 0
         async with aclosing(self._events("/v1/chat/completions", body)) as events:
             async for event in events:
                 for choice in read_items(event.get("choices")):
                     finished = finished or choice.get("finish_reason") is not None
-                    yield read_delta(choice, event.get("timings"), event.get("model"))
+                    delta = read_delta(choice, event.get("timings"), event.get("model"))
+                    if (length := length + len(delta.text)) > MAX_TEXT:
+                        raise ProtocolError(f"{self.who} sent an endless answer: more than {MAX_TEXT:,} characters")
+                    yield delta
         if not finished:
-            raise ConnectionLostError(f"the answer broke off: {self.who} stopped before the end")
+            raise ConnectionLostError(f"the answer was cut off: {self.who} stopped before the end")
 
-    # Below: how requests and streams travel
+    # Transport of requests and streams
 
     async def _json(
         self, method: str, path: str, request: object = None, *, timeout_s: float = ANSWER_S
     ) -> dict[str, Any]:
-        """Ask for one JSON object with a record."""
-        import httpx
-
-        with _translated(self.who):
-            timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-            body = None if request is None else to_json(request)
-            response = await self._http.request(method, path, json=body, timeout=timeout)
-        if response.is_error:
-            raise status_error(response.status_code, response.content)
-        return read_object(response.content)
+        """Send a record and return the JSON object of the response."""
+        body = None if request is None else to_json(request)
+        with translated(self.who):
+            async with asyncio.timeout(timeout_s), self._sent(method, path, body, timeout_s) as response:
+                content = await read_body(response, MAX_BYTES)
+        if len(content) > MAX_BYTES:
+            raise ProtocolError(f"the response of {self.who} exceeds {MAX_BYTES:,} bytes")
+        return read_object(content)
 
     async def _progress(self, path: str, request: object, end: type[D]) -> AsyncGenerator[Progress | D, None]:
-        """Reports of a long piece of work, then its end; raises where the stream ends before that."""
+        """Progress reports of a job, then its result; raises if the stream ends early."""
         async with aclosing(self._events(path, to_json(request))) as events:
             async for event in events:
                 if event.get("phase") == "done":
                     yield read(end, event)
                     return
                 yield read(Progress, event)
-        raise ConnectionLostError(f"the work broke off: {self.who} stopped before the end")
+        raise ConnectionLostError(f"the work was cut off: {self.who} stopped before the end")
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The JSON objects of a stream of events."""
-        async with self._stream(path, body) as response, aclosing(_lines(response, self.who)) as lines:
-            async for line in lines:
-                if not line.startswith("data:"):
-                    continue
-                data = line.removeprefix("data:").strip()
+        async with (
+            self._sent("POST", path, body, self.silence_s) as response,
+            aclosing(event_data(response, self.who, most=MAX_BYTES, patience_s=self.patience_s)) as events,
+        ):
+            async for data in events:
                 if data == "[DONE]":
                     return
                 event = read_object(data)
@@ -226,18 +247,29 @@ class RuntimeClient:
                 yield event
 
     @asynccontextmanager
-    async def _stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
-        """A response whose body has not been read."""
+    async def _sent(self, method: str, path: str, body: object, silence_s: float) -> AsyncIterator[httpx.Response]:
+        """A response with an unread body. Compression is refused, since a few compressed bytes can fill the memory."""
         import httpx
 
-        timeout = httpx.Timeout(self.silence_s, connect=CONNECT_S)
-        request = self._http.build_request("POST", path, json=body, timeout=timeout)
-        with _translated(self.who):
-            response = await self._http.send(request, stream=True)
+        request = self._http.build_request(
+            method,
+            path,
+            json=body,
+            headers={"Accept-Encoding": PLAIN},
+            timeout=httpx.Timeout(silence_s, connect=CONNECT_S),
+        )
+        with translated(self.who):
+            async with asyncio.timeout(silence_s):
+                response = await self._http.send(request, stream=True)
         try:
+            self._http.cookies.clear()  # servers must not set cookies
+            check_place(response, self.who)
+            if (packed := response.headers.get("content-encoding", "").strip().lower()) not in ("", PLAIN):
+                raise ProtocolError(f"{self.who} compresses its responses ({packed[:40]}) although it was asked not to")
             if response.is_error:
-                with _translated(self.who):
-                    content = await response.aread()
+                with translated(self.who):
+                    async with asyncio.timeout(ANSWER_S):
+                        content = await read_body(response, MAX_BYTES)
                 raise status_error(response.status_code, content)
             yield response
         finally:
@@ -249,33 +281,6 @@ def _done(made: str) -> Progress:
 
 
 def _absolute(source: str) -> str:
-    """A folder's full path, for the runtime's own working folder may be another; anything else as it is."""
+    """The absolute path of a folder, since the runtime's working folder may differ; anything else unchanged."""
     folder = Path(source).expanduser()
     return str(folder.absolute()) if folder.is_dir() else source
-
-
-async def _lines(response: httpx.Response, who: str) -> AsyncGenerator[str, None]:
-    """Lines of a stream as they come."""
-    with _translated(who):
-        async for line in response.aiter_lines():
-            yield line
-
-
-@contextmanager
-def _translated(who: str) -> Iterator[None]:
-    """Turn what the network does into errors of this program.
-
-    Args:
-        who: what the other side is called.
-    """
-    import httpx
-
-    try:
-        yield
-    except httpx.TimeoutException as error:
-        raise ConnectionLostError(f"{who} does not answer ({type(error).__name__})") from error
-    except httpx.TransportError as error:
-        detail = f": {error}" if str(error) else ""
-        raise ConnectionLostError(f"{who} cannot be reached ({type(error).__name__}{detail})") from error
-    except httpx.HTTPError as error:
-        raise ProtocolError(f"the answer of {who} cannot be read: {error}") from error

@@ -1,7 +1,7 @@
-"""A conversation: immutable messages with parent links, and the head that a person is looking at.
+"""A conversation: immutable messages with parent links, and the head of the branch on screen.
 
-Several messages may answer the same parent; which one is shown is decided by the head alone, so nothing said is ever
-lost by asking again.
+Several messages may answer the same parent. The head alone decides which one is shown, so asking again never loses
+a message.
 """
 
 from __future__ import annotations
@@ -13,64 +13,69 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
+from runtime.system.foreign import whole
+from runtime.wire.codec import Count, Number
+
 
 def _now() -> datetime:
     return datetime.now().astimezone()
 
 
 REASONING = ("<think>", "</think>")
-"""What reasoning models write around what they think before they answer."""
+"""The tags that reasoning models write around their reasoning."""
 Role = Literal["user", "assistant"]
 State = Literal["streaming", "done", "stopped", "failed"]
+MAX_TEXT = 2**24
+"""Maximum length in characters of a message from outside the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What an answer cost. Anything the runtime did not tell is None."""
+    """Statistics of an answer. Values that the runtime did not report are None."""
 
-    tokens: int
+    tokens: Count
     """Tokens of the answer."""
-    tokens_per_s: float | None = None
-    first_after_s: float | None = None
+    tokens_per_s: Number | None = None
+    first_after_s: Number | None = None
     """Seconds from sending to the first text."""
-    context_used: int | None = None
+    context_used: Count | None = None
     """Tokens of prompt and answer together."""
-    context: int | None = None
-    """Tokens that fit."""
-    bits: float | None = None
-    k_chunk: Mapping[str, int] | int | None = None
+    context: Count | None = None
+    """Size of the context in tokens."""
+    bits: Number | None = None
+    k_chunk: Mapping[str, Count] | Count | None = None
     """Compensated channels per 1024, one number or by layer type."""
     slowdown_percent: float | None = None
-    """By how much compensation slowed decoding down, as it was measured."""
+    """Measured slowdown of decoding by compensation, in percent."""
     prompt_slowdown_percent: float | None = None
-    """How much longer the prompt took by compensation, as it was measured."""
-    gamma: int | None = None
-    """Tokens drafted a round at the end; 0: rounds did not pay. None: there was no speculation."""
-    acceptance_rate: float | None = None
-    """Part of the drafted tokens that stayed."""
-    tokens_per_verify: float | None = None
-    """Tokens that a round of speculation gave."""
-    memory_bytes: int | None = None
+    """Measured slowdown of the prompt by compensation, in percent."""
+    gamma: Count | None = None
+    """Tokens drafted per round; 0 if drafts of the model were turned off because they did not pay; None without any."""
+    acceptance_rate: Number | None = None
+    """Share of the drafted tokens that were accepted."""
+    tokens_per_verify: Number | None = None
+    """Tokens per round of speculation."""
+    memory_bytes: Count | None = None
     cut: bool = False
     """Whether the answer ended because no more tokens were allowed or fit."""
-    left_out: int | None = None
-    """Messages at the beginning of the chat that the model was not given, because they did not fit."""
+    left_out: Count | None = None
+    """Number of messages at the beginning of the chat that the model did not see, because they did not fit."""
     estimated: bool = False
-    """Whether the UI counted itself, because the answer ended before the runtime could report."""
+    """Whether these are the UI's own counts, because the answer ended before the runtime reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message, never changed: a longer text is another `Message` with the same id."""
+    """One immutable message. A changed text is a new `Message` with the same id."""
 
     id: str
     parent: str | None
-    """Id of the message it follows; None at the beginning."""
+    """Id of the message that it follows; None at the beginning."""
     role: Role
     text: str
     state: State = "done"
     error: str | None = None
-    """Why it failed, in one sentence, when `state` is failed."""
+    """The reason in one sentence, if `state` is failed."""
     model: str | None = None
     """Name of the model that answered."""
     statistics: Statistics | None = None
@@ -85,18 +90,18 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """What belongs to a conversation beside its messages."""
+    """A conversation's data apart from its messages."""
 
     model: str | None = None
-    """The model that it is had with; None while nobody chose."""
+    """The model that it uses; None until one is chosen."""
     settings: Mapping[str, str | int | float | None] = field(default_factory=dict)
-    """Settings of this conversation alone, by key: system prompt and sampling."""
+    """The conversation's own settings, by key: system prompt and sampling."""
     draft: str = ""
-    """What was typed and not sent."""
+    """Text that was typed but not sent."""
     since: str | None = None
-    """The first message that the model still reads; what is before it no longer fits. None: all."""
+    """Id of the first message that the model still sees; earlier ones no longer fit. None if it sees all."""
     summary: str = ""
-    """What the model is told of the messages before `since`."""
+    """The summary of the messages before `since` that the model is given."""
 
 
 class Conversation:
@@ -106,14 +111,14 @@ class Conversation:
         self._messages: dict[str, Message] = {}
         self._now = now
         self.on_change: Callable[[Message], object] | None = None
-        """Told of every message that is added or changed."""
+        """Called with every message that is added or changed."""
         self.id = uuid.uuid4().hex
-        """What the runtime knows it by; nothing said can be told from it."""
+        """Its random name in the runtime, which reveals nothing about its content."""
         self.head: str | None = None
         self.extras = Extras()
 
     def another(self) -> Conversation:
-        """An empty conversation beside this one."""
+        """A new, empty conversation with the same clock."""
         return Conversation(self._now)
 
     def __len__(self) -> int:
@@ -126,21 +131,23 @@ class Conversation:
         return self._messages[message_id]
 
     def add(self, role: Role, text: str, *, parent: str | None, **fields: Any) -> Message:
-        """Add a message under `parent` and make it the head.
+        """Add a message under `parent` and make it the head. Lone surrogates in its text are replaced.
 
         Raises:
             KeyError: there is no message `parent`.
         """
         if parent is not None and parent not in self._messages:
             raise KeyError(parent)
-        message = Message(id=uuid.uuid4().hex, parent=parent, role=role, text=text, created=self._now(), **fields)
+        message = Message(
+            id=uuid.uuid4().hex, parent=parent, role=role, text=whole(text), created=self._now(), **fields
+        )
         self._messages[message.id] = message
         self.head = message.id
         self._tell(message)
         return message
 
     def revise(self, message_id: str, **changes: Any) -> Message:
-        """Put a changed copy in the place of a message: an answer that grew, stopped or failed.
+        """Replace a message by a changed copy: an answer that grew, stopped or failed.
 
         Raises:
             KeyError: there is no such message.
@@ -155,7 +162,7 @@ class Conversation:
             self.on_change(message)
 
     def path(self, head: str | None = None) -> list[Message]:
-        """The messages from the first one to `head` (by default the conversation's own)."""
+        """The messages from the first one to `head`, by default the conversation's head."""
         at = self.head if head is None else head
         path: list[Message] = []
         while at is not None:
@@ -165,19 +172,19 @@ class Conversation:
         return path[::-1]
 
     def siblings(self, message_id: str) -> list[Message]:
-        """All messages that follow the same parent, itself included, oldest first."""
+        """All messages with the same parent, including this one, oldest first."""
         parent = self._messages[message_id].parent
         return [message for message in self._messages.values() if message.parent == parent]
 
     def branches(self) -> Mapping[str | None, list[str]]:
-        """The ids of the messages that follow each message, oldest first; those that begin under None."""
+        """The ids of each message's children, oldest first; first messages are under None."""
         found: dict[str | None, list[str]] = {}
         for message in self._messages.values():
             found.setdefault(message.parent, []).append(message.id)
         return found
 
     def leaf(self, message_id: str) -> str:
-        """The last message of the newest path that leads on from a message."""
+        """The last message of the newest path through a message."""
         followed: dict[str, str] = {}
         for message in self._messages.values():
             if message.parent is not None:
@@ -187,14 +194,14 @@ class Conversation:
         return message_id
 
     def walk(self, message_id: str, step: int) -> bool:
-        """Look at the branch beside a message.
+        """Move the head to a sibling branch of a message.
 
         Args:
-            message_id: the message, one of the path that is shown.
-            step: -1 for the sibling before it, 1 for the one after it.
+            message_id: a message of the current path.
+            step: -1 for the previous sibling, 1 for the next one.
 
         Returns:
-            Whether there is one; the path then leads through it.
+            Whether there is such a sibling; the path then leads through it.
         """
         siblings = [message.id for message in self.siblings(message_id)]
         at = siblings.index(message_id) + step
@@ -204,12 +211,12 @@ class Conversation:
         return True
 
     def restore(self, conversation_id: str, messages: Sequence[Message], head: str | None) -> None:
-        """Become a conversation that was had before.
+        """Load a saved conversation into this one.
 
         Args:
-            conversation_id: What the runtime knows it by.
-            messages: All branches. A message whose parent is missing begins one of its own.
-            head: The message that is shown last; the newest one where it is missing.
+            conversation_id: Its name in the runtime.
+            messages: The messages of all branches. One whose parent is missing starts a branch of its own.
+            head: Id of the head; the newest message if that is missing.
         """
         ids = {message.id for message in messages}
         self._messages = {
@@ -221,10 +228,10 @@ class Conversation:
 
 
 def prompt_of(path: Sequence[Message], system_prompt: str = "") -> list[Mapping[str, str]]:
-    """The messages as a model is given them.
+    """The messages in the form that the model receives.
 
-    Answers that failed before their first word are left out; prompts that then follow each other become one, because
-    chat templates insist on turns.
+    Answers that failed before their first word are left out. Prompts that then follow each other are merged, because
+    chat templates require alternating turns.
     """
     prompt: list[Mapping[str, str]] = []
     if system_prompt.strip():
@@ -240,7 +247,7 @@ def prompt_of(path: Sequence[Message], system_prompt: str = "") -> list[Mapping[
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """What a model thought before its answer, and the answer. Reasoning that has not ended yet is all reasoning."""
+    """Split a text into reasoning and answer. Unfinished reasoning has no answer yet."""
     if not text.lstrip().startswith(REASONING[0]):
         return "", text
     inside = text.lstrip().removeprefix(REASONING[0])

@@ -1,27 +1,27 @@
-"""Errors of `app`: what can go wrong between the UI and the runtime, and with the chats that are kept.
+"""Errors of `app`: of the connection between UI and runtime, and of saved chats.
 
     ClientError
      ├─ StartError            the runtime process could not be started
-     ├─ ConnectionLostError   the runtime does not answer, or went away in the middle of an answer
-     ├─ ProtocolError         the answer is not one that this program understands
-     └─ AnswerError           the runtime answered with an error
+     ├─ ConnectionLostError   the runtime does not respond, or disappeared in the middle of an answer
+     ├─ ProtocolError         the response is not one that this program understands
+     └─ AnswerError           the runtime responded with an error
          ├─ RequestRefusedError    it does not accept the request (400, 413)
-         │   └─ ContextLengthError    prompt and answer do not fit the context
+         │   └─ ContextLengthError    prompt and answer do not fit in the context
          ├─ AccessError            the token, Host or Origin is not accepted (401, 403)
          ├─ NotFoundError          there is no such model (404)
-         ├─ BusyError              another piece of work of that kind is running (409)
+         ├─ BusyError              another job of that kind is running (409)
          └─ UnavailableError       it cannot answer now: no memory, no model, shutting down (503)
 
-    HistoryError             chats can't be kept, found or read
+    HistoryError             chats can't be saved, found or read
 
-Every message says, in words for a person, what happened and what to do.
+Every message tells the user what happened and what to do.
 """
 
 from __future__ import annotations
 
 
 class HistoryError(Exception):
-    """Chats could not be kept, found or read. The message says what happened and what to do."""
+    """Chats could not be saved, found or read. The message says what happened and what to do."""
 
 
 class ClientError(Exception):
@@ -33,23 +33,23 @@ class StartError(ClientError):
 
 
 class ConnectionLostError(ClientError):
-    """The runtime does not answer, or went away in the middle of an answer."""
+    """The runtime does not respond, or disappeared in the middle of an answer."""
 
 
 class ProtocolError(ClientError):
-    """The answer is not one that this program understands."""
+    """The response is not one that this program understands."""
 
 
 class AnswerError(ClientError):
-    """The runtime answered with an error."""
+    """The runtime responded with an error."""
 
     def __init__(self, message: str, *, status: int, param: str | None = None, code: str | None = None) -> None:
-        """Keep the fields of an OpenAI-style error.
+        """Store the fields of an OpenAI-style error.
 
         Args:
-            message: What happened, for a person.
+            message: What happened, for the user.
             status: HTTP status; 500 for an error in the middle of a stream.
-            param: The request's field at fault.
+            param: The invalid field of the request.
             code: Short name of the error, such as `context_length_exceeded`.
         """
         super().__init__(message)
@@ -63,7 +63,7 @@ class RequestRefusedError(AnswerError):
 
 
 class ContextLengthError(RequestRefusedError):
-    """Prompt and answer do not fit the context."""
+    """Prompt and answer do not fit in the context."""
 
 
 class AccessError(AnswerError):
@@ -75,7 +75,7 @@ class NotFoundError(AnswerError):
 
 
 class BusyError(AnswerError):
-    """Another piece of work of that kind is running."""
+    """Another job of that kind is running."""
 
 
 class UnavailableError(AnswerError):
@@ -94,6 +94,6 @@ _BY_STATUS: dict[int, type[AnswerError]] = {
 
 
 def answer_error(status: int, message: str, *, param: str | None, code: str | None) -> AnswerError:
-    """The error of the tree that fits an HTTP status and a code."""
+    """The error class that matches an HTTP status and a code."""
     kind = ContextLengthError if code == "context_length_exceeded" else _BY_STATUS.get(status, AnswerError)
     return kind(message, status=status, param=param, code=code)

@@ -1,7 +1,7 @@
-"""What of a conversation a model still reads, when it grows longer than the context.
+"""Truncation of a conversation that grows longer than the context.
 
-The oldest messages are left out first, down to half of the context at once: the cache of what is kept can then be used
-again for many turns, which it could not be if every turn left out a little more.
+The oldest messages are dropped first, down to half of the context at once. The cache of the rest then stays valid for
+many turns, which it would not if every turn dropped a little more.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from dataclasses import dataclass
 from app.conversation import Message
 
 TOKENS_PER_CHARACTER = 0.4
-"""Before anything was counted. Most text has fewer; too many are better than too few."""
+"""Assumed tokens per character before anything was counted. Most text has fewer; too many is the safer guess."""
 TOKENS_PER_MESSAGE = 8
-"""What a chat template writes around a message, about."""
+"""Approximate number of tokens that a chat template adds to a message."""
 ANSWER_SHARE = 0.25
-"""Part of the context that is kept free for an answer, at most."""
+"""Maximum share of the context that is reserved for the answer."""
 KEPT_SHARE = 0.5
-"""Part of the context that is filled after something was left out."""
+"""Share of the context that is filled after messages were dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What a model is given of a path."""
+    """The part of a path that the model sees."""
 
     first: int
-    """Index of the first message that it is given."""
+    """Index of the first message that it sees."""
     tokens: int
-    """What that comes to, estimated."""
+    """Estimated number of tokens."""
 
 
 def fit(path: Sequence[Message], context: int, *, first: int = 0, answer: int | None = None, system: str = "") -> Fit:
-    """Choose what a model is given.
+    """Choose the messages that the model sees.
 
     Args:
-        path: the messages up to the prompt that is to be answered.
-        context: tokens that fit.
-        first: index of the first message that it was given the last time.
-        answer: longest answer in tokens, where one is set.
+        path: the messages up to the prompt to answer.
+        context: size of the context in tokens.
+        first: index of the first message that it saw last time.
+        answer: maximum length of the answer in tokens, if set.
         system: the system prompt.
 
     Returns:
-        The choice. It always holds the last message that a person wrote, whether that fits or not.
+        The choice. It always contains the user's last message, whether that fits or not.
     """
     rate = rate_of(path)
     costs = [message_tokens(message, rate) for message in path]
@@ -59,13 +59,13 @@ def fit(path: Sequence[Message], context: int, *, first: int = 0, answer: int | 
 
 
 def later(path: Sequence[Message], first: int) -> int | None:
-    """The next place at which a path can be cut: the message of a person; None where there is none."""
+    """Index of the next user message, where a path can be cut; None if there is none."""
     found = _later(path, first)
     return None if found == first else found
 
 
 def rate_of(path: Sequence[Message]) -> float:
-    """Tokens of a character of this conversation, as the runtime last counted them all."""
+    """Tokens per character of this conversation, by the runtime's last count."""
     characters, rate = 0, TOKENS_PER_CHARACTER
     for message in path:
         characters += len(message.text)
@@ -76,10 +76,10 @@ def rate_of(path: Sequence[Message]) -> float:
 
 
 def message_tokens(message: Message, rate: float) -> float:
-    """Tokens of a message, estimated."""
+    """Estimated number of tokens of a message."""
     return len(message.text) * rate + TOKENS_PER_MESSAGE
 
 
 def _later(path: Sequence[Message], first: int) -> int:
-    """Index of the next message of a person after `first`; `first` where there is none."""
+    """Index of the next user message after `first`; `first` if there is none."""
     return next((at for at in range(first + 1, len(path)) if path[at].role == "user"), first)

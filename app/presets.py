@@ -1,7 +1,7 @@
-"""System prompts with names, to be chosen for a chat.
+"""System prompt presets: named system prompts that a chat can use.
 
-Some come with the program. Whoever changes one, or keeps another, gets a file of all of them, `presets.toml` beside the
-settings: a name and a text on each line, which can be edited by hand.
+Some are built in. The first change writes all of them to `presets.toml`, next to the settings: one line per preset,
+with its name and text, which can be edited by hand.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from app import paths
 from app.settings import SettingsError
 
-LONGEST_NAME = 40
-"""Characters of a name."""
+MAX_NAME = 40
+"""Maximum length of a name in characters."""
 BUNDLED: Mapping[str, str] = {
     "Brief": "Answer in as few words as the question allows. No introduction, no summary, no advice nobody asked for.",
     "Coder": "You are an experienced programmer. Give working code first, in a fenced block with its language, then at "
@@ -30,15 +30,15 @@ BUNDLED: Mapping[str, str] = {
     "Translator": "Translate the text that is sent into English, or into the language that is named, keep its tone and "
     "its formatting, and answer with the translation alone.",
 }
-"""The presets of whoever kept none of their own."""
+"""The built-in presets."""
 
 
 def name_problem(name: str) -> str | None:
-    """Why a preset can't have a name, in words; None if it can."""
+    """Why a name is invalid, in words; None if it is valid."""
     if not name.strip():
         return "A preset needs a name."
-    if len(name) > LONGEST_NAME or not name.isprintable():
-        return f"A name is one line of at most {LONGEST_NAME} characters."
+    if len(name) > MAX_NAME or not name.isprintable():
+        return f"A name is one line of at most {MAX_NAME} characters."
     return None
 
 
@@ -46,10 +46,10 @@ def load(file: Path | None = None) -> dict[str, str]:
     """The presets by name, sorted.
 
     Args:
-        file: where they are kept; by default `paths.presets_file()`. Where it is not there, those of the program.
+        file: the file, by default `paths.presets_file()`. If it doesn't exist, the built-in presets are returned.
 
     Raises:
-        SettingsError: it can't be read, or holds something else.
+        SettingsError: it can't be read, or is malformed.
     """
     file = file or paths.presets_file()
     try:
@@ -62,16 +62,16 @@ def load(file: Path | None = None) -> dict[str, str]:
         raise SettingsError(f"the presets {file} are not valid TOML: {error}; correct or delete the file") from error
     for name, text in found.items():
         if not isinstance(text, str):
-            raise SettingsError(f"the presets {file} hold {name!r}, which is no text; correct or delete the file")
+            raise SettingsError(f"the presets {file} contain {name!r}, which is not text; correct or delete the file")
     return dict(sorted(found.items(), key=lambda one: one[0].casefold()))
 
 
 def save(presets: Mapping[str, str], file: Path | None = None) -> None:
-    """Keep these presets and no others, all or nothing.
+    """Replace all presets atomically.
 
     Args:
         presets: texts by name.
-        file: where; by default `paths.presets_file()`.
+        file: the file, by default `paths.presets_file()`.
 
     Raises:
         SettingsError: it can't be written.
@@ -83,6 +83,6 @@ def save(presets: Mapping[str, str], file: Path | None = None) -> None:
     for name, text in presets.items():
         document.add(tomlkit.key([name]) if "." in name else name, tomlkit.string(text, multiline="\n" in text))
     try:
-        paths.write_whole(file.resolve(), tomlkit.dumps(document))
+        paths.write_atomically(file.resolve(), tomlkit.dumps(document))
     except OSError as error:
         raise SettingsError(f"cannot write the presets {file}: {error}") from error

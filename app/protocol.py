@@ -1,45 +1,54 @@
-"""How the client speaks: chats in OpenAI's protocol, and answers and errors read from JSON. Importing this is cheap."""
+"""The client's protocol: OpenAI-style chats, and responses and errors parsed from JSON. Cheap to import."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from app.errors import ClientError, ProtocolError, answer_error
+from app.errors import ClientError, ConnectionLostError, ProtocolError, answer_error
+from runtime.system.foreign import read_json
 from runtime.wire.answers import STATUS_OF_CODE, Timings
 from runtime.wire.codec import WireError, from_json
 
+if TYPE_CHECKING:
+    import httpx
+
 R = TypeVar("R")
+MAX_MESSAGE = 1000
+"""Maximum length in characters of a server's error message."""
+MAX_NAME = 300
+"""Maximum length in characters of a model's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How an answer is drawn. None leaves it to the runtime."""
+    """Options of an answer. None leaves the choice to the runtime."""
 
     model: str | None = None
-    """Model that answers; None is the one that is loaded, or was loaded last through this client."""
+    """The model to use; None for the loaded one, or the last one loaded through this client."""
     temperature: float | None = None
-    """Spread of sampling; 0 takes the most likely token."""
+    """Sampling temperature; 0 picks the most likely token."""
     top_p: float | None = None
-    """Share of probability sampled from."""
+    """Cumulative probability of the tokens sampled from."""
     top_k: int | None = None
-    """Most tokens sampled from; 0 is all."""
+    """Maximum number of tokens sampled from; 0 for all."""
     min_p: float | None = None
-    """Least probability relative to the best."""
+    """Minimum probability relative to the most likely token."""
     repetition_penalty: float | None = None
-    """Divides the logits of tokens that the answer has had."""
+    """Repetition penalty: divides the logits of tokens that have already occurred."""
     max_tokens: int | None = None
-    """Most tokens of the answer."""
+    """Maximum length of the answer in tokens."""
     seed: int | None = None
-    """Makes draws repeatable."""
+    """Seed that makes sampling repeatable."""
     stop: Sequence[str] | None = None
-    """Texts that end the answer."""
+    """Stop sequences."""
     chat: str | None = None
-    """The conversation that the answer belongs to, by a name of its own; `RuntimeClient.forget` takes it."""
+    """The conversation's name in the runtime; `RuntimeClient.forget` takes it."""
     continue_final: bool = False
-    """Whether the last message, the assistant's, is continued rather than answered."""
+    """Whether to continue the last message, the assistant's, instead of answering it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,26 +56,26 @@ class ChatDelta:
     """A piece of an answer."""
 
     text: str
-    """What was added; maybe empty."""
+    """The added text; may be empty."""
     finish_reason: str | None = None
-    """`stop` or `length`, in the last piece."""
+    """`stop` or `length`; in the last piece only."""
     timings: Timings | None = None
-    """In the last piece."""
+    """Statistics; in the last piece only."""
     model: str | None = None
     """The model that answers."""
 
 
 def status_error(status: int, content: bytes) -> ClientError:
-    """The error of an answer with an error status."""
+    """The error of a response with an error status."""
     try:
-        body = json.loads(content)
+        body = read_json(content)
     except ValueError:
         body = None
     return _error(status, body if isinstance(body, dict) else {})
 
 
 def stream_error(event: Mapping[str, Any]) -> ClientError:
-    """The error that came in the middle of a stream, where there is no status: its code tells the kind."""
+    """The error of a stream's error event, which has no status; its code determines the class."""
     found = event.get("error")
     told = found if isinstance(found, dict) else {}
     refusal = 400 if told.get("type") == "invalid_request_error" else 500
@@ -79,18 +88,18 @@ def _error(status: int, body: Mapping[str, Any]) -> ClientError:
     message, param, code = told.get("message"), told.get("param"), told.get("code")
     return answer_error(
         status,
-        message if isinstance(message, str) and message else f"the runtime answered with status {status}",
-        param=param if isinstance(param, str) else None,
-        code=code if isinstance(code, str) else None,
+        message[:MAX_MESSAGE] if isinstance(message, str) and message else f"the runtime answered with status {status}",
+        param=param[:MAX_MESSAGE] if isinstance(param, str) else None,
+        code=code[:MAX_MESSAGE] if isinstance(code, str) else None,
     )
 
 
 def read_object(data: str | bytes) -> dict[str, Any]:
     """A JSON object."""
     try:
-        body = json.loads(data)
+        body = read_json(data)
     except ValueError as error:
-        raise ProtocolError("the runtime answered with something that is not JSON") from error
+        raise ProtocolError(f"the runtime answered with something that is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ProtocolError("the runtime answered with something that is not a JSON object")
     return body
@@ -99,7 +108,7 @@ def read_object(data: str | bytes) -> dict[str, Any]:
 def read_items(value: object) -> list[dict[str, Any]]:
     """A list of JSON objects."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ProtocolError("the runtime's answer lacks a list that it should have")
+        raise ProtocolError("the runtime's response lacks a list")
     return value
 
 
@@ -107,12 +116,12 @@ def read(kind: type[R], value: object) -> R:
     """A record of the wire.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it is malformed.
     """
     try:
         return from_json(kind, value)
     except WireError as error:
-        raise ProtocolError(f"the runtime's answer cannot be read: {error}") from error
+        raise ProtocolError(f"the runtime's response can't be read: {error}") from error
 
 
 def read_delta(choice: Mapping[str, Any], timings: object, model: object = None) -> ChatDelta:
@@ -122,6 +131,97 @@ def read_delta(choice: Mapping[str, Any], timings: object, model: object = None)
     return ChatDelta(
         text=text if isinstance(text, str) else "",
         finish_reason=finish if isinstance(finish, str) else None,
-        timings=read(Timings, timings) if isinstance(timings, dict) and "ttft_s" in timings else None,
-        model=model if isinstance(model, str) else None,
+        timings=_timings(timings),
+        model=model[:MAX_NAME] if isinstance(model, str) else None,
     )
+
+
+def _timings(found: object) -> Timings | None:
+    """The runtime's timings. Those of other servers have another form and are ignored."""
+    try:
+        return from_json(Timings, found)
+    except WireError:
+        return None
+
+
+def check_place(response: httpx.Response, who: str) -> None:
+    """Refuse a redirect, since the token and the messages are not meant for another address.
+
+    Raises:
+        ProtocolError: the response is a redirect.
+    """
+    if (onward := response.next_request) is not None:
+        there = f"{onward.url.scheme}://{onward.url.netloc.decode('ascii')}"
+        raise ProtocolError(
+            f"{who} redirects to {there}, which is not followed; if that address is the right one, set it "
+            "as the endpoint"
+        )
+
+
+async def read_body(response: httpx.Response, most: int) -> bytes:
+    """A body, or slightly more than its first `most` bytes."""
+    content = bytearray()
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > most:
+            break
+    return bytes(content)
+
+
+async def event_data(
+    response: httpx.Response, who: str, *, most: int, patience_s: float | None
+) -> AsyncGenerator[str, None]:
+    """The data of a stream of events, as they arrive. Comments and names are skipped.
+
+    Args:
+        response: The stream.
+        who: Name of the other side.
+        most: Maximum length of a line in bytes.
+        patience_s: Maximum wait in seconds for data while only keep-alives arrive; None for no limit.
+
+    Raises:
+        ConnectionLostError: the network failed, or only keep-alives arrived.
+        ProtocolError: a line is too long, or the stream cannot be read.
+    """
+    waiting, since = bytearray(), time.monotonic()
+    with translated(who):
+        async for chunk in response.aiter_bytes():
+            at = len(waiting)
+            waiting += chunk
+            while (end := waiting.find(b"\n", at)) >= 0:
+                line = bytes(waiting[:end])
+                del waiting[: end + 1]
+                at = 0
+                if line.startswith(b"data:"):
+                    yield _data(line)
+                    since = time.monotonic()
+            if len(waiting) > most:
+                raise ProtocolError(f"{who} sent a line of more than {most:,} bytes")
+            if patience_s is not None and time.monotonic() - since > patience_s:
+                raise ConnectionLostError(f"{who} sends keep-alives but no answer")
+    if waiting.startswith(b"data:"):
+        yield _data(waiting)
+
+
+def _data(line: bytes | bytearray) -> str:
+    return line.removeprefix(b"data:").strip().decode("utf-8", "replace")
+
+
+@contextmanager
+def translated(who: str) -> Iterator[None]:
+    """Translate network failures into errors of this program.
+
+    Args:
+        who: Name of the other side.
+    """
+    import httpx
+
+    try:
+        yield
+    except (httpx.TimeoutException, TimeoutError) as error:
+        raise ConnectionLostError(f"{who} does not respond ({type(error).__name__})") from error
+    except httpx.TransportError as error:
+        detail = f": {error}" if str(error) else ""
+        raise ConnectionLostError(f"{who} can't be reached ({type(error).__name__}{detail})") from error
+    except httpx.HTTPError as error:
+        raise ProtocolError(f"the response of {who} can't be read: {error}") from error

@@ -1,7 +1,7 @@
-"""A server elsewhere that speaks OpenAI's protocol, vLLM, SGLang, llama.cpp or another one, as the runtime of the UI.
+"""A remote OpenAI-compatible server (vLLM, SGLang, llama.cpp and others) in place of the UI's own runtime.
 
-It answers chats with the models that it has. What only our own runtime does (load, quantize, tune, measure, inspect) it
-does not.
+It answers chats with its own models. Our own runtime's other functions (quantize, tune, measure, inspect) are
+not available.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 from app.client import CONNECT_S, TURN_S, RuntimeClient
 from app.errors import AccessError, ClientError, ContextLengthError, NotFoundError, RequestRefusedError
-from app.protocol import ChatDelta, ChatOptions, read_items
+from app.protocol import MAX_NAME, ChatDelta, ChatOptions, read_items
+from runtime.system.hosts import is_loopback
 from runtime.wire.answers import Caches, Holding, ModelEntry, Status
 
 if TYPE_CHECKING:
@@ -27,27 +28,35 @@ if TYPE_CHECKING:
     from runtime.wire.requests import LoadRequest, PullRequest, QuantizeRequest, TuneRequest
 
 BACKEND = "remote"
-"""What a status calls a server elsewhere."""
+"""The backend name of a remote server in `Status`."""
+MAX_MODELS = 10_000
+"""Maximum number of a server's models that are listed."""
+MAX_CONTEXT = 2**40
+"""Maximum plausible context of a server in tokens."""
 TOO_LONG = ("context length", "context size")
-"""Words in which servers refuse what does not fit: vLLM and SGLang, and llama.cpp. None of them sends OpenAI's code."""
+"""Phrases with which vLLM, SGLang and llama.cpp refuse too long prompts; none of them sends OpenAI's code."""
 
 
-def endpoint_problem(url: str) -> str | None:
-    """Why an address is none of a server, in words; None if it may be one."""
+def endpoint_problem(url: str, token: str) -> str | None:
+    """Why an address is invalid, or unsafe to send a token to; None if it is fine."""
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
         return f"{url} is not an address: {error}"
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        return f"{url} is not an address: it begins with http:// or https:// and names a host"
+        return f"{url} is not an address; enter http:// or https:// and a host"
     if parts.username or parts.password:
-        return "the address must not hold a password; the token has a setting of its own"
+        return "the address must not contain a password; the token has its own setting"
+    if token and parts.scheme == "http" and not is_loopback(parts.hostname):
+        return (
+            f"the token would be sent to {parts.netloc} unencrypted; use https://, a tunnel from localhost, or no token"
+        )
     return None
 
 
 def host_of(url: str) -> str:
-    """What a server is called: its host, with the port if one is given."""
+    """A server's display name: its host, with the port if one is given."""
     return urlsplit(url).netloc
 
 
@@ -56,15 +65,15 @@ def _base(url: str) -> str:
 
 
 class RemoteClient(RuntimeClient):
-    """A connection to a server elsewhere."""
+    """A client of a remote server."""
 
     def __init__(self, url: str, token: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """Prepare a connection; nothing is sent yet.
+        """Prepare a client without sending anything.
 
         Args:
             url: The server's address, with or without `/v1`.
-            token: Bearer token; empty: none.
-            transport: Takes the place of the network in tests.
+            token: Bearer token; empty for none.
+            transport: Replaces the network in tests.
         """
         import httpx
 
@@ -78,24 +87,30 @@ class RemoteClient(RuntimeClient):
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(TURN_S, connect=CONNECT_S),
             transport=transport,
+            follow_redirects=False,  # the token and the messages are for this server only
+            trust_env=not is_loopback(urlsplit(url).hostname or ""),  # see RuntimeClient
         )
-        self.silence_s = TURN_S  # few servers send a sign of life while they read a long prompt
+        self.silence_s = self.patience_s = TURN_S  # few servers send keep-alives while they process a long prompt
 
     async def _names(self) -> Sequence[str]:
-        """The server's models; remembers how much fits each, where it says so."""
+        """The names of the server's models; stores their context lengths, if reported."""
         try:
             listed = read_items((await self._json("GET", "/v1/models")).get("data"))
         except ClientError as error:
-            raise self._told(error) from error
-        names = [one["id"] for one in listed if isinstance(one.get("id"), str)]
-        lengths = {one.get("id"): one.get("max_model_len") for one in listed}
-        self._contexts = {
-            name: length if isinstance(length := lengths[name], int) and length > 0 else None for name in names
+            raise self._rephrased(error) from error
+        lengths = {
+            one["id"]: one.get("max_model_len")
+            for one in listed[:MAX_MODELS]
+            if isinstance(one.get("id"), str) and 0 < len(one["id"]) <= MAX_NAME
         }
-        return names
+        self._contexts = {
+            name: length if type(length) is int and 0 < length <= MAX_CONTEXT else None
+            for name, length in lengths.items()
+        }
+        return list(self._contexts)
 
     async def status(self) -> Status:
-        """The model that answers: the one that was chosen, else the server's first."""
+        """The status, with the chosen model or else the server's first."""
         names = await self._names()
         if self._model not in names:
             self._model = names[0] if names else None
@@ -106,7 +121,7 @@ class RemoteClient(RuntimeClient):
         )
 
     async def models(self) -> Sequence[ModelEntry]:
-        """The server's models, of which no more than their names is known."""
+        """The server's models; only their names are known."""
         return [
             ModelEntry(
                 name=name,
@@ -124,7 +139,7 @@ class RemoteClient(RuntimeClient):
         ]
 
     async def load(self, request: LoadRequest) -> AsyncGenerator[Progress, None]:
-        """Let one of the server's models answer from now on."""
+        """Use one of the server's models from now on."""
         names = await self._names()
         if request.model not in names:
             has = f"it has {', '.join(names)}" if names else "it has none"
@@ -134,13 +149,13 @@ class RemoteClient(RuntimeClient):
         yield  # type: ignore[unreachable]  # makes a generator
 
     async def tune(self, request: TuneRequest) -> AsyncGenerator[Progress, None]:  # noqa: ARG002  the protocol has it
-        """There is nothing to tune."""
+        """Do nothing; a remote server can't be tuned."""
         return
         yield  # type: ignore[unreachable]
 
     async def device(self) -> DeviceReport:
         """Refused."""
-        raise self._refused("the device")
+        raise self._refused("device reports")
 
     async def quantize(self, request: QuantizeRequest) -> AsyncGenerator[Progress, None]:
         """Refused."""
@@ -149,16 +164,16 @@ class RemoteClient(RuntimeClient):
 
     async def pull(self, request: PullRequest) -> AsyncGenerator[Progress, None]:
         """Refused."""
-        raise self._refused(f"getting {request.name}")
+        raise self._refused(f"downloading {request.name}")
         yield  # type: ignore[unreachable]
 
     async def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
         """Refused."""
-        raise self._refused(f"looking into {request.model}")
+        raise self._refused(f"inspecting {request.model}")
         yield  # type: ignore[unreachable]
 
     async def prospects(self) -> Sequence[Prospect]:
-        """Nothing is fetched there from here."""
+        """No models; a remote server downloads none for us."""
         return ()
 
     async def remove(self, name: str) -> None:
@@ -166,18 +181,18 @@ class RemoteClient(RuntimeClient):
         raise self._refused(f"deleting {name}")
 
     async def caches(self) -> Caches:
-        """Nothing is known of them."""
+        """No caches; nothing is known about them."""
         return Caches(files=0, bytes=0, kinds={})
 
     async def forget(self, chat: str | None = None) -> Holding:
-        """Nothing is kept under a chat's name: it is never sent."""
+        """Do nothing; the server never sees a chat's name."""
         del chat
         return Holding()
 
     async def chat(
         self, messages: Sequence[Mapping[str, str]], options: ChatOptions
     ) -> AsyncGenerator[ChatDelta, None]:
-        """Have a conversation answered. Only what servers understand is sent, and nothing that means nothing."""
+        """Generate an answer. Only options that servers understand and that have an effect are sent."""
         plain = replace(
             options,
             chat=None,
@@ -190,38 +205,38 @@ class RemoteClient(RuntimeClient):
                 async for delta in deltas:
                     yield delta
         except ClientError as error:
-            raise self._told(error) from error
+            raise self._rephrased(error) from error
 
     def _refused(self, what: str) -> ClientError:
-        return ClientError(f"{what} is up to the server at {self._host}")
+        return ClientError(f"the server at {self._host} does not support {what}")
 
-    def _told(self, error: ClientError) -> ClientError:
-        """The same error, in words about the server."""
+    def _rephrased(self, error: ClientError) -> ClientError:
+        """The error, rephrased for a remote server."""
         if isinstance(error, AccessError):
-            return ClientError(f"{self._host} refuses the token: give it the right one (^P, Endpoint)")
+            return ClientError(f"{self._host} rejected the token; set the right one (^P, Endpoint)")
         if isinstance(error, NotFoundError):
-            return ClientError(f"{self._host} does not speak OpenAI's protocol there, or lacks the model: {error}")
+            return ClientError(f"{self._host} is not OpenAI-compatible at this address, or lacks the model: {error}")
         if isinstance(error, RequestRefusedError) and any(words in str(error) for words in TOO_LONG):
             return ContextLengthError(str(error), status=error.status, param=error.param, code=error.code)
         return error
 
 
 class RemoteSupervisor:
-    """Fulfils `app.tui.runtime.SupervisorLike`: connects, starts nothing, ends nothing."""
+    """Implements `app.tui.runtime.SupervisorLike`: connects, but starts and stops nothing."""
 
-    remedy = "ask again once it is there"
+    remedy = "try again when it is back"
 
     def __init__(self, url: str, token: str) -> None:
         self._url, self._token = url, token
         self._client: RemoteClient | None = None
 
     async def ensure(self) -> RemoteClient:
-        """A connection.
+        """A client.
 
         Raises:
-            ClientError: the address is none, or nothing answers there.
+            ClientError: the address is invalid or unsafe for the token, or nothing responds there.
         """
-        if (problem := endpoint_problem(self._url)) is not None:
+        if (problem := endpoint_problem(self._url, self._token)) is not None:
             raise ClientError(problem)
         if self._client is None:
             self._client = RemoteClient(self._url, self._token)
@@ -229,16 +244,16 @@ class RemoteSupervisor:
         return self._client
 
     async def restart(self) -> RemoteClient:
-        """A new connection."""
+        """A new client."""
         await self.close()
         return await self.ensure()
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
 
     def crash_report(self) -> str | None:
-        """Why it does not answer."""
-        return f"the server at {host_of(self._url)} does not answer"
+        """Why it does not respond."""
+        return f"the server at {host_of(self._url)} does not respond"

@@ -1,11 +1,11 @@
-"""The settings: what each means, where it may come from, and how it is checked and kept.
+"""The settings: their meanings, sources, validation and storage.
 
-A value comes from the first of these that has it: a flag of the command line, an environment variable
-`LOWBIT_CHAT_<KEY>`, the settings file (TOML), the default. A value that is not acceptable is one error that names the
-key, where it was found and what is allowed.
+A value comes from the first source that has it: a command-line flag, an environment variable `LOWBIT_CHAT_<KEY>`, the
+settings file (TOML), the default. An invalid value is one error that names the key, where it was found, and what is
+allowed.
 
-Written without a validation library on purpose: importing one costs 0.1 s of the 0.5 s in which the terminal UI has to
-paint, and there is a dozen of flat values to check.
+There is no validation library on purpose: importing one costs 0.1 s of the 0.5 s within which the terminal UI must
+paint, and there are only a few dozen flat values to check.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from app import paths
@@ -28,49 +29,50 @@ from runtime.compensation import (
     LARGEST_BUDGET_PERCENT,
 )
 from runtime.drafting import LARGEST_GAMMA, Drafts, Speculate
-from runtime.kv.kinds import KINDS, KVKind
+from runtime.kv.kinds import DEFAULT_KV, KINDS, KVKind
 
 Value = str | int | float | None
 ENV_PREFIX = "LOWBIT_CHAT_"
 UNSET = "auto"
-"""What a person writes for "the program chooses"; in the file the key is simply absent."""
+"""The text for "the program chooses"; in the file the key is simply absent."""
+_ENDPOINT = ("endpoint", "endpoint_token")
 
 
 DEFAULT_IDLE_MINUTES = 30
-"""Minutes after which a model that nobody uses leaves memory."""
+"""Minutes without use after which a model is unloaded."""
 
 
 class SettingsError(Exception):
-    """A setting is unknown or its value not acceptable, or the settings file cannot be read or written.
+    """A setting is unknown or its value invalid, or the settings file can't be read or written.
 
-    The message is one line that says which key, where it was found, and what is allowed.
+    The message is one line with the key, where it was found, and what is allowed.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What values a setting takes."""
+    """The values that a setting allows."""
 
     kind: type
     """`str`, `int` or `float`."""
     meaning: str
-    """For a person, half a sentence."""
+    """The meaning for the user, as half a sentence."""
     choices: tuple[str, ...] = ()
-    """The only acceptable texts; empty: any."""
+    """The only allowed texts; empty for any."""
     low: float = -math.inf
     high: float = math.inf
     above_low: bool = False
     """Whether `low` itself is excluded."""
     optional: bool = False
-    """Whether `auto` (None) is acceptable."""
+    """Whether `auto` (None) is allowed."""
     secret: bool = False
-    """Whether its value is not for lists that others may see."""
+    """Whether listings hide its value."""
     reload: bool = False
-    """Whether a change takes effect only when the model is loaded again."""
+    """Whether a change takes effect only after a reload of the model."""
 
     @property
     def allowed(self) -> str:
-        """The acceptable values, in words."""
+        """The allowed values, in words."""
         if self.choices:
             words = ", ".join(self.choices)
         elif self.kind is str:
@@ -82,10 +84,10 @@ class Rule:
         return f"{words}, or {UNSET}" if self.optional else words
 
     def parse(self, value: object) -> Value:
-        """Turn what a person, a file or a program gave into a value of this kind.
+        """Convert input from a user, a file or a program to a value.
 
         Raises:
-            ValueError: the value is not acceptable.
+            ValueError: the value is invalid.
         """
         if self.optional and (value is None or value == UNSET):
             return None
@@ -109,16 +111,27 @@ def _setting(default: Value, kind: type, meaning: str, **limits: Any) -> Any:
     return dataclasses.field(default=default, metadata={"rule": Rule(kind=kind, meaning=meaning, **limits)})
 
 
+SAMPLING_DEFAULTS: Mapping[str, float] = MappingProxyType(
+    {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "min_p": 0.0, "repetition_penalty": 1.05}
+)
+"""Sampling where neither the settings nor the model's maker name a value."""
+
+
+def _sampling(key: str, kind: type, meaning: str, **limits: Any) -> Any:
+    default = f"auto: as the model's maker recommends, else {SAMPLING_DEFAULTS[key]:g}"
+    return _setting(None, kind, f"{meaning}; {default}", optional=True, **limits)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything a person can set. `None` means that the program chooses."""
+    """All settings. `None` means that the program chooses."""
 
     model: str | None = _setting(None, str, "model to load at start", optional=True)
     kv: KVKind = _setting(  # noqa: RUF009 -- makes a field
-        "fp16", str, "precision of the key-value cache", choices=tuple(KINDS), reload=True
+        DEFAULT_KV, str, "precision of the key-value cache", choices=tuple(KINDS), reload=True
     )
     context: int | None = _setting(
-        None, int, "tokens that fit a chat", low=1, high=10_000_000, optional=True, reload=True
+        None, int, "context length in tokens", low=1, high=10_000_000, optional=True, reload=True
     )
     budget: float | None = _setting(
         None,
@@ -131,7 +144,7 @@ class Settings:
     prompt_budget: float | None = _setting(
         None,
         float,
-        "how much longer the first word may take for a better read prompt, in percent; 0 is off; "
+        "delay of the first token that compensating the prompt may cost, in percent; 0 is off; "
         f"auto: {DEFAULT_PROMPT_BUDGET_PERCENT:g}",
         low=0,
         high=LARGEST_BUDGET_PERCENT,
@@ -148,15 +161,15 @@ class Settings:
     speculate: str = _setting(
         "auto",
         str,
-        "draft tokens and verify several at a time; auto: with a hierarchical cache, where tune-device found that it "
-        "pays; on: always, with that cache",
+        "draft tokens and verify several at a time; auto: drafts copied from the text where they pay, and by the model "
+        "with a hierarchical cache where tune-device found that it pays; on: by the model always, with that cache",
         choices=("auto", "off", "on"),
         reload=True,
     )
     gamma: int | None = _setting(
         None,
         int,
-        "tokens drafted in each round of speculation; auto: what is fastest",
+        "tokens that the model drafts per round of speculation; auto: the fastest number",
         low=1,
         high=LARGEST_GAMMA,
         optional=True,
@@ -177,42 +190,44 @@ class Settings:
     idle_unload: int | None = _setting(
         None,
         int,
-        f"minutes without a request after which the model leaves memory until it is needed again; 0 is never; auto: "
+        f"minutes without a request after which the model is unloaded until needed; 0 is never; auto: "
         f"{DEFAULT_IDLE_MINUTES}; from the next start",
         low=0,
         high=100_000,
         optional=True,
     )
-    temperature: float = _setting(0.7, float, "spread of sampling; 0 is greedy", low=0, high=2)
-    top_p: float = _setting(0.95, float, "share of probability sampled from; 1 is all", low=0, high=1, above_low=True)
-    top_k: int = _setting(40, int, "most tokens sampled from; 0 is all", low=0, high=10_000_000)
-    min_p: float = _setting(0.0, float, "least odds against the best token; 0 is off", low=0, high=1)
-    repetition_penalty: float = _setting(
-        1.05, float, "how much less likely what was said before becomes; 1 is off, more breaks loops", low=1, high=2
+    temperature: float | None = _sampling("temperature", float, "sampling temperature; 0 is greedy", low=0, high=2)
+    top_p: float | None = _sampling(
+        "top_p", float, "cumulative probability sampled from; 1 is all", low=0, high=1, above_low=True
+    )
+    top_k: int | None = _sampling("top_k", int, "number of tokens sampled from; 0 is all", low=0, high=10_000_000)
+    min_p: float | None = _sampling(
+        "min_p", float, "minimum probability relative to the best token; 0 is off", low=0, high=1
+    )
+    repetition_penalty: float | None = _sampling(
+        "repetition_penalty", float, "penalty for repeated tokens; 1 is off, more breaks loops", low=1, high=2
     )
     max_tokens: int | None = _setting(
-        None, int, "longest answer in tokens; auto: what fits", low=1, high=10_000_000, optional=True
+        None, int, "maximum length of an answer in tokens; auto: what fits", low=1, high=10_000_000, optional=True
     )
-    system_prompt: str = _setting("", str, "said to the model before every chat")
+    system_prompt: str = _setting("", str, "instructions to the model before every chat")
     overflow: str = _setting(
         "drop",
         str,
-        "what happens when a chat is longer than the context: its oldest messages are no longer read (drop), are "
+        "what happens when a chat exceeds the context: its oldest messages are dropped, are "
         "summarized, or you are asked each time",
         choices=("drop", "summarize", "ask"),
     )
-    history: str = _setting(
-        "on", str, "whether chats are kept on this machine, to be found again", choices=("on", "off")
-    )
+    history: str = _setting("on", str, "whether chats are saved on this machine", choices=("on", "off"))
     endpoint: str | None = _setting(
         None,
         str,
-        "address of a server that answers in the place of this machine (OpenAI's protocol); auto: this machine",
+        "address of an OpenAI-compatible server to use instead of this machine; auto: this machine",
         optional=True,
     )
-    endpoint_token: str = _setting("", str, "what that server wants to be shown", secret=True)
+    endpoint_token: str = _setting("", str, "token for that server", secret=True)
     sidebar: str = _setting(
-        "on", str, "whether other chats stand beside the one in sight, where there is room", choices=("on", "off")
+        "on", str, "whether the list of chats is shown next to the chat, if there is room", choices=("on", "off")
     )
     keys: str = _setting("", str, "other keys for actions: chat.new=f9, app.help=ctrl+x; F1 lists the actions")
     theme: str = _setting("dark", str, "colours of the terminal UI", choices=("dark", "light", "contrast", "terminal"))
@@ -223,13 +238,23 @@ class Settings:
 
     @property
     def speculation(self) -> Speculate | None:
-        """How tokens are to be drafted whatever was measured; None: see `drafts`."""
+        """The drafts of the model that override any measurement; None if there are none, see `drafts`."""
         return Speculate(gamma=self.gamma) if self.speculate == "on" else None
 
     @property
     def drafts(self) -> Drafts:
-        """How drafts are asked for."""
+        """The request for drafts."""
         return self.speculation or (None if self.speculate == "auto" else False)
+
+    def sampling(self, recommended: Mapping[str, float] | None) -> dict[str, float]:
+        """How answers are sampled: as set, else as recommended, else by `SAMPLING_DEFAULTS`.
+
+        Args:
+            recommended: what the model's maker recommends, by the same keys; None: unknown.
+        """
+        own = {key: getattr(self, key) for key in SAMPLING_DEFAULTS}
+        known = {key: value for key, value in (recommended or {}).items() if key in SAMPLING_DEFAULTS}
+        return {**SAMPLING_DEFAULTS, **known, **{key: value for key, value in own.items() if value is not None}}
 
     def get(self, key: str) -> Value:
         """The value of a key.
@@ -245,13 +270,13 @@ class Settings:
         """A copy with some values replaced.
 
         Raises:
-            SettingsError: a key is unknown or a value not acceptable.
+            SettingsError: a key is unknown or a value invalid.
         """
         return dataclasses.replace(self, **{key: check(key, value) for key, value in changes.items()})  # type: ignore[arg-type]
 
 
 RULES: Mapping[str, Rule] = {field.name: field.metadata["rule"] for field in dataclasses.fields(Settings)}
-"""The rule of every setting, by key, in the order in which they are shown."""
+"""The rule of every setting, by key, in display order."""
 
 
 def rule_of(key: str, where: str = "") -> Rule:
@@ -259,7 +284,7 @@ def rule_of(key: str, where: str = "") -> Rule:
 
     Args:
         key: a setting's name.
-        where: the place in which the key was found, for the message.
+        where: where the key was found, for the message.
 
     Raises:
         SettingsError: there is no such setting.
@@ -267,7 +292,7 @@ def rule_of(key: str, where: str = "") -> Rule:
     if key in RULES:
         return RULES[key]
     near = difflib.get_close_matches(key, RULES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(RULES)}"
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(RULES)}"
     raise SettingsError(f"unknown setting {key!r}{f' in {where}' if where else ''}: {hint}")
 
 
@@ -276,16 +301,25 @@ def _checked(key: str, rule: Rule, value: object, where: str) -> Value:
         return rule.parse(value)
     except (ValueError, OverflowError):
         shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "…"
-        raise SettingsError(f"{key} = {shown} (from {where}) is not acceptable; allowed: {rule.allowed}") from None
+        raise SettingsError(f"{key} = {shown} (from {where}) is invalid; allowed: {rule.allowed}") from None
 
 
 def check(key: str, value: object, where: str = "what was given") -> Value:
     """Parse and check one value.
 
     Raises:
-        SettingsError: the key is unknown or the value not acceptable.
+        SettingsError: the key is unknown or the value invalid.
     """
     return _checked(key, rule_of(key), value, where)
+
+
+def _check_endpoint(values: Mapping[str, Value]) -> None:
+    """Raise SettingsError if the address is invalid or unsafe for the token."""
+    from app.remote import endpoint_problem
+
+    url, token = (values.get(key) for key in _ENDPOINT)
+    if url and (problem := endpoint_problem(str(url), str(token or ""))) is not None:
+        raise SettingsError(f"endpoint: {problem}")
 
 
 def _read(file: Path) -> dict[str, object]:
@@ -302,14 +336,14 @@ def _read(file: Path) -> dict[str, object]:
 
 
 def load(flags: Mapping[str, object] | None = None, *, file: Path | None = None) -> Settings:
-    """Gather the settings: flags, then environment, then the file, then the defaults.
+    """Load the settings from flags, environment, file and defaults, in this order of precedence.
 
     Args:
-        flags: values of the command line; a None is a flag that was not given.
+        flags: values from the command line; None for a flag that was not given.
         file: the settings file; by default `paths.settings_file()`.
 
     Raises:
-        SettingsError: one line about the first value that is not acceptable.
+        SettingsError: one line about the first invalid value.
     """
     file = file or paths.settings_file()
     values: dict[str, Any] = {}
@@ -327,20 +361,23 @@ def load(flags: Mapping[str, object] | None = None, *, file: Path | None = None)
 
 
 def save(changes: Mapping[str, object], *, file: Path | None = None) -> None:
-    """Write some settings into the file, all or nothing; the rest of the file stays, comments included.
+    """Write settings to the file atomically. The rest of the file stays, including comments.
 
     Args:
-        changes: new values by key; None (or `auto`) takes an optional key out of the file.
+        changes: new values by key; None (or `auto`) removes an optional key from the file.
         file: the settings file; by default `paths.settings_file()`.
 
     Raises:
-        SettingsError: a key is unknown, a value not acceptable, or the file cannot be read or written.
+        SettingsError: a key is unknown, a value is invalid, or the file can't be read or written.
     """
     import tomlkit
 
     file = file or paths.settings_file()
     checked = {key: check(key, value) for key, value in changes.items()}
-    _read(file)
+    before = _read(file)
+    if not checked.keys().isdisjoint(_ENDPOINT):
+        kept = {key: check(key, before[key], str(file)) for key in _ENDPOINT if key in before}
+        _check_endpoint({**kept, **checked})
     try:
         document = tomlkit.parse(file.read_text(encoding="utf-8")) if file.exists() else tomlkit.document()
         for key, value in checked.items():
@@ -348,6 +385,6 @@ def save(changes: Mapping[str, object], *, file: Path | None = None) -> None:
                 document.pop(key, None)
             else:
                 document[key] = value
-        paths.write_whole(file.resolve(), tomlkit.dumps(document))  # a link stays a link
+        paths.write_atomically(file.resolve(), tomlkit.dumps(document))  # a symlink stays a symlink
     except OSError as error:
         raise SettingsError(f"cannot write the settings file {file}: {error}") from error

@@ -1,4 +1,4 @@
-"""`Supervisor`: finds the runtime process or starts it, starts it again after a crash, and ends what it started."""
+"""`Supervisor`: finds or starts the runtime process, restarts it after a crash, and stops what it started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import importlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,27 +15,30 @@ from pathlib import Path
 
 from app.client import RuntimeClient
 from app.errors import ClientError, StartError
-from app.paths import cache_dir, chats_dir, private_folder
-from runtime.lock import LockRecord, is_alive, lock_path, program_version, read_lock, remove_lock
+from app.paths import cache_dir, chats_dir
+from models.files import private_folder
+from runtime import program_version
+from runtime.server.lock import LockRecord, is_alive, lock_path, read_lock, remove_lock
+from runtime.system.child import child_command
 
 START_TIMEOUT_S = 60.0
-"""Longest wait for a new process to answer."""
+"""Maximum wait for a new process to respond, in seconds."""
 ANSWER_TIMEOUT_S = 10.0
-"""A runtime that does not tell its status in this time is not one to attach to."""
+"""A runtime that does not report its status within this time is not attached to."""
 END_TIMEOUT_S = 15.0
-"""Longest wait for a process that was asked to end; the process itself gives up sooner."""
+"""Maximum wait in seconds for a process that was asked to end; the process itself gives up sooner."""
 TAIL_LINES = 12
-"""Lines of the log that an error shows."""
+"""Number of log lines shown in an error."""
 LOG_NAME = "runtime.log"
 OLD_LOG_NAME = "runtime.old.log"
-"""The log of the runtime before."""
+"""The log file of the previous runtime."""
 _POLL_S = 0.02
 
 
 class Supervisor:
-    """One per UI. Several of them, in any processes, share one runtime of a home folder."""
+    """One per UI. Several supervisors, even in different processes, share one runtime per home folder."""
 
-    remedy = "it is started again"
+    remedy = "restarting it"
 
     def __init__(
         self,
@@ -47,16 +49,16 @@ class Supervisor:
         idle_minutes: float | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """Prepare; nothing is started yet.
+        """Prepare without starting anything.
 
         Args:
             home: The program's folder (`app.paths.home`).
-            command: Starts a runtime; this program's own by default. `--home`, `--parent-pid`, `--model`
-                and `--idle-unload` are added.
-            model: A model that a newly started runtime loads.
-            idle_minutes: Time without a request after which a newly started runtime unloads its model, until the next
-                one; None or 0: never.
-            start_timeout_s: Longest wait for a new process to answer.
+            command: Command that starts a runtime; this program's own by default. `--home`, `--parent-pid`, `--model`
+                and `--idle-unload` are appended.
+            model: Model that a newly started runtime loads.
+            idle_minutes: Minutes without a request after which a newly started runtime unloads its model until the
+                next request; None or 0 for never.
+            start_timeout_s: Maximum wait for a new process to respond, in seconds.
         """
         self.home = home
         self._command = None if command is None else tuple(command)
@@ -67,20 +69,20 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
         self._record: LockRecord | None = None
         self._client: RuntimeClient | None = None
-        self._noted = 0  # the process whose end is in the log
+        self._noted = 0  # the process whose end is already logged
 
     @property
     def log_file(self) -> Path:
-        """What the runtime process printed since it was started, warnings and crashes included."""
+        """The log file with the runtime process's output, including warnings and crashes."""
         return self.home / LOG_NAME
 
     @property
     def attached(self) -> bool:
-        """Whether the runtime that is used was started by somebody else."""
+        """Whether the runtime in use was started by another process."""
         return self._client is not None and self._child is None
 
     async def ensure(self) -> RuntimeClient:
-        """A client of a runtime that answers: the one used so far, a running one, or a new one.
+        """A client of a responding runtime: the current one, a running one, or a new one.
 
         Raises:
             StartError: a runtime could not be started.
@@ -91,8 +93,8 @@ class Supervisor:
                 and self._record is not None
                 and await asyncio.to_thread(is_alive, self._record)
             ):
-                return self._client  # it may be too busy to answer at once; who finds it hanging calls restart
-            await self._let_go()
+                return self._client  # it may be too busy to respond at once; callers that find it hanging call restart
+            await self._disconnect()
             return await self._connect()
 
     async def restart(self) -> RuntimeClient:
@@ -102,13 +104,13 @@ class Supervisor:
             StartError: a runtime could not be started.
         """
         async with self._lock:
-            await self._let_go()
+            await self._disconnect()
             return await self._connect()
 
     async def close(self) -> None:
-        """End the runtime if this supervisor started it, and let go of it. Safe to call twice."""
+        """Stop the runtime if this supervisor started it, and disconnect. Safe to call twice."""
         async with self._lock:
-            await self._let_go()
+            await self._disconnect()
 
     def crash_report(self) -> str | None:
         """How the process that this supervisor started ended, with the last lines of its log; None while it runs."""
@@ -127,7 +129,7 @@ class Supervisor:
                     return self._use(found)
                 return self._use(await self._start(found))
         except OSError as error:
-            raise StartError(f"the runtime cannot be started in {self.home}: {error.strerror or error}") from error
+            raise StartError(f"the runtime can't be started in {self.home}: {error.strerror or error}") from error
 
     def _use(self, record: LockRecord) -> RuntimeClient:
         self._record = record
@@ -135,12 +137,12 @@ class Supervisor:
         return self._client
 
     def _running(self) -> LockRecord | None:
-        """The runtime that the lock file names, if it is alive and of this version."""
+        """The runtime named in the lock file, if it is alive and has this version."""
         record = read_lock(lock_path(self.home))
         return record if record is not None and record.version == program_version() and is_alive(record) else None
 
     async def _usable(self, record: LockRecord) -> bool:
-        """Whether the runtime of a record answers, and is the one that the record names."""
+        """Whether the runtime of a record responds and is the recorded one."""
         client = RuntimeClient(record.base_url, record.token)
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -153,7 +155,7 @@ class Supervisor:
 
     @asynccontextmanager
     async def _starting(self) -> AsyncIterator[None]:
-        """The right to start a runtime in this home; the system takes it back from a process that dies."""
+        """Hold the right to start a runtime in this home; the system releases it when the process dies."""
         from filelock import FileLock, Timeout
 
         lock = FileLock(self.home / "runtime.lock", timeout=0, thread_local=False)
@@ -165,7 +167,7 @@ class Supervisor:
             except Timeout:
                 if time.monotonic() > deadline:
                     raise StartError(
-                        "another program has been starting the runtime for a long time: end it, and try again"
+                        "another program has been starting the runtime for a long time; stop that program and try again"
                     ) from None
                 await asyncio.sleep(_POLL_S)
         try:
@@ -174,7 +176,7 @@ class Supervisor:
             lock.release()
 
     async def _start(self, unusable: LockRecord | None) -> LockRecord:
-        """Start a process and wait until it answers."""
+        """Start a process and wait until it responds."""
         await asyncio.to_thread(self._spawn)
         deadline = time.monotonic() + self._start_timeout_s
         try:
@@ -185,22 +187,22 @@ class Supervisor:
                 if record is not None and record != unusable and await self._usable(record):
                     return record
                 await asyncio.sleep(_POLL_S)
-            raise StartError(f"the runtime did not answer within {self._start_timeout_s:g} s{self._tail()}")
+            raise StartError(f"the runtime did not respond within {self._start_timeout_s:g} s{self._tail()}")
         except BaseException:
             await self._end_child()
             raise
 
     def _note_killed(self, code: int) -> None:
-        """Write into the log how the process ended: one that was killed could not say so itself. Done once."""
+        """Log how the process ended, once; a killed process can't do so itself."""
         if self._child is None or self._child.pid == self._noted:
             return
         self._noted = self._child.pid
-        why = "; out of memory, perhaps: the system's own log tells" if code == -signal.SIGKILL else ""
+        why = "; possibly out of memory, see the system log" if code == -signal.SIGKILL else ""
         with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} the process {self._child.pid} {_ending(code)}{why}\n")
 
     def _spawn(self) -> None:
-        """Start the process; what it prints goes to the log file, which begins anew. The one before is kept beside."""
+        """Start the process with its output in a new log file; the previous log is kept next to it."""
         with contextlib.suppress(OSError):
             self.log_file.replace(self.log_file.with_name(OLD_LOG_NAME))
         log = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
@@ -216,20 +218,20 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 env={"LOWBIT_CHAT_KERNEL_CACHE": str(cache_dir() / "kernels"), **os.environ},
-                start_new_session=True,  # Ctrl-C at the terminal is for the UI, which ends the runtime in order
+                start_new_session=True,  # Ctrl-C at the terminal goes to the UI, which stops the runtime cleanly
             )
         finally:
             os.close(log)
 
-    async def _let_go(self) -> None:
-        """Close the client, and end the process if it is ours."""
+    async def _disconnect(self) -> None:
+        """Close the client, and stop the process if it is ours."""
         client, self._client, self._record = self._client, None, None
         if client is not None:
             await client.aclose()
         await self._end_child()
 
     async def _end_child(self) -> None:
-        """End the process that this supervisor started, and what a killed one left behind."""
+        """Stop the process that this supervisor started, and clean up after a killed one."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -256,13 +258,11 @@ class Supervisor:
 
 
 def own_command() -> list[str]:
-    """What starts this program's runtime."""
+    """The command that starts this program's runtime."""
     import assets
 
-    return [
-        sys.executable,
-        "-m",
-        "runtime.process",
+    return child_command(
+        "runtime.server.process",
         "--bundled",
         f"demo={assets.demo_path()}",
         "--calibration",
@@ -271,7 +271,7 @@ def own_command() -> list[str]:
         str(assets.evaluation_file()),
         "--chats",
         str(chats_dir()),
-    ]
+    )
 
 
 def _ending(code: int) -> str:

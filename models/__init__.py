@@ -1,4 +1,4 @@
-"""What a model is: families, the full-precision decoder, quantizers, canonical packing and the checkpoint store.
+"""Models: families, the full-precision decoder, quantizers, canonical packing and the checkpoint store.
 
 Nothing here knows kernels or devices; `runtime` runs what this package describes.
 """

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Operations(Protocol[T]):
-    """What a backend provides so that `forward` can run on it. `T` stands for a [M, width] matrix of activations."""
+    """The operations of a backend, on which `forward` runs. `T` stands for a [M, width] matrix of activations."""
 
     def embed(self) -> T:
         """Rows of the embedding table for the step's tokens. Returns [M, C]."""
@@ -85,7 +85,7 @@ def forward(ops: Operations[T], spec: ModelSpec) -> T:
 
 
 def body(ops: Operations[T], spec: ModelSpec) -> T:
-    """From the step's tokens to what the last block leaves. [M, C]."""
+    """All blocks, from the step's tokens to the last block's output [M, C]."""
     x = ops.embed()
     for layer in range(spec.num_layers):
         x = block(ops, spec, layer, x)

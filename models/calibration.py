@@ -1,4 +1,4 @@
-"""Statistics of a linear layer's input over calibration tokens: what quantizers and salient-channel selection need.
+"""Statistics of a linear layer's input over calibration tokens, for quantizers and the choice of salient channels.
 
 Source: QDEC §4.3 (Fig. 9) for the rank maxima, §3.3 and Fig. 16 for the mean square; Frantar et al. 2023 (OPTQ) for the
 Hessian.
@@ -16,11 +16,11 @@ from models.salience import FloatArray, levels, without_each
 from models.threads import each
 
 _CHUNK = 1 << 19
-"""Activations handled at a time by a thread."""
+"""Activations processed at a time per thread."""
 _HESSIAN_ROWS = 2048
 """Rows of second moments computed at a time."""
 _RESTORED_FLOOR = np.float32(0.1)
-"""Added to what is restored of every channel, in units of the mean: other texts restore other channels."""
+"""Added to every channel's restored share, in units of the mean, because other texts restore other channels."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class InputStatistics:
     expected_k_chunk: int = 0
     """Salient channels per 1024 that compensation is expected to restore."""
     shares: tuple[float, ...] | None = None
-    """What each of the levels counts in the Hessian; found from the first tokens."""
+    """The weight of each level in the Hessian; found from the first tokens."""
     tokens: int = 0
     """Tokens seen."""
 
@@ -61,13 +61,13 @@ class InputStatistics:
         )
 
     def add(self, x: FloatArray, name: str, counts: FloatArray | None = None) -> None:
-        """Take in activations.
+        """Add activations.
 
         Args:
             x: float32 [..., K].
             name: The linear layer, for the error.
-            counts: float32 [...], not negative: what a squared error at each token counts, for the Hessian and for what
-                is restored; None: the same for all.
+            counts: float32 [...], not negative: the weight of a squared error at each token, for the Hessian and for
+                restored channels; None for equal weights.
 
         Raises:
             QuantizationError: an activation is NaN or infinite.
@@ -90,21 +90,21 @@ class InputStatistics:
 
         pieces: list[list[FloatArray]] = []
         for part, (maximum, squares, left) in zip(parts, each(look, parts), strict=True):
-            if not np.isfinite(maximum[0]):  # NaN sorts behind everything
+            if not np.isfinite(maximum[0]):  # NaN sorts last
                 raise QuantizationError(
                     f"the full-precision model computes NaN or infinity before {name}; the checkpoint is damaged, "
-                    "or its numbers leave the range of its format"
+                    "or its values exceed the range of its format"
                 )
             np.maximum(self.rank_maximum, maximum, out=self.rank_maximum)
             self.square_sum += squares
             pieces.append(left)
             self.tokens += part.stop - part.start
         if pieces and pieces[0]:
-            # Level by level, so that hardly more than one is held twice.
+            # One level at a time, so that little more than one is in memory twice.
             self._add_left([np.concatenate([piece.pop(0) for piece in pieces]) for _ in k_chunks])
 
     def _add_left(self, left: list[FloatArray]) -> None:
-        """Take in the activations float32 [t, K] that each level leaves; nothing is left out at the first."""
+        """Add the activations float32 [t, K] that remain at each level; the first level keeps all."""
         energies = [np.einsum("tk,tk->k", level, level).astype(np.float64) for level in left]
         self.restored_sum += energies[0] - energies[-1]
         if self.hessian is None:
@@ -117,7 +117,7 @@ class InputStatistics:
         hessian = torch.from_numpy(self.hessian)
         for level, share in zip(left, self.shares, strict=True):
             x = torch.from_numpy(level)
-            for start in range(0, len(hessian), _HESSIAN_ROWS):  # a product has hardly any memory of its own
+            for start in range(0, len(hessian), _HESSIAN_ROWS):  # limits the memory of a product
                 rows = slice(start, start + _HESSIAN_ROWS)
                 hessian[rows].add_(x[:, rows].T @ x, alpha=share)
 
@@ -126,7 +126,7 @@ class InputStatistics:
         return (self.square_sum / max(1, self.tokens)).astype(np.float32)
 
     def restored(self) -> FloatArray | None:
-        """float32 [K]: what of each channel is expected to be restored, 1 on average; None where nothing is."""
+        """float32 [K]: expected restored share of each channel, 1 on average; None if nothing is restored."""
         mean = self.restored_sum.mean() if len(self.restored_sum) else 0.0
         if not mean > 0:
             return None

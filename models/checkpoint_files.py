@@ -1,13 +1,12 @@
-"""What a checkpoint's files say, whatever their format: configuration, tensors, tokenizer.
+"""The files of a checkpoint in either format: configuration, tensors, tokenizer.
 
-Two formats exist: a folder with a Hugging Face checkpoint (safetensors, in one file or sharded), and a GGUF file. Of a
-folder, config.json and the headers of the shards are read; weights are read only when asked for. Nothing in either is
-ever executed or unpickled.
+The formats are a folder with a Hugging Face checkpoint (safetensors, in one file or sharded) and a GGUF file. For a
+folder, config.json and the headers of the shards are read; weights are read on demand. Nothing is ever executed or
+unpickled.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,14 @@ import torch
 from models.errors import CheckpointError
 from models.families import family_of, spec_from_config
 from models.families.family import Family
+from models.foreign import read_file, read_json
 from models.shard import ShardTensor, read_header
 from models.spec import ModelSpec
 
 SINGLE = "model.safetensors"
 """The weights of a checkpoint in one file."""
 INDEX = "model.safetensors.index.json"
-"""Which shard holds which tensor, for a checkpoint in several files."""
+"""The index that maps tensors to shards, for a checkpoint in several files."""
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
@@ -55,44 +55,44 @@ class StoredTensor(Protocol):
         ...
 
     def check_readable(self) -> None:
-        """See that its format is one that can be read. Raises UnsupportedModelError where it is not."""
+        """Check that its format is supported. Raises UnsupportedModelError if not."""
         ...
 
     def read(self) -> torch.Tensor:
-        """Read it. Raises CheckpointError where the file is gone or shorter than it was."""
+        """Read it. Raises CheckpointError if the file is gone or was truncated."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFiles:
-    """What the files of a checkpoint say."""
+    """The description of a checkpoint by its files."""
 
     path: Path
     """The folder, or the GGUF file."""
     configuration: Mapping[str, bytes]
-    """Content of config.json, and of generation_config.json where there is one."""
+    """Content of config.json, and of generation_config.json if there is one."""
     spec: ModelSpec
     """The architecture as they describe it."""
     family: Family
     """Its family."""
     described_in: str
-    """What errors call what describes it."""
+    """Name of the description in error messages."""
     remedy: str
-    """What to do where tensors and description do not fit."""
+    """Advice for tensors that don't match the description."""
     entries: Mapping[str, StoredTensor]
     """Tensors by their names in Hugging Face's format."""
     weights: tuple[Path, ...]
     """The files that hold them, in the order of their names."""
     own_name: Callable[[str], str] = str
-    """What the files call a tensor that has this name in Hugging Face's format."""
+    """Returns the tensor's name in the files for its name in Hugging Face's format."""
     tokenizer: Callable[[], Mapping[str, bytes]] | None = None
-    """Makes the files of the tokenizer, by name; None where they lie in the folder."""
+    """Makes the tokenizer's files, by name; None if they are in the folder."""
     types: Mapping[str, int] | None = None
-    """Number of weights by the type that they are stored in, most first, where the format has low-bit ones."""
+    """Number of weights by stored type, most first, for formats with low-bit types."""
 
 
 def read_folder(folder: Path) -> CheckpointFiles:
-    """Read what describes the weights of a Hugging Face checkpoint.
+    """Read the description of a Hugging Face checkpoint.
 
     Raises:
         UnsupportedModelError: The architecture, or an option of it, is not one this program runs.
@@ -112,7 +112,7 @@ def read_folder(folder: Path) -> CheckpointFiles:
     entries = _read_entries(folder)
     return CheckpointFiles(
         path=folder,
-        configuration={name: path.read_bytes() for name, path in small.items() if path.exists()},
+        configuration={name: read_file(path) for name, path in small.items() if path.exists()},
         spec=spec,
         family=family_of(config, source=source),
         described_in=CONFIG,
@@ -130,7 +130,7 @@ def gguf_files(folder: Path) -> list[str]:
 def _read_table(path: Path) -> dict[str, Any]:
     """Parse a JSON file that holds an object."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = read_json(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path}: there is no such file. Name a folder with a Hugging Face checkpoint "
@@ -178,7 +178,7 @@ def _read_entries(folder: Path) -> dict[str, ShardTensor]:
 
 
 def _no_weights(folder: Path) -> str:
-    """What to say about a folder without safetensors that can be read."""
+    """The error message for a folder without readable safetensors."""
     present = {path.name for path in folder.iterdir() if path.is_file()}
     stray = sorted(name for name in present if name.endswith(".safetensors"))
     if stray:

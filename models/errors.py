@@ -4,17 +4,25 @@ ModelError
  ├─ UnsupportedModelError     the architecture, or an option of it, is not one this program runs
  ├─ CheckpointError           a checkpoint is incomplete, damaged or in a foreign format
  ├─ QuantizationError         the recipe cannot be applied to this model
- ├─ StoreError                a stored model is missing, damaged, or its name is not acceptable
+ ├─ StoreError                a stored model is missing or damaged, or its name is invalid
  │   └─ ModelNotFoundError    no stored model of that name
- ├─ HubError                  the hub refuses, or what it sent is not what it promised
- │   └─ HubUnreachableError   the hub does not answer: no network, or it is down
- ├─ PackageIndexError         a package index cannot be asked, or what it sent is not what it should be
+ ├─ HubError                  the hub refuses, or sent something unexpected
+ │   └─ HubUnreachableError   the hub does not respond: no network, or it is down
+ ├─ PackageIndexError         a package index can't be reached, or sent something unexpected
  └─ CancelledError            the work was asked to stop
 """
+
+_MAX_LENGTH = 2000
+"""Maximum length of a message in characters, because a damaged file may contain gigabyte-long names and values."""
 
 
 class ModelError(Exception):
     """Base of all errors of this package. The message says what happened, where, and what to do."""
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > _MAX_LENGTH:
+            message = f"{message[: _MAX_LENGTH * 3 // 4]} … {message[-_MAX_LENGTH // 4 :]}"
+        super().__init__(message)
 
 
 class UnsupportedModelError(ModelError):
@@ -30,7 +38,7 @@ class QuantizationError(ModelError):
 
 
 class StoreError(ModelError):
-    """A stored model is missing or damaged, its name is not acceptable, or the disk refused."""
+    """A stored model is missing or damaged, its name is invalid, or a disk operation failed."""
 
 
 class ModelNotFoundError(StoreError):
@@ -38,16 +46,16 @@ class ModelNotFoundError(StoreError):
 
 
 class HubError(ModelError):
-    """The hub refuses, what is asked for is not there, or what it sent is not what it promised."""
+    """The hub refuses, lacks the requested file, or sent something unexpected."""
 
 
 class HubUnreachableError(HubError):
-    """The hub does not answer: there is no network, a proxy is in the way, or the hub is down."""
+    """The hub does not respond: there is no network, a proxy interferes, or the hub is down."""
 
 
 class PackageIndexError(ModelError):
-    """A package index cannot be asked, does not have what is asked for, or sent something else."""
+    """A package index can't be reached, lacks the requested file, or sent something unexpected."""
 
 
 class CancelledError(ModelError):
-    """The work was asked to stop; what is done so far is kept, and the same call continues it."""
+    """The work was asked to stop; its progress is kept, and the same call continues it."""

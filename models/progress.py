@@ -1,4 +1,4 @@
-"""How long work reports where it stands."""
+"""Progress reports and cancellation of long work."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One report of a running piece of work."""
+    """One report of a running job."""
 
     phase: str
-    """What is being done, one word: `check`, `download`, `quantize`, `verify`, ..."""
+    """The current phase, one word: `check`, `download`, `quantize`, `verify`, ..."""
     done: float
-    """How much of the phase is done, in `unit`."""
+    """The finished part of the phase, in `unit`."""
     total: float | None
-    """The whole of the phase, in `unit`; None where it is not known."""
+    """The total of the phase, in `unit`; None if unknown."""
     unit: str
     """`bytes`, `blocks`, ..."""
     message: str
-    """The same for a person: one line."""
+    """A description for the user, in one line."""
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -27,13 +27,13 @@ ProgressCallback = Callable[[Progress], None]
 
 
 Cancelled = Callable[[], bool]
-"""Asked between pieces of work whether to stop; called from the thread that does the work."""
+"""Whether to stop; called between pieces of work, on the thread that does the work."""
 
 
 def ignore_progress(progress: Progress) -> None:
-    """A `ProgressCallback` for callers that do not listen."""
+    """Ignore a report; the default `ProgressCallback`."""
 
 
 def never_cancelled() -> bool:
-    """The `cancelled` argument of callers that never stop the work."""
+    """Never cancel; the default `cancelled` argument."""
     return False

@@ -1,4 +1,4 @@
-"""`Recipe`: everything that decides what a quantized model looks like, apart from the checkpoint and the texts."""
+"""`Recipe`: all settings of a quantization, apart from the checkpoint and the texts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from models.errors import QuantizationError
 Method = Literal["rtn", "gptq", "awq", "awq-gptq", "squeezellm", "qoq"]
 """Base quantizers; `models.quantizers.quantizer` finds the code by the same name."""
 METHODS: tuple[Method, ...] = get_args(Method)
-"""All of them."""
+"""All methods."""
 WEIGHT_ONLY_METHODS = tuple(method for method in METHODS if method != "qoq")
-"""Those whose matrices are multiplied with activations of any precision; `qoq` rounds these by its own rule."""
+"""The methods whose products take activations of any precision; `qoq` rounds activations itself."""
 DEFAULT_METHOD: Method = "gptq"
-"""What a model is quantized by unless another is asked for."""
+"""The default method."""
 DEFAULT_GROUP_SIZE = 64
-"""Input channels that share a scale unless another number is asked for."""
+"""The default number of input channels that share a scale."""
 GOOD_FOR: Mapping[Method, str] = {
     "rtn": "plain rounding, fast",
-    "gptq": "errors made up for, best",
-    "awq": "spares salient channels",
+    "gptq": "compensates rounding errors, best",
+    "awq": "protects salient channels",
     "awq-gptq": "both, slower",
-    "squeezellm": "levels to fit each row, slowest",
-    "qoq": "whole numbers throughout, W4A8",
+    "squeezellm": "a codebook for each row, slowest",
+    "qoq": "integer arithmetic throughout, W4A8",
 }
-"""What each is good for, in a few words."""
+"""A short description of each method."""
 CODEBOOK_METHODS = frozenset({"squeezellm"})
 """The methods whose matrices have a codebook for each output channel instead of scales and zero-points of groups."""
 SMALLEST_BITS, LARGEST_BITS = 3, 4
@@ -34,18 +34,18 @@ SMALLEST_BITS, LARGEST_BITS = 3, 4
 RESIDUAL_BITS = (0, 2, 4, 8, 16)
 """Widths of the residuals; 0 keeps none, 16 keeps them in half precision."""
 LARGEST_K_CHUNK = 512
-"""The most salient channels of 1024 that can be expected to be restored: the quantizer needs others to look at."""
+"""Maximum of `Recipe.expected_k_chunk`; the quantizer needs other channels to work with."""
 HEAD_BITS = (3, 4)
 """Widths of the output head."""
 EXPECTED_K_CHUNK = 64
-"""The most that a model is made for unless the recipe says otherwise: a budget of some percent buys a quarter of it on
-a processor, all of it on the GPUs this is made for."""
+"""Default of `Recipe.expected_k_chunk`: a budget of a few percent allows a quarter of it on a processor, and all of it
+on the supported GPUs."""
 QOQ_GROUP_SIZE = 128
 """`DEFAULT_GROUP_SIZE` of `qoq`."""
 QOQ_STEPS = ("rotate", "reorder", "smooth_attention", "smooth_outputs", "clip")
-"""What `qoq` does to a block before rounding it, in this order; fields of `Recipe`."""
+"""The steps of `qoq` before rounding a block, in order; fields of `Recipe`."""
 QOQ_USUAL = frozenset(QOQ_STEPS) - {"rotate"}
-"""Those that are done unless told not. Rotation costs SmolLM2 a tenth of its perplexity: see docs/decisions.md."""
+"""The default steps. Rotation raises SmolLM2's perplexity by a tenth: see docs/decisions.md."""
 _OF_QOQ = frozenset(QOQ_STEPS) - {"smooth_attention"}
 _LATER = frozenset({"block_bits", *QOQ_STEPS})
 """Keys that a recipe's JSON object leaves out at their defaults."""
@@ -53,7 +53,7 @@ _LATER = frozenset({"block_bits", *QOQ_STEPS})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a checkpoint becomes a low-bit model."""
+    """The settings that turn a checkpoint into a low-bit model."""
 
     method: str = DEFAULT_METHOD
     """Base quantizer: `rtn` (round-to-nearest with clip search), `gptq` (the same with error feedback), `awq`
@@ -76,11 +76,11 @@ class Recipe:
     quantizers that work with second moments minimize the error with none, a quarter and all of these restored (see
     `models.salience`), and residuals are scaled for what is restored. Without residuals it counts as 0."""
     smooth_attention: bool = False
-    """Whether key channels are evened out for a KV cache of few bits, at no cost when the model runs."""
+    """Whether key channels are smoothed for a low-bit KV cache, at no cost when the model runs."""
     rotate: bool = False
     """`qoq`: whether the residual stream is rotated by a Hadamard matrix (`models.quantize.rotated`)."""
     reorder: bool = False
-    """`qoq`: whether channels of the MLP are sorted by their salience, so that alike ones share a group."""
+    """`qoq`: whether channels of the MLP are sorted by their salience, so that similar ones share a group."""
     smooth_outputs: bool = False
     """`qoq`: whether the inputs of `o` and `down` are smoothed (`models.quantize.qoq`)."""
     clip: bool = False
@@ -129,7 +129,9 @@ class Recipe:
     def _check_qoq(self) -> None:
         if self.per_token:
             if self.bits != LARGEST_BITS or self.head_bits != LARGEST_BITS:
-                raise QuantizationError(f"qoq has {LARGEST_BITS} bits, not {_shown(self.bits)} and {self.head_bits}")
+                raise QuantizationError(
+                    f"qoq supports only {LARGEST_BITS} bits, not {_shown(self.bits)} and {self.head_bits}"
+                )
             return
         steps = sorted(name for name in _OF_QOQ if getattr(self, name))
         if steps:
@@ -137,14 +139,14 @@ class Recipe:
 
     @classmethod
     def usual(cls, method: str, **changes: Any) -> Recipe:
-        """The recipe that a method is used with unless something else is asked for.
+        """A method's default recipe.
 
         Args:
             method: One of `METHODS`. `qoq` has `QOQ_USUAL`, groups of its own size and no residuals.
             changes: Fields that differ from it. Without groups channels are not reordered.
 
         Raises:
-            QuantizationError: the recipe is not acceptable.
+            QuantizationError: the recipe is invalid.
         """
         if method != "qoq":
             return cls(method=method, **changes)
@@ -214,7 +216,7 @@ class Recipe:
         known = _DEFAULTS.keys()
         unknown, missing = sorted(map(str, data.keys() - known)), sorted(known - data.keys() - _LATER)
         if unknown:
-            raise QuantizationError(f"unknown recipe keys: {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
+            raise QuantizationError(f"unknown recipe keys: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         if missing:
             raise QuantizationError(f"recipe keys are missing: {', '.join(missing)}")
         if not isinstance(data.get("block_bits", []), list):
@@ -226,7 +228,7 @@ _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Re
 
 
 def _shown(value: object) -> str:
-    """A number as a person writes it; anything else as Python does."""
+    """A number without trailing zeros; anything else as Python shows it."""
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 

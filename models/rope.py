@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from models.spec import RopeSpec
+from models.spec import ModelSpec, RopeSpec
 
 
 def frequencies(rope: RopeSpec, context: int) -> npt.NDArray[np.float64]:
@@ -56,3 +56,8 @@ def _llama3(rope: RopeSpec, plain: npt.NDArray[np.float64]) -> npt.NDArray[np.fl
     blend = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
     rescaled: npt.NDArray[np.float64] = plain * (blend + (1.0 - blend) / rope.factor)
     return rescaled
+
+
+def table_bytes(spec: ModelSpec, context: int) -> int:
+    """Bytes of the rotary tables of so many positions, fp32."""
+    return 4 * context * spec.rope.rotary_dim

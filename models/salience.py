@@ -1,19 +1,19 @@
-"""Which channels error compensation is expected to restore, and what base quantizers minimize therefore.
+"""The channels that error compensation is expected to restore, and the error that base quantizers minimize for them.
 
-Compensation adds the residuals of the salient channels of every token. With x̃_k = x where a channel is not among the k
-salient ones of 1024 and 0 where it is, what is left of a layer's output error is (W - Ŵ) x̃_k. k is not one number: a
-prompt has none compensated (or all), a small budget buys a few channels, a large one many. A base that looks at x alone
-moves errors into channels that are then restored, so that others stand alone; one that looks at x̃_k alone leaves the
-largest channels unprotected, whose errors then meet every prompt and inflate the scales of all residuals of a row. So
-base quantizers minimize the sum over a few k (`levels`) of the error that is left, each in units of what plain rounding
-would leave: |(W - Ŵ) x̃_k|² summed over tokens and divided by |x̃_k|² summed over tokens, for the errors of plain
-rounding have about the same size in every channel.
+Compensation adds the residuals of each token's salient channels. Let x̃_k be x with the k salient channels of every 1024
+set to 0. The remaining output error of a layer is (W - Ŵ) x̃_k. There is no single k: a prompt has no channel
+compensated (or all), a small budget allows a few channels, a large one many. A base quantizer that minimizes the error
+for x alone moves errors into channels that are later restored. One that minimizes it for x̃_k alone leaves the largest
+channels unprotected; their errors then affect every prompt and inflate the scales of all residuals in a row. So base
+quantizers minimize the sum over a few k (`levels`) of the remaining error, each relative to that of plain rounding:
+|(W - Ŵ) x̃_k|² summed over tokens and divided by |x̃_k|² summed over tokens, because the errors of plain rounding have
+about the same size in every channel.
 
-Tokens differ as well, the first of a text most of all: it has activations thousands of times the usual ones in a few
-layers, small ones in others, and receives most of the attention of all tokens (an attention sink), so that its keys and
-values are in every output. It is also rare. So a token counts as often as it is looked at, once by itself and then by
-the attention that it receives. And what a layer adds to the residual stream counts against the stream's size at that
-token, for the next norm divides by it.
+Tokens differ as well, most of all the first one of a text. Its activations are thousands of times larger than usual in
+a few layers and small in others, and it receives most of the attention (an attention sink), so that its keys and values
+affect every output. It is also rare. So a token's weight is 1 plus the attention that it receives. A layer's
+contribution to the residual stream is weighted relative to the stream's size at that token, because the next norm
+divides by it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ CHUNK = 1024
 
 
 def levels(expected: int) -> tuple[int, ...]:
-    """The k_chunk that a model is made for, ascending: none, a quarter of what is expected, and all of it."""
+    """The k_chunk for which a model is optimized, ascending: 0, a quarter of the expected one, and all of it."""
     return tuple(sorted({0, -(-expected // 4), expected}))
 
 
 def without_salient(x: FloatArray, k_chunk: int) -> FloatArray:
-    """Activations without those that compensation would take care of.
+    """Activations with the channels set to 0 that compensation would restore.
 
     Args:
         x: float32 [T, K].
-        k_chunk: Salient channels per 1024: so many of the largest magnitudes of each chunk become 0, a narrower chunk
-            giving its share, rounded up. Equal magnitudes go together.
+        k_chunk: Salient channels per 1024: this many of the largest magnitudes of each chunk become 0, and of a
+            narrower chunk its share, rounded up. Equal magnitudes are treated alike.
 
     Returns:
         float32 [T, K]; `x` itself where k_chunk is 0.

@@ -1,29 +1,30 @@
 """One safetensors file, read tensor by tensor.
 
-Tensors are read into memory of their own instead of being mapped: a mapping counts as used memory page by page, and a
-file that shrinks under it kills the process, where a read gives an error.
+Tensors are read into their own memory instead of being mapped. A mapping counts as used memory page by page, and a file
+that shrinks under it kills the process, whereas a read raises an error.
 """
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from models.errors import CheckpointError, UnsupportedModelError
+from models.foreign import open_file
+from models.tensor_table import read_table
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Formats of a weight that can be read, as a safetensors header calls them."""
+"""Supported formats of weights, by their safetensors names."""
 
 _DOWNLOAD_AGAIN = "Download the model again."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTensor:
-    """Where a tensor is, and what it is."""
+    """A tensor's location and type."""
 
     path: Path
     """The safetensors file."""
@@ -39,7 +40,7 @@ class ShardTensor:
     """Bytes."""
 
     def check_readable(self) -> None:
-        """See that the format is one of DTYPES.
+        """Check that the format is one of DTYPES.
 
         Raises:
             UnsupportedModelError: It is not.
@@ -55,13 +56,13 @@ class ShardTensor:
 
         Raises:
             UnsupportedModelError: The format is not one of DTYPES.
-            CheckpointError: The file is gone, or shorter than it was.
+            CheckpointError: The file is gone or was truncated.
         """
         self.check_readable()
         tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
         rest = tensor.view(-1).view(torch.uint8).numpy().data
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with open_file(self.path) as file:
                 file.seek(self.offset)
                 while rest and (count := file.readinto(rest)):
                     rest = rest[count:]
@@ -73,39 +74,29 @@ class ShardTensor:
 
 
 def read_header(path: Path) -> dict[str, ShardTensor]:
-    """Every tensor of a safetensors file by its name; nothing but the header is read.
+    """Every tensor of a safetensors file by name; only the header is read.
 
     Raises:
         CheckpointError: The file cannot be read, is truncated or damaged, or is something else.
     """
     try:
-        with safe_open(path, framework="numpy"):  # checks the header against the file's size
-            pass
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except (SafetensorError, OSError, ValueError) as error:
+        places = read_table(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(_why_unreadable(path, error)) from error
-    header.pop("__metadata__", None)
     return {
         name: ShardTensor(
-            path=path,
-            name=name,
-            shape=tuple(entry["shape"]),
-            dtype=entry["dtype"],
-            offset=8 + length + entry["data_offsets"][0],
-            size=entry["data_offsets"][1] - entry["data_offsets"][0],
+            path=path, name=name, shape=place.shape, dtype=place.dtype, offset=place.offset, size=place.size
         )
-        for name, entry in header.items()
+        for name, place in places.items()
     }
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    """What to say about a file whose header can't be read."""
+    """The error message for a file whose header can't be read."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             beginning = file.read(64)
-        size = path.stat().st_size
+            size = os.fstat(file.fileno()).st_size
     except OSError as denied:
         return f"{path}: cannot be read ({denied.strerror})."
     if beginning.startswith(b"version https://git-lfs"):

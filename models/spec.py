@@ -1,4 +1,4 @@
-"""`ModelSpec`: everything about an architecture that running it needs, free of any checkpoint's own spelling."""
+"""`ModelSpec`: everything needed to run an architecture, independent of any checkpoint's naming."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RopeSpec:
     rotary_dim: int = 0
     """Leading dimensions of a head that rotate; the rest passes through (Phi's partial rotary factor)."""
     kind: RopeKind = "default"
-    """Which rescaling of the frequencies applies."""
+    """The rescaling of the frequencies."""
     factor: float = 1.0
     """Context extension factor of `linear` and `llama3`."""
     low_freq_factor: float = 1.0

@@ -1,4 +1,4 @@
-"""Work shared out over all cores by one pool of threads; starting threads for every matrix would cost milliseconds."""
+"""A shared thread pool for all cores, since starting threads for every matrix would cost milliseconds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def each(work: Callable[[Part], Found], parts: Sequence[Part]) -> list[Found]:
     """Call `work` with every part, from as many threads as there are cores.
 
     Args:
-        work: Handles a part; numpy, numba and torch let other threads run meanwhile. It must not call `each` itself.
-        parts: Whatever is to be shared out.
+        work: Processes a part; numpy, numba and torch release the GIL. It must not call `each` itself.
+        parts: The parts.
 
     Returns:
-        What `work` returned, in the order of the parts.
+        The results, in the order of the parts.
 
     Raises:
-        Exception: what the first part to fail raised, once all others are done.
+        Exception: the error of the first part that failed, once all others are done.
     """
     if len(parts) <= 1 or _cores() <= 1:
         return [work(part) for part in parts]

@@ -8,3 +8,13 @@ Shape key, used in every comment and docstring of this package:
     C hidden size            N output channels         K input channels
     G groups of a row of K input channels
 """
+
+
+def program_version() -> str:
+    """Version of the installed program; runtime and UI work together only if theirs are equal."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("lowbit-chat")
+    except PackageNotFoundError:
+        return "0+source"

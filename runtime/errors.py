@@ -10,6 +10,8 @@ RuntimeFailure
  └─ Cancelled                 the work was asked to stop
 """
 
+from dataclasses import dataclass
+
 
 class RuntimeFailure(Exception):
     """Base of all errors of this package. The message says what happened, where, and what to do."""
@@ -41,3 +43,22 @@ class SavedCacheError(RuntimeFailure):
 
 class Cancelled(RuntimeFailure):
     """The work was asked to stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Why something is not as it could be."""
+
+    what: str
+    """What is wrong, in one line."""
+    fix: str
+    """What to do about it."""
+    failure: bool = False
+    """Whether something went wrong, rather than being so by choice."""
+
+
+def size(count: int) -> str:
+    """A number of bytes as a person reads it: `1.5 GiB`, `300 MiB`, `12 KiB`."""
+    if count >= (1 << 30):
+        return f"{count / (1 << 30):.1f} GiB"
+    return f"{count / (1 << 20):.0f} MiB" if count >= (1 << 20) else f"{count / 1024:.0f} KiB"

@@ -1,16 +1,19 @@
-"""What imports what: rooms and their floors, arrows that go up, cycles, and the longest parameter lists.
+"""What imports what: rooms and their floors, arrows that go up, cycles, parameter lists, and the way of a prompt.
 
     python -m tests.architecture
 
-Arrows are read from the sources, imports inside functions too; those for type checkers alone are left out. A *room* is
-a folder without folders in it; files that stand beside rooms (`runtime/engine.py`, beside `runtime/kv`) count each for
-itself, for some of them are what the rooms stand on (`runtime/errors.py`) and some stand on the rooms.
+Arrows are read from the sources: imports inside functions and those for type checkers alone count too. A *room* is
+a folder without folders in it; files that stand beside rooms (`runtime/engine/engine.py`, beside `runtime/kv`) count
+each for itself, for some of them are what the rooms stand on (`runtime/errors.py`) and some stand on the rooms.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +26,9 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "assets": frozenset({"assets", "models"}),
 }
 """What each top-level room may import."""
+_DOTTED = re.compile(r"\w+(\.\w+){2,}")
 BACKENDS = "runtime.backends"
+BACKEND_ROOMS = ("reference", "cpu", "triton")
 Graph = Mapping[str, frozenset[str]]
 
 
@@ -38,19 +43,13 @@ def sources() -> dict[str, Path]:
 
 
 def imports(source: str) -> Iterator[str]:
-    """Dotted names that a module imports, at the top or inside a function; of `from a import b`, `a` and `a.b`."""
-    pending: list[ast.AST] = [ast.parse(source)]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            pending.extend(node.orelse)
-            continue
+    """Dotted names that a module imports, wherever it does; of `from a import b`, `a` and `a.b`."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        pending.extend(ast.iter_child_nodes(node))
 
 
 def arrows(modules: Mapping[str, Path]) -> Graph:
@@ -78,6 +77,27 @@ def between_rooms(graph: Graph, modules: Mapping[str, Path]) -> Graph:
         own = room_of(module, modules)
         rooms.setdefault(own, set()).update({room_of(other, modules) for other in imported} - {own})
     return {room: frozenset(others) for room, others in rooms.items()}
+
+
+def runtime_rooms(graph: Graph) -> Graph:
+    """The arrows between the rooms of `runtime`: its folders and its loose modules.
+
+    Each backend is a room of its own; what is left of `runtime.backends` is their contract.
+    """
+    rooms: dict[str, set[str]] = {}
+    for module in filter(_in_runtime, graph):
+        own = _runtime_room(module)
+        rooms.setdefault(own, set()).update({_runtime_room(o) for o in graph[module] if _in_runtime(o)} - {own})
+    return {room: frozenset(others) for room, others in rooms.items()}
+
+
+def _in_runtime(module: str) -> bool:
+    return module.startswith("runtime.")
+
+
+def _runtime_room(module: str) -> str:
+    backend = _backend(module)
+    return f"{BACKENDS}.{backend}" if backend else ".".join(module.split(".")[:2])
 
 
 def cycles(graph: Graph) -> list[list[str]]:
@@ -137,7 +157,7 @@ def upward(graph: Graph) -> list[str]:
 def _backend(module: str) -> str | None:
     """The backend that a module belongs to; None where it belongs to none."""
     parts = module.removeprefix(f"{BACKENDS}.").split(".")
-    return parts[0] if module.startswith(f"{BACKENDS}.") else None
+    return parts[0] if module.startswith(f"{BACKENDS}.") and parts[0] in BACKEND_ROOMS else None
 
 
 def parameters(modules: Mapping[str, Path]) -> list[tuple[int, str]]:
@@ -151,16 +171,124 @@ def parameters(modules: Mapping[str, Path]) -> list[tuple[int, str]]:
     return sorted(found, key=lambda pair: (-pair[0], pair[1]))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """A row of the table in docs/architecture.md that tells how a prompt flows."""
+
+    file: str
+    """Where it is."""
+    entry: str
+    """The function that the prompt enters there, as `name` or `Class.name`."""
+    beside: tuple[str, ...]
+    """Other files that the row names."""
+
+
+def way(page: str) -> list[Stop]:
+    """The stops of a prompt.
+
+    Args:
+        page: docs/architecture.md.
+    """
+    section = page.split("## How a prompt flows")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    return [
+        Stop(file=file.strip("| `"), entry=entry.strip("`"), beside=tuple(paths(rest))) for file, entry, rest in rows
+    ]
+
+
+def paths(text: str) -> list[str]:
+    """The files and folders of the house that a text names in full."""
+    return re.findall(rf"`((?:{'|'.join(HOUSE)}|tests)/[\w/.]+)`", text)
+
+
+def gaps(stops: Sequence[Stop], sources: Mapping[str, str], graph: Graph) -> list[str]:
+    """Where the way of a prompt is broken.
+
+    A stop has to define its entry, and to call, pass on or request the entry of the next. Files that a row names have
+    to import each other, so that they hang together with the row's own.
+
+    Args:
+        stops: The way.
+        sources: Text of every file that it names.
+        graph: What imports what.
+    """
+    trees = {file: ast.parse(source) for file, source in sources.items()}
+    found = [f"{stop.file} has no {stop.entry}" for stop in stops if stop.entry not in _defined(trees[stop.file])]
+    for stop, following in itertools.pairwise(stops):
+        if not _used(trees[stop.file]) & _reached_by(following, trees[following.file]):
+            found.append(f"{stop.file} does not call {following.entry} of {following.file}")
+    for stop in stops:
+        joined, left = {stop.file}, set(stop.beside) - {stop.file}
+        while near := {other for other in left if any(_imports(graph, one, other) for one in joined)}:
+            joined |= near
+            left -= near
+        found += [f"{stop.file} and {other} do not import each other" for other in sorted(left)]
+    return found
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Functions and classes' methods of a module, and its constants, by name."""
+    names = {f"{one.name}.{own.name}" for one in tree.body if isinstance(one, ast.ClassDef) for own in _functions(one)}
+    assigned = {
+        t.id for one in tree.body if isinstance(one, ast.Assign) for t in one.targets if isinstance(t, ast.Name)
+    }
+    return names | {one.name for one in _functions(tree)} | assigned
+
+
+def _functions(inside: ast.Module | ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [one for one in inside.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _used(tree: ast.Module) -> set[str]:
+    """Names that a module calls, passes on or lists, without leading underscores, and the URL paths that it has.
+
+    Something that is found by its dotted name, `room.module.name`, is passed on as a string.
+    """
+    used: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            used |= {_last(one) for one in (node.func, *node.args, *(word.value for word in node.keywords))}
+            told = (one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str))
+            used |= {name.rpartition(".")[2] for name in told if _DOTTED.fullmatch(name)}
+        elif isinstance(node, ast.Dict):
+            used |= set(map(_last, node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("/"):
+            used.add(node.value)
+    return used
+
+
+def _last(node: ast.expr) -> str:
+    """`step` of `self._engine.step`, of `self._step` and of `step`; empty of anything else."""
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name.lstrip("_")
+
+
+def _reached_by(stop: Stop, tree: ast.Module) -> set[str]:
+    """What reaches a stop: the name of its entry, or the URL path under which that is routed."""
+    name = stop.entry.rsplit(".", 1)[-1]
+    routes = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and name in map(_last, node.args)]
+    told = {one.value for route in routes for one in route.args if isinstance(one, ast.Constant)}
+    return {name, *(path for path in told if isinstance(path, str) and path.startswith("/"))}
+
+
+def _imports(graph: Graph, one: str, other: str) -> bool:
+    """Whether one of two files imports the other."""
+    a, b = (file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in (one, other))
+    return b in graph.get(a, ()) or a in graph.get(b, ())
+
+
 def main() -> None:
     """Print what there is."""
     modules = sources()
     graph = arrows(modules)
     rooms = between_rooms(graph, modules)
     heights = floors(rooms)
-    for floor in range(max(heights.values()), 0, -1):
-        print(f"floor {floor:2}  {', '.join(sorted(room for room, height in heights.items() if height == floor))}")
+    for stories in (heights, floors(runtime_rooms(graph))):
+        for floor in range(max(stories.values()), 0, -1):
+            print(f"floor {floor:2}  {', '.join(sorted(room for room, height in stories.items() if height == floor))}")
+        print()
     loops = cycles(graph) + cycles(rooms)
-    print(f"\nmodules {len(modules)}, rooms {len(rooms)}, floors {max(heights.values())}")
+    print(f"modules {len(modules)}, rooms {len(rooms)}, floors {max(heights.values())}")
     print(f"arrows {sum(map(len, graph.values()))}, between rooms {sum(map(len, rooms.values()))}")
     print(f"upward arrows {len(upward(graph))}", *upward(graph), sep="\n  ")
     print(f"cycles {len(loops)}", *(" <-> ".join(loop) for loop in loops), sep="\n  ")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import smollm2
 
@@ -15,6 +16,11 @@ os.environ.setdefault(
     "LOWBIT_CHAT_KERNEL_CACHE", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "kernels")
 )
 
+# How long an example takes says how busy the machine is.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
+
+BENCH = Path(__file__).resolve().parent / "bench"
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -53,7 +59,34 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     return home
 
 
+@pytest.fixture
+def planted(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """The current folder is somebody else's, with modules of our names and of Python's; PYTHONPATH has another install.
+
+    Returns:
+        Tells which of these modules were run: none is to be.
+    """
+    folder, elsewhere = tmp_path_factory.mktemp("planted"), tmp_path_factory.mktemp("elsewhere")
+    marker = folder / "ran.txt"
+    for module in (folder / "runtime" / "__init__.py", folder / "argparse.py", folder / "queue.py"):
+        module.parent.mkdir(exist_ok=True)
+        module.write_text(f"open({str(marker)!r}, 'a').write(__file__ + '\\n')\n")
+    (elsewhere / "runtime").mkdir()
+    (elsewhere / "runtime" / "__init__.py").write_text((folder / "runtime" / "__init__.py").read_text())
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(elsewhere))
+    return lambda: marker.read_text().split() if marker.exists() else []
+
+
+LARGE = ("test_rounds.py", "test_cpu_decoder.py", "test_budget.py", "test_snapshots.py", "test_real_models.py")
+"""Files that take long; they come first, so that workers which share the files out end at about the same time."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that workers which share the files out end at about the same time."""
+    """Mark tests of benchmarks and reports slow: the program does not depend on them. Large files come first."""
+    for item in items:
+        if BENCH in item.path.parents:
+            item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path.name not in LARGE, item.path not in slow))

@@ -43,7 +43,7 @@ def gguf_file() -> Path:
     Raises:
         UnavailableError: it is not in the cache, and can't be fetched.
     """
-    return _kept(GGUF_NAME, lambda folder: _run(["sh", str(TOOLS / "smollm2"), str(folder)]))
+    return kept(GGUF_NAME, lambda folder: _run(["sh", str(TOOLS / "smollm2"), str(folder)]))
 
 
 def hf_folder() -> Path:
@@ -54,11 +54,19 @@ def hf_folder() -> Path:
     """
     source = gguf_file()
     converter = [sys.executable, str(TOOLS / "gguf_to_hf.py"), str(source)]
-    return _kept(HF_NAME, lambda folder: _run([*converter, str(folder / HF_NAME)]))
+    return kept(HF_NAME, lambda folder: _run([*converter, str(folder / HF_NAME)]))
 
 
-def _kept(name: str, make: Callable[[Path], None]) -> Path:
-    """What the cache keeps under a name; made in a folder of its own and moved there whole."""
+def kept(name: str, make: Callable[[Path], None]) -> Path:
+    """The file or folder that the cache keeps under a name.
+
+    Args:
+        name: The name.
+        make: Makes what is not there yet, under that name in the folder that it is given.
+
+    Raises:
+        UnavailableError: it is not in the cache, and can't be made.
+    """
     folder = cache_folder()
     found = folder / name
     if found.exists():

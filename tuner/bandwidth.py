@@ -1,17 +1,15 @@
-"""How fast this machine's processor reads its memory: the physical limit of decoding, measured.
+"""Measured read bandwidth of main memory: the physical limit of decoding on the processor.
 
 Decoding one token reads every weight once, so tokens per second can't exceed this bandwidth divided by the bytes of the
-weights. The number has to be one that a good program can reach and none can pass: all physical cores read at once, each
-from four places with vector registers as accumulators, from a buffer that no cache holds. The second fastest pass
-counts: the fastest one now and then profits from what a cache kept of the pass before.
+weights. The measurement must be a limit that a good program can reach and none can exceed: all physical cores read at
+once, each from four places with vector registers as accumulators, from a buffer larger than any cache. The second
+fastest pass counts, because the fastest one sometimes profits from data cached by the previous pass.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import platform
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.detect import boot_id, detect_cpu, detect_memory
+from tuner.files import replacing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +41,7 @@ class ReadBandwidth:
     buffer_bytes: int
     """Bytes read in one pass."""
     boot: str
-    """Identifies the boot of the machine in which it was measured; empty where the system names none."""
+    """Id of the boot during which it was measured; empty if the system has none."""
 
     def __post_init__(self) -> None:
         if not self.gb_s > 0 or self.threads < 1 or self.buffer_bytes < 1:
@@ -55,7 +54,7 @@ def measure(threads: int, buffer_bytes: int, *, seconds: float = 0.25) -> ReadBa
     Args:
         threads: Threads to read with.
         buffer_bytes: Bytes of the buffer; several times the largest cache.
-        seconds: How long to repeat passes; at least three are made.
+        seconds: Time for repeated passes; there are at least three.
 
     Raises:
         ValueError: fewer than one thread, or a buffer too small to share among them.
@@ -69,7 +68,7 @@ def measure(threads: int, buffer_bytes: int, *, seconds: float = 0.25) -> ReadBa
     words = buffer_bytes // 8 // threads // 4 * 4
     buffer = np.empty(words * threads, np.int64)
     parts = [buffer[i * words : (i + 1) * words] for i in range(threads)]
-    buffer[:: 4096 // 8] = 1  # a page that was never written has no memory behind it to read
+    buffer[:: 4096 // 8] = 1  # a page that was never written has no physical memory to read
     kernel(parts[0][:64])
     passes: list[float] = []
     end = time.perf_counter() + seconds
@@ -79,14 +78,14 @@ def measure(threads: int, buffer_bytes: int, *, seconds: float = 0.25) -> ReadBa
 
 
 def read_bandwidth(folder: Path | None, *, fresh: bool = False) -> ReadBandwidth:
-    """The bandwidth of this machine: measured once a boot and remembered in `folder`.
+    """The bandwidth of this machine, measured once per boot and stored in `folder`.
 
-    Something else that runs during a measurement only makes the number smaller, so of two measurements in one boot the
-    larger is nearer to the limit and is the one that stays.
+    Other programs that run during a measurement only make it smaller, so of two measurements in one boot the larger one
+    is closer to the limit and is kept.
 
     Args:
-        folder: Where to remember it; None remembers nothing.
-        fresh: Measure even if a measurement of this boot is remembered.
+        folder: Where to store it; None stores nothing.
+        fresh: Whether to measure again if this boot's measurement is stored.
     """
     remembered = _load(folder)
     if remembered is not None and not fresh:
@@ -123,7 +122,7 @@ def _one_pass(kernel: Callable[[Any], Any], parts: list[npt.NDArray[np.int64]]) 
 
 @cache
 def _kernel() -> Callable[[Any], Any]:
-    """Sum of an int64 array whose length is a multiple of 4, read at four places side by side."""
+    """A function that sums an int64 array whose length is a multiple of 4, reading at four places at once."""
     import numba
     import numpy as np
 
@@ -142,7 +141,7 @@ def _kernel() -> Callable[[Any], Any]:
 
 
 def _machine() -> dict[str, Any]:
-    """What a remembered measurement must agree with to be used."""
+    """The properties of the machine that a stored measurement must match."""
     return {"boot": boot_id(), "processor": detect_cpu().name, "node": platform.node()}
 
 
@@ -157,19 +156,17 @@ def _load(folder: Path | None) -> ReadBandwidth | None:
             return None
         return ReadBandwidth(**data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # nothing remembered, or not by this version: it is measured again
+        return None  # nothing stored by this version: measure again
 
 
 def _save(folder: Path | None, found: ReadBandwidth) -> None:
-    """Remember a measurement. A folder that can't be written costs a measurement next time and nothing else."""
+    """Store a measurement. If the folder can't be written, the next start measures again."""
     if folder is None:
         return
     text = json.dumps({**asdict(found), "machine": _machine()}, indent=1, sort_keys=True)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{_FILE}-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).replace(folder / _FILE)
+        with replacing(folder / _FILE) as file:
+            file.write(text.encode())
     except OSError:
         return

@@ -1,4 +1,4 @@
-"""Which thread block counts and which `k_chunk` the compensation kernel can use.
+"""Candidate values of `n_tb` and `k_chunk`: those that the compensation kernel can use.
 
 Source: QDEC A.1, A.2.
 """
@@ -22,21 +22,21 @@ _SELECTED_BYTES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPlan:
-    """How a block fits the fetch into its shared memory."""
+    """The way a block fits the fetch into its shared memory."""
 
     fallback: bool
-    """Whether the selected channels stay in global memory, because they do not fit beside the rest."""
+    """Whether the selected channels stay in global memory because they don't fit in shared memory."""
     passes: int
-    """How often the block walks over the channels, each time for a part of the outputs."""
+    """Number of passes over the channels, each for a part of the outputs."""
 
 
 def chunks(k: int) -> int:
-    """Local selections of K input channels."""
+    """Number of local selections over K input channels."""
     return -(-k // CHUNK)
 
 
 def segments(n: int) -> int:
-    """128-byte requests that one residual row of N outputs takes."""
+    """Number of 128-byte requests for one residual row of N outputs."""
     return -(-n // SEGMENT)
 
 
@@ -80,7 +80,7 @@ def k_chunk_limit(n: int, k: int, n_tb: int, shared_bytes: int) -> int:
 
 
 def fetch_plan(n: int, k: int, n_tb: int, k_chunk: int, shared_bytes: int) -> FetchPlan | None:
-    """How the fetch of `k_chunk` channels a chunk fits; None if not even one segment does.
+    """The plan to fetch `k_chunk` channels per chunk; None if not even one segment fits.
 
     Raises:
         ShapeError: a size below 1, or no block.

@@ -1,4 +1,4 @@
-"""The limits that a container or a service manager puts on this process (Linux control groups, both versions)."""
+"""Limits of Linux control groups on this process (both versions), as containers and service managers set them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ class GroupMemory:
     """The tightest memory limit above this process."""
 
     limit_bytes: int
-    """What the group may use together."""
+    """The limit of the whole group."""
     used_bytes: int
-    """What it uses and could not give back: cached file pages are not counted."""
+    """Memory in use that can't be reclaimed; cached file pages don't count."""
 
 
 def memory_limit(root: Path) -> GroupMemory | None:
-    """The memory limit that leaves least room; None where there is none."""
+    """The memory limit that leaves the least room; None if there is none."""
     found = [limit for folder in _folders(root, "memory") if (limit := _memory_of(folder)) is not None]
     return min(found, key=lambda group: group.limit_bytes - group.used_bytes, default=None)
 
 
 def processor_limit(root: Path) -> float | None:
-    """The processors' worth of time that the groups allow; None where there is no limit."""
+    """CPU time that the groups allow, in processors; None if there is no limit."""
     found = [quota for folder in _folders(root, "cpu") if (quota := _quota_of(folder)) is not None]
     return min(found, default=None)
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's group and of all groups around it, for version 2 and for version 1."""
+    """The folders of this process's group and of all its parents, for version 2 and version 1."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -75,7 +75,7 @@ def _quota_of(folder: Path) -> float | None:
 
 
 def _number(file: Path) -> int | None:
-    """A file with one number; None for `max`, for a missing file and for anything else."""
+    """The number in a file; None for `max`, a missing file, and anything else."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):

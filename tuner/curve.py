@@ -16,8 +16,8 @@ from tuner.shapes import LayerShape
 from tuner.timer import Timer
 
 _SAMPLES = 3
-_LEAST = 16
-"""A curve reaches at least this far, and twice as far as the configuration's `k_chunk`."""
+_MIN_REACH = 16
+"""Minimum right end of a curve; it also reaches twice the configuration's `k_chunk`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,9 @@ class Curve:
     kind: str
     """Layer type."""
     n_tb: int
-    """Thread blocks; 0 where they mean nothing."""
+    """Thread blocks; 0 if the device has none."""
     points: tuple[tuple[int, float], ...]
-    """(`k_chunk`, time over the time without compensation), by ascending `k_chunk`; begins with (0, 1)."""
+    """(`k_chunk`, time relative to no compensation), `k_chunk` ascending, starting with (0, 1)."""
 
 
 def knee_curve(kind: str, timer: Timer, n_tb: int, k_chunks: Sequence[int], *, cancelled: Cancel = never) -> Curve:
@@ -39,12 +39,12 @@ def knee_curve(kind: str, timer: Timer, n_tb: int, k_chunks: Sequence[int], *, c
         kind: Layer type.
         timer: Times its product.
         n_tb: Thread blocks.
-        k_chunks: Where to time it; 0 is left out, for it is the point that all are divided by.
-        cancelled: Asked before every measurement.
+        k_chunks: The values to time, without 0, which is the reference.
+        cancelled: Called before every measurement.
 
     Raises:
         TimerError: a product could not be timed.
-        Cancelled: `cancelled` said so.
+        Cancelled: `cancelled` returned True.
     """
     base = _median(timer, kind, 0, 0, cancelled)
     points = [(k, _median(timer, kind, n_tb, k, cancelled) / base) for k in sorted({*k_chunks} - {0})]
@@ -66,22 +66,22 @@ def knee_curves(
     Args:
         layers: Layer types.
         timer: Times their products.
-        configuration: Gives each type's `n_tb`, and how far the curve goes.
+        configuration: Determines each type's `n_tb` and the curve's right end.
         limit: Shared memory of a block in bytes; None does not bound `k_chunk` below 1024.
         others: Whether to time other block counts up to the configuration's bound as well (powers of two).
-        progress: Told before every curve.
-        cancelled: Asked before every measurement.
+        progress: Called before every curve.
+        cancelled: Called before every measurement.
 
     Raises:
         TimerError: a product could not be timed.
-        Cancelled: `cancelled` said so.
+        Cancelled: `cancelled` returned True.
     """
     wanted = [(layer, n_tb) for layer in layers for n_tb in _block_counts(layer, configuration, others)]
     curves = []
     for done, (layer, n_tb) in enumerate(wanted):
         progress(Report(done=done, total=len(wanted), message=f"curve of {layer.kind}"))
         largest = CHUNK if limit is None else k_chunk_limit(layer.n, layer.k, max(1, n_tb), limit)
-        reach = min(largest, max(_LEAST, 2 * configuration.k_chunk[layer.kind]))
+        reach = min(largest, max(_MIN_REACH, 2 * configuration.k_chunk[layer.kind]))
         curves.append(knee_curve(layer.kind, timer, n_tb, list(_spread(reach)), cancelled=cancelled))
     return tuple(curves)
 
@@ -115,5 +115,5 @@ def _median(timer: Timer, kind: str, n_tb: int, k_chunk: int, cancelled: Cancel)
         readings.append(timer.seconds(kind, n_tb, k_chunk))
     seconds = sorted(readings)[len(readings) // 2]
     if not 0 < seconds < float("inf"):
-        raise TimerError(f"the timer says that {kind} takes {seconds} s with k_chunk {k_chunk}; tune again")
+        raise TimerError(f"the timer reports {seconds} s for {kind} with k_chunk {k_chunk}; tune again")
     return seconds

@@ -1,7 +1,7 @@
-"""What this machine has: processor, memory, graphics cards and the link to them. Nothing here imports torch.
+"""Detection of this machine's processor, memory, graphics cards and their link. Nothing here imports torch.
 
-On Linux everything is read from `/proc` and `/sys`, below a root that tests replace; elsewhere psutil and llvmlite
-answer.
+On Linux everything is read from `/proc` and `/sys`, below a root that tests replace. Other systems are queried through
+psutil and llvmlite.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class CacheInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuInfo:
-    """The processor and how much of it this process may use."""
+    """The processor, and the part of it that this process may use."""
 
     name: str
-    """As the processor calls itself."""
+    """The processor's name."""
     architecture: str
     """`x86_64`, `aarch64`, ..."""
     physical_cores: int
@@ -48,28 +48,28 @@ class CpuInfo:
     logical_cores: int
     """Hardware threads of the machine."""
     usable_cores: int
-    """Physical cores that this process may use, by its affinity and its control group: how many threads to start."""
+    """Physical cores that this process may use, by its affinity and control group; the number of threads to start."""
     features: tuple[str, ...]
-    """Instruction sets that kernels care about, in Linux's spelling."""
+    """Instruction sets that matter to kernels, in Linux's spelling."""
     caches: tuple[CacheInfo, ...]
-    """Data and unified caches, smallest level first; empty where the system does not say."""
+    """Data and unified caches, smallest level first; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryInfo:
-    """Main memory, and what this process may still take of it."""
+    """Main memory, and the part that this process may still use."""
 
     total_bytes: int
-    """Memory of the machine, or the control group's limit where that is smaller."""
+    """The machine's memory, or the control group's limit if that is smaller."""
     available_bytes: int
-    """What can be taken now without swapping and without meeting the limit."""
+    """Memory available now without swapping or exceeding the limit."""
     limit_bytes: int | None
     """The control group's limit; None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Everything together."""
+    """The whole machine."""
 
     cpu: CpuInfo
     """The processor."""
@@ -80,7 +80,7 @@ class Machine:
 
 
 def detect(root: Path = ROOT) -> Machine:
-    """Look at this machine (or at a tree of `/proc` and `/sys` below `root`)."""
+    """Detect this machine, or the one described by `/proc` and `/sys` below `root`."""
     return Machine(cpu=detect_cpu(root), memory=detect_memory(root), gpus=detect_gpus(root))
 
 
@@ -118,7 +118,7 @@ def detect_memory(root: Path = ROOT) -> MemoryInfo:
 
 
 def boot_id(root: Path = ROOT) -> str:
-    """Text that changes at every boot of the machine; empty where the system offers none."""
+    """Id that changes at every boot; empty if the system has none."""
     try:
         return (root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -156,7 +156,7 @@ def _linux_cpu(root: Path, affinity: frozenset[int] | None) -> CpuInfo:
 
 
 def _processors(file: Path) -> dict[int, dict[str, str]]:
-    """`/proc/cpuinfo`: the fields of every hardware thread by its number."""
+    """The fields of every hardware thread in `/proc/cpuinfo`, by its number."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -170,7 +170,7 @@ def _processors(file: Path) -> dict[int, dict[str, str]]:
 
 
 def _core_of(number: int, fields: dict[str, str], root: Path) -> tuple[str, str]:
-    """(package, core) of a hardware thread; each thread a core of its own where nothing says otherwise."""
+    """(package, core) of a hardware thread; without that information, each thread is its own core."""
     if "core id" in fields:
         return fields.get("physical id", "0"), fields["core id"]
     topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
@@ -193,7 +193,7 @@ def _linux_caches(root: Path, processor: int) -> tuple[CacheInfo, ...]:
 
 
 def _other_cpu() -> CpuInfo:
-    """What psutil and llvmlite know, on systems without `/proc`."""
+    """The processor as reported by psutil and llvmlite, on systems without `/proc`."""
     import llvmlite.binding as llvm
     import psutil
 

@@ -1,4 +1,4 @@
-"""Specifications of graphics cards, for simulating them.
+"""Specifications of graphics cards for simulations.
 
 The five cards of the paper's Table 2 come first, with its figures for memory size, memory bandwidth, SMs and PCIe.
 """
@@ -21,7 +21,7 @@ _LAPTOP_50 = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """What a graphics card's data sheet says."""
+    """The data sheet of a graphics card."""
 
     id: str
     """Name on the command line."""
@@ -38,9 +38,9 @@ class DeviceSpec:
     clock_ghz: float
     """Boost clock."""
     shared_bytes_per_block: int
-    """Shared memory that a block gets without asking for more."""
+    """Default shared memory of a block."""
     source: str
-    """Where the figures are from."""
+    """The source of the figures."""
 
     def __post_init__(self) -> None:
         sizes = (self.memory_bytes, self.memory_gb_s, self.sm_count, self.pcie_gb_s, self.clock_ghz)
@@ -49,13 +49,13 @@ class DeviceSpec:
 
 
 def device_of(device_id: str) -> DeviceSpec:
-    """A specification by its name.
+    """The specification of a device by name.
 
     Raises:
-        UnknownDeviceError: there is none of that name.
+        UnknownDeviceError: no device has that name.
     """
     if device_id not in DEVICES:
-        raise UnknownDeviceError(f"no device is called {device_id!r}; there are {', '.join(DEVICES)}")
+        raise UnknownDeviceError(f"unknown device {device_id!r}; known: {', '.join(DEVICES)}")
     return DEVICES[device_id]
 
 
@@ -104,4 +104,4 @@ DEVICES = {
                 clock_ghz=2.347, source=_LAPTOP_50 + "at the " + _LAPTOP),
     )
 }  # fmt: skip
-"""Devices that a simulation knows, by name."""
+"""The devices that can be simulated, by name."""

@@ -1,10 +1,10 @@
 """Errors of `tuner`.
 
 TunerError
- ├─ BudgetError          a slowdown budget that means nothing
- ├─ ShapeError           no layers, a layer twice, a size that can't be, or a shape of an unknown name
- ├─ UnknownDeviceError   a device whose specification is not known here
- ├─ TimerError           a product could not be timed: the device vanished, or ran out of memory
+ ├─ BudgetError          a slowdown budget out of range
+ ├─ ShapeError           no layers, a layer twice, an impossible size, or an unknown shape
+ ├─ UnknownDeviceError   a device without a known specification
+ ├─ TimerError           a product could not be timed: the device disappeared or ran out of memory
  ├─ ProfileError         a profile could not be saved
  └─ Cancelled            the tuning was asked to stop
 """
@@ -15,19 +15,19 @@ class TunerError(Exception):
 
 
 class BudgetError(TunerError):
-    """A slowdown budget that means nothing: it has to be above 0 and at most 100 percent."""
+    """A slowdown budget that is not above 0 and at most 100 percent."""
 
 
 class ShapeError(TunerError):
-    """No layers, a layer twice, a size that can't be, or a shape of an unknown name."""
+    """No layers, a layer twice, an impossible size, or an unknown shape."""
 
 
 class UnknownDeviceError(TunerError):
-    """A device whose specification is not known here."""
+    """A device without a known specification."""
 
 
 class TimerError(TunerError):
-    """A product could not be timed: the device vanished, ran out of memory, or reported a time that can't be."""
+    """A product could not be timed: the device disappeared, ran out of memory, or reported an impossible time."""
 
 
 class ProfileError(TunerError):

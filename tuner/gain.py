@@ -1,8 +1,8 @@
-"""The last step of the search: the `k_chunk` of each layer type that win back most loss in the time there is.
+"""The last step of the search: the `k_chunk` of each layer type that recover the most loss in the available time.
 
-Times rise in a step at the first channel (choosing costs as much for one as for many) and losses fall steeply at first,
-so single steps up can't find the best: all combinations count. Losses of layer types add up, and so do times: a
-knapsack with several choices a type, solved exactly up to the rounding of times.
+Times jump at the first channel (selecting one costs as much as selecting many) and losses fall steeply at first, so a
+greedy search fails and all combinations matter. The losses of layer types add up, and so do their times: a
+multiple-choice knapsack, solved exactly up to the rounding of times.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tuner.losses import Losses
+from tuner.losses import Losses, type_loss
 from tuner.shapes import LayerShape
 
 TIMED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Values of `k_chunk` that are timed."""
 _BETWEEN = 4
-"""Each distance between two timed values is divided into so many."""
+"""Number of steps between two timed values."""
 _UNITS = 2000
-"""Parts of the time to be spent; a choice's time is rounded up to whole ones."""
+"""Resolution of the knapsack: the available time in units, to which a choice's time is rounded up."""
 
 Seconds = Callable[[LayerShape, int], float]
-"""Time of one product of a layer type with `k_chunk` channels compensated."""
+"""Time in seconds of one product of a layer type with a given `k_chunk`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
     k_chunk: int
     units: int
-    """Of the time to be spent that it takes."""
+    """Its time in units."""
     won: float
 
 
-def most_won(
+def best_choice(
     layers: Sequence[LayerShape], limits: Mapping[str, int], seconds: Seconds, losses: Losses, spare: float
 ) -> dict[str, int]:
     """Choose `k_chunk` of each layer type.
@@ -41,13 +41,13 @@ def most_won(
     Args:
         layers: Layer types.
         limits: Largest `k_chunk` by layer type.
-        seconds: Times products. Called for ascending `k_chunk` until a layer type alone takes too long, and once more
-            for each of these when all are timed.
-        losses: What compensation wins back.
-        spare: Seconds of a token that compensation may take.
+        seconds: Times products. Called for ascending `k_chunk` until a layer type alone takes too long, and again for
+            each of these values once all are timed.
+        losses: The layer types' losses.
+        spare: Seconds per token that compensation may take.
 
     Returns:
-        `k_chunk` by layer type; of combinations that win back the same the one that takes less time.
+        `k_chunk` by layer type. Of combinations that recover the same loss, the fastest one.
     """
     timed = {layer.kind: _timed(layer, limits[layer.kind], seconds, spare) for layer in layers}
     nothing: tuple[float, tuple[int, ...]] = (-math.inf, ())
@@ -66,7 +66,7 @@ def most_won(
 
 
 def _timed(layer: LayerShape, limit: int, seconds: Seconds, spare: float) -> list[int]:
-    """The values of `k_chunk` that are worth timing, up to the first that takes too long."""
+    """The values of `k_chunk` to time, up to the first one that takes too long."""
     found = []
     for k_chunk in sorted({min(value, limit) for value in TIMED} - {0}):
         found.append(k_chunk)
@@ -76,8 +76,8 @@ def _timed(layer: LayerShape, limit: int, seconds: Seconds, spare: float) -> lis
 
 
 def _choices(layer: LayerShape, timed: Sequence[int], seconds: Seconds, losses: Losses, spare: float) -> list[_Choice]:
-    """What there is to choose from for a layer type: 0, and what fits of the timed values and of values between."""
-    plain, without = seconds(layer, 0), losses.at(layer, 0)
+    """The choices of a layer type: 0, and the timed and intermediate values that fit."""
+    plain, without = seconds(layer, 0), type_loss(losses, layer, 0)
     choices = [_Choice(0, 0, 0.0)]
     for low, high in zip(timed, timed[1:] or timed, strict=False):
         first, last = seconds(layer, low), seconds(layer, high)
@@ -86,5 +86,5 @@ def _choices(layer: LayerShape, timed: Sequence[int], seconds: Seconds, losses: 
             extra = layer.count * (first + share * (last - first) - plain)
             if extra <= spare:
                 units = math.ceil(max(0.0, extra) / spare * _UNITS) if spare > 0 else 0
-                choices.append(_Choice(k_chunk, min(units, _UNITS), without - losses.at(layer, k_chunk)))
+                choices.append(_Choice(k_chunk, min(units, _UNITS), without - type_loss(losses, layer, k_chunk)))
     return choices

@@ -1,4 +1,4 @@
-"""Graphics cards: asked from NVIDIA's management library where Python can reach it, else seen on the PCI bus."""
+"""Detection of graphics cards through NVIDIA's management library, or on the PCI bus without it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8": 3, "8.0": 3, "16": 4, "16.0": 4
 
 
 ROOT = Path("/")
-"""Where the system's files are; tests have a folder of their own."""
+"""Root of the system's files; tests use another folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PcieLink:
-    """The link between a graphics card and main memory. Cards slow it down when idle: the maximum counts."""
+    """The link between a graphics card and main memory, at its maximum speed; idle cards slow it down."""
 
     generation: int
-    """PCIe generation that card and slot can agree on."""
+    """Highest PCIe generation that card and slot share."""
     lanes: int
     """Lanes in use."""
     gb_s: float
@@ -38,25 +38,25 @@ class GpuInfo:
     """A graphics card."""
 
     name: str
-    """The driver's name for it, or its PCI identity where no driver answers."""
+    """The driver's name for it, or its PCI id without a driver."""
     vendor: Literal["nvidia", "amd", "intel"]
-    """Who made it."""
+    """Its maker."""
     memory_total_bytes: int | None
-    """Its memory; None where no driver answers."""
+    """Its memory in bytes; None without a driver."""
     memory_free_bytes: int | None
-    """What is free of it now."""
+    """Free memory now."""
     compute_capability: str | None
     """`8.9` for CUDA devices."""
     driver: str | None
-    """Version of the driver; None where none answers."""
+    """Version of the driver; None without one."""
     pcie: PcieLink | None
     """Its link; None where unknown."""
     uuid: str | None = None
-    """The driver's name for this very card, `GPU-1f...`: NVML and CUDA number cards differently."""
+    """The driver's unique id of this card, `GPU-1f...`; NVML and CUDA number cards differently."""
 
 
 def detect_gpus(root: Path = ROOT) -> tuple[GpuInfo, ...]:
-    """All graphics cards; those of NVIDIA with what the driver knows of them, if it answers."""
+    """All graphics cards; NVIDIA's with the driver's information, if there is a driver."""
     seen = tuple(_pci_gpus(root))
     if root != ROOT:
         return seen
@@ -65,7 +65,7 @@ def detect_gpus(root: Path = ROOT) -> tuple[GpuInfo, ...]:
 
 
 def link(generation: int, lanes: int) -> PcieLink | None:
-    """A PCIe link by generation and lanes; None where either makes no sense."""
+    """A PCIe link by generation and lanes; None if either is invalid."""
     if generation not in _GIGABYTES_PER_LANE or lanes < 1:
         return None
     return PcieLink(generation=generation, lanes=lanes, gb_s=round(_GIGABYTES_PER_LANE[generation] * lanes, 1))
@@ -92,7 +92,7 @@ def _pci_gpus(root: Path) -> Iterator[GpuInfo]:
 
 
 def _managed_gpus() -> Iterator[GpuInfo]:
-    """What `nvidia-ml-py` reports, if it is installed and a driver answers."""
+    """The cards that `nvidia-ml-py` reports, if it is installed and there is a driver."""
     try:
         import pynvml
     except ImportError:

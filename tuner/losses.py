@@ -1,4 +1,4 @@
-"""What each layer type loses at low bits, by how many channels are compensated: what a search weighs time against.
+"""Predicted loss of a low-bit model, from the losses of its layer types and the channels that are compensated.
 
 Losses of single types add up to that of the whole model within some percent (`docs/decisions.md`), so the search adds.
 """
@@ -7,62 +7,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import Protocol
 
 from tuner.candidates import CHUNK
 from tuner.errors import ShapeError
 from tuner.shapes import LayerShape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Losses:
-    """Losses of layer types at a few values of `k_chunk`."""
+class Losses(Protocol):
+    """Measured losses of a model's layer types at a few values of `k_chunk`."""
 
-    k_chunk: tuple[int, ...]
-    """Where they were measured, ascending; the first is 0."""
-    nats: Mapping[str, tuple[float, ...]]
-    """By layer type, for each of these: loss of the model in which the layers of that type alone are low-bit."""
+    @property
+    def k_chunk(self) -> tuple[int, ...]:
+        """The measured values, ascending; the first is 0."""
 
-    def check(self, layers: Iterable[LayerShape]) -> None:
-        """Refuse layer types without losses.
+    @property
+    def nats(self) -> Mapping[str, tuple[float, ...]]:
+        """Loss of the model in which only this layer type is low-bit, for each `k_chunk`, by layer type."""
 
-        Raises:
-            ShapeError: a layer type has none.
-        """
-        missing = [layer.kind for layer in layers if layer.kind not in self.nats]
-        if missing:
-            raise ShapeError(f"there are no losses of {', '.join(missing)}; they belong to another model")
 
-    def at(self, layer: LayerShape, k_chunk: int) -> float:
-        """Loss of a layer type, in nats a token.
+def check_losses(losses: Losses, layers: Iterable[LayerShape]) -> None:
+    """Refuse layer types without losses.
 
-        Between two measured points it falls evenly with the logarithm of the channels that are really compensated
-        (a narrow layer's are few), up to the first point evenly with their number. It never rises with `k_chunk`: where
-        a measurement says so it counts as flat. Behind the last point it falls to 0, where all channels are
-        compensated.
-        """
-        points = {0: self.nats[layer.kind][0]}
-        for measured, nats in zip(self.k_chunk, self.nats[layer.kind], strict=True):
-            channels = compensated(layer.k, measured)
-            points[channels] = min(nats, *points.values())
-        points.setdefault(layer.k, 0.0)
-        wanted = compensated(layer.k, k_chunk)
-        if wanted in points:
-            return points[wanted]
-        below = max(channels for channels in points if channels < wanted)
-        above = min(channels for channels in points if channels > wanted)
-        share = wanted / above if below == 0 else math.log(wanted / below) / math.log(above / below)
-        return points[below] + share * (points[above] - points[below])
+    Raises:
+        ShapeError: a layer type has none.
+    """
+    missing = [layer.kind for layer in layers if layer.kind not in losses.nats]
+    if missing:
+        raise ShapeError(f"losses of {', '.join(missing)} are missing; the losses belong to another model")
 
-    def total(self, layers: Iterable[LayerShape], k_chunk: Mapping[str, int]) -> float:
-        """Predicted loss of the whole model, in nats a token."""
-        return sum(self.at(layer, k_chunk[layer.kind]) for layer in layers)
 
-    def won(self, layers: Iterable[LayerShape], k_chunk: Mapping[str, int]) -> float:
-        """Predicted loss that compensation wins back, in nats a token."""
-        return sum(self.at(layer, 0) - self.at(layer, k_chunk[layer.kind]) for layer in layers)
+def type_loss(losses: Losses, layer: LayerShape, k_chunk: int) -> float:
+    """Loss of a layer type, in nats per token.
+
+    Up to the first measured point, the loss falls linearly with the number of compensated channels (a narrow layer has
+    few). Between two points it falls linearly with the logarithm of that number. It never rises with `k_chunk`: rising
+    measurements count as flat. After the last point it falls to 0, which it reaches when all channels are compensated.
+    """
+    points = {0: losses.nats[layer.kind][0]}
+    for measured, nats in zip(losses.k_chunk, losses.nats[layer.kind], strict=True):
+        channels = compensated(layer.k, measured)
+        points[channels] = min(nats, *points.values())
+    points.setdefault(layer.k, 0.0)
+    wanted = compensated(layer.k, k_chunk)
+    if wanted in points:
+        return points[wanted]
+    below = max(channels for channels in points if channels < wanted)
+    above = min(channels for channels in points if channels > wanted)
+    share = wanted / above if below == 0 else math.log(wanted / below) / math.log(above / below)
+    return points[below] + share * (points[above] - points[below])
+
+
+def total_loss(losses: Losses, layers: Iterable[LayerShape], k_chunk: Mapping[str, int]) -> float:
+    """Predicted loss of the whole model, in nats per token."""
+    return sum(type_loss(losses, layer, k_chunk[layer.kind]) for layer in layers)
+
+
+def recovered_loss(losses: Losses, layers: Iterable[LayerShape], k_chunk: Mapping[str, int]) -> float:
+    """Predicted loss that compensation recovers, in nats per token."""
+    return sum(type_loss(losses, layer, 0) - type_loss(losses, layer, k_chunk[layer.kind]) for layer in layers)
 
 
 def compensated(width: int, k_chunk: int) -> int:
-    """Channels of a layer of `width` input channels that are compensated: every chunk's share, rounded up."""
+    """Number of compensated channels of a layer with `width` input channels: each chunk's share, rounded up."""
     return sum(-(-k_chunk * min(CHUNK, width - start) // CHUNK) for start in range(0, width, CHUNK))

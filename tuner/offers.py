@@ -1,7 +1,7 @@
-"""What a slowdown budget buys in quality: ways to decode a model, and which of them is the best that the budget allows.
+"""The offers within a slowdown budget: the measured ways to decode a model, and the best one that the budget allows.
 
-A way is what verifies (or decodes alone), and how many tokens are drafted for it. Its loss and its time are measured;
-a loss that nothing is known to compare with stays unknown, and more compensation then counts as better.
+A way is a target (which verifies drafts, or decodes alone) and the number of tokens drafted per round. Its loss and
+time are measured. Without a full-precision loss to compare with, more compensation counts as better.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FORMAT = 1
 _IN_WORDS: dict[Target, str] = {
     "plain": "low bits alone",
     "compensated": "low bits, compensated within the budget",
-    "residual": "low bits with every residual",
+    "residual": "low bits with all residuals",
 }
 
 
@@ -32,26 +32,26 @@ class Way:
     target: Target
     """`plain`: low bits without compensation; `compensated`: with what the budget buys; `residual`: with everything."""
     gamma: int
-    """Tokens drafted a round; 0: each token is decoded by itself."""
+    """Tokens drafted per round; 0 for plain decoding."""
     seconds: float
-    """Of a token, on average."""
+    """Mean time per token."""
     perplexity: float
-    """Of the target on the evaluation text, as a chat gets it."""
+    """The target's perplexity on the evaluation text, formatted as a chat."""
     acceptance_rate: float | None = None
-    """Part of the drafted tokens that stayed; None where nothing is drafted."""
+    """Share of the drafted tokens that were accepted; None without drafts."""
 
 
 def best(ways: Sequence[Way], budget_percent: float, *, drafts: bool = True) -> Way:
-    """The way of least loss whose tokens take at most so much longer than those of low bits alone.
+    """The way with the lowest loss within the budget, relative to low bits alone.
 
-    Of ways of the same target the fastest counts. Perplexities within a thousandth are alike: then the faster one.
-    What is compensated within the budget and drafts nothing is within it, whatever its time was here: the tuner held it
-    to the budget, with far more readings.
+    Of several ways with the same target, only the fastest counts. Perplexities within 0.1 % count as equal; the faster
+    way then wins. The way that is compensated within the budget and drafts nothing always counts as within the budget,
+    because the tuner verified that with far more readings.
 
     Args:
-        ways: Measured in one run; that of low bits alone among them.
-        budget_percent: Slowdown that is allowed.
-        drafts: Whether ways that draft count.
+        ways: The ways measured in one run, including low bits alone.
+        budget_percent: Allowed slowdown.
+        drafts: Whether to consider ways that draft.
     """
     plain = _plain(ways)
     allowed = plain.seconds * (1 + budget_percent / 100)
@@ -67,18 +67,18 @@ def _plain(ways: Sequence[Way]) -> Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offers:
-    """The ways of a model on a device, and what a budget chooses of them."""
+    """The ways to decode a model on a device, and the budget that chooses among them."""
 
     key: ProfileKey
-    """What they were measured for, with the budget."""
+    """The key of the measurement, with the budget."""
     ways: tuple[Way, ...]
-    """All that were measured."""
+    """All measured ways."""
     full: float | None
     """Perplexity of the full-precision model on the same text; None where it is not known."""
     seconds: float
-    """How long that took."""
+    """Duration of the measurement in seconds."""
     date: str
-    """When it ended, in ISO format."""
+    """Time of its end in ISO format."""
 
     @property
     def chosen(self) -> Way:
@@ -86,43 +86,43 @@ class Offers:
         return self.best()
 
     def best(self, *, drafts: bool = True, residual: bool = True) -> Way:
-        """The best within the budget, of those that may be taken.
+        """The best allowed way within the budget.
 
         Args:
-            drafts: Whether tokens may be drafted.
-            residual: Whether every residual may be read.
+            drafts: Whether ways that draft tokens are allowed.
+            residual: Whether ways that read every residual are allowed.
         """
         ways = [way for way in self.ways if residual or way.target != "residual"]
         return best(ways, self.key.budget_percent, drafts=drafts)
 
     def slowdown_percent(self, way: Way) -> float:
-        """How much longer a token takes than with low bits alone; negative where drafts make it faster."""
+        """Slowdown of a token against low bits alone; negative where drafts make it faster."""
         return 100 * (way.seconds / _plain(self.ways).seconds - 1)
 
     def words(self, way: Way) -> str:
-        """For a person: `within 0.3 % of full precision at 0.9 x the low-bit speed (...)`."""
+        """A description: `within 0.3 % of full precision at 0.9 x the low-bit speed (...)`."""
         speed = f"{_plain(self.ways).seconds / way.seconds:.2g} x the low-bit speed"
         if self.full is None:
-            quality = f"perplexity {way.perplexity:.2f}, that of full precision unknown,"
+            quality = f"perplexity {way.perplexity:.2f} (full precision unknown)"
         else:
             more = 100 * (way.perplexity / self.full - 1)
             quality = "as good as full precision" if more < 0.05 else f"within {_rounded_up(more)} % of full precision"
         drafted = "no drafts"
         if way.gamma:
-            drafted = f"{way.gamma} tokens drafted a round, {way.acceptance_rate or 0:.0%} accepted"
+            drafted = f"{way.gamma} tokens drafted per round, {way.acceptance_rate or 0:.0%} accepted"
         return f"{quality} at {speed} ({_IN_WORDS[way.target]}; {drafted})"
 
 
 def _rounded_up(percent: float) -> str:
-    """With one digit behind the point below 10, and never less than it is."""
+    """Rounded up, with one decimal below 10."""
     return f"{math.ceil(10 * percent) / 10:g}" if percent < 10 else f"{math.ceil(percent)}"
 
 
 class OfferStore(KeyedStore[Offers]):
-    """Offers in a folder, one file each, beside the profiles of decoding.
+    """Offers in a folder, one file each, next to the profiles of decoding.
 
     Args:
-        folder: Where; made when the first one is saved.
+        folder: The folder; created when the first one is saved.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,7 +133,7 @@ def _offers(key: ProfileKey, data: Mapping[str, Any]) -> Offers:
     """Read what was saved.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not that.
+        KeyError, TypeError, ValueError: it is malformed.
     """
     if data.keys() != {field.name for field in fields(Offers)} - {"key"}:
         raise ValueError("not the fields of offers")

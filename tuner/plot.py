@@ -1,4 +1,4 @@
-"""Pictures of knee curves: for a terminal, and as SVG. The libraries that draw them are loaded when one is drawn."""
+"""Plots of knee curves for terminals and as SVG. The plotting libraries are imported on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def terminal(curves: Sequence[Curve], *, width: int = 80, height: int = 20, colo
         curves: What to draw.
         width: Columns.
         height: Lines.
-        color: Whether to color it by escape sequences; without, each curve has a mark of its own.
+        color: Whether to use colours; without, each curve has its own marker.
 
     Raises:
         ShapeError: no curves.
@@ -48,8 +48,8 @@ def svg(curves: Sequence[Curve], file: Path, *, title: str = "") -> None:
 
     Args:
         curves: What to draw.
-        file: Where to; replaced if it is there, and only by a complete picture.
-        title: Stands above it.
+        file: The file; an existing one is replaced atomically.
+        title: The title.
 
     Raises:
         ShapeError: no curves.
@@ -61,7 +61,9 @@ def svg(curves: Sequence[Curve], file: Path, *, title: str = "") -> None:
     from matplotlib.figure import Figure
 
     canvas: Any = FigureCanvasSVG
-    with mpl.rc_context({"svg.hashsalt": "lowbit-chat", "svg.fonttype": "none", "font.family": "sans-serif"}):
+    with mpl.rc_context():
+        mpl.rcdefaults()  # otherwise a matplotlibrc in the current folder applies, and could run LaTeX
+        mpl.rcParams.update({"svg.hashsalt": "lowbit-chat", "svg.fonttype": "none", "font.family": "sans-serif"})
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.add_subplot()
         for curve in curves:

@@ -1,7 +1,7 @@
-"""Tuning results and half-finished tunings, kept between runs.
+"""Stored tuning results, and the journals of unfinished tunings.
 
-A profile belongs to everything that its times depend on: device, driver, model, recipe, versions, budget. What can't be
-read, or was written for something else, counts as absent and is measured again.
+A profile's key contains everything that its times depend on: device, driver, model, recipe, versions, budget. An
+unreadable profile, or one with another key, counts as absent, and tuning measures again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from tuner.candidates import CHUNK
 from tuner.curve import Curve
 from tuner.errors import ProfileError
+from tuner.files import replacing
 from tuner.search import Configuration
 from tuner.timer import Timer
 
@@ -52,35 +51,35 @@ class ProfileKey:
     """Slowdown budget."""
 
     def digest(self) -> str:
-        """Short hash of all of it; names the profile's file."""
+        """Short hash of the key, used as the file's name."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a tuning found."""
+    """The result of a tuning."""
 
     key: ProfileKey
-    """What it was found for."""
+    """The key of the result."""
     configuration: Configuration
-    """What holds the budget."""
+    """The configuration that keeps within the budget."""
     measured_slowdown_percent: float
-    """Of decoding, measured from end to end."""
+    """Slowdown of decoding, measured end to end."""
     curve: tuple[Curve, ...]
     """Knee curves around the configuration."""
     seconds: float
-    """How long the tuning took."""
+    """Duration of the tuning in seconds."""
     date: str
-    """When it ended, in ISO format."""
+    """Time of its end in ISO format."""
 
 
 class Keyed(Protocol):
-    """What was found for a key."""
+    """A stored result."""
 
     @property
     def key(self) -> ProfileKey:
-        """What it was found for."""
+        """The key of the result."""
         ...
 
 
@@ -88,13 +87,13 @@ K = TypeVar("K", bound=Keyed)
 
 
 class KeyedStore(Generic[K]):
-    """What tunings found, in a folder, one file for each key.
+    """Results of tunings in a folder, one file for each key.
 
     Args:
-        folder: Where; made when the first one is saved.
-        read: Makes one from its key and its body; raises KeyError, TypeError or ValueError where it is not one.
-        form: Version of the files.
-        suffix: What their names end with.
+        folder: The folder; created when the first one is saved.
+        read: Makes a result from its key and body; raises KeyError, TypeError or ValueError if the body is malformed.
+        form: Version of the file format.
+        suffix: Suffix of the files' names.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class KeyedStore(Generic[K]):
         self._read, self._form, self._suffix = read, form, suffix
 
     def find(self, key: ProfileKey) -> K | None:
-        """What was found for this key; None if there is nothing, or nothing that can be read."""
+        """The result for a key; None if there is no readable one."""
         try:
             data = json.loads(self._file(key).read_text(encoding="utf-8"))
             if data["format"] != self._form or data["key"] != json.loads(json.dumps(asdict(key))):
@@ -114,7 +113,7 @@ class KeyedStore(Generic[K]):
             return None
 
     def save(self, profile: K) -> None:
-        """Save it in one step: whoever reads finds the former profile or this one, never a part.
+        """Save a result atomically: readers find the previous one or this one, never a part.
 
         Raises:
             ProfileError: the folder can't be written.
@@ -125,13 +124,13 @@ class KeyedStore(Generic[K]):
             self._sweep()
             _write(self._file(profile.key), text)
         except OSError as error:
-            raise ProfileError(f"the tuning cannot be saved in {self.folder}: {error.strerror or error}") from error
+            raise ProfileError(f"the tuning can't be saved in {self.folder}: {error.strerror or error}") from error
 
     def _file(self, key: ProfileKey) -> Path:
         return self.folder / f"{key.digest()}{self._suffix}"
 
     def _sweep(self) -> None:
-        """Remove what a process left that was killed while it saved."""
+        """Remove the temporary files of processes that were killed while saving."""
         for stray in self.folder.glob(".*.json-*"):
             with contextlib.suppress(OSError):
                 if time.time() - stray.stat().st_mtime > _STALE_SECONDS:
@@ -139,42 +138,34 @@ class KeyedStore(Generic[K]):
 
 
 class ProfileStore(KeyedStore[Profile]):
-    """Profiles of decoding, and the times of tunings that are under way.
+    """Profiles of decoding, and the journals of unfinished tunings.
 
     Args:
-        folder: Where; made when the first one is saved.
+        folder: The folder; created when the first one is saved.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, _profile, form=_FORMAT, suffix=".json")
 
     def journal(self, key: ProfileKey) -> Path:
-        """The file for times of a tuning that is under way: the same one for every budget."""
+        """The journal of an unfinished tuning; it is the same for every budget."""
         return self.folder / f"{replace(key, budget_percent=0.0).digest()}.journal"
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file in one step, and its folder where that is missing; raises what the system says."""
+    """Write a file atomically, creating its folder if needed; raises OSError."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with replacing(file) as stream:
+        stream.write(text.encode())
 
 
 class JournalTimer:
-    """A timer that writes every measured time down and, started again, first repeats what stands there.
+    """A timer that records every measured time and, after a restart, replays the recorded times first.
 
-    A file that can't be written costs the resumption and nothing else; a line that was cut off is left out.
+    If the file can't be written, only resuming is lost. An incomplete line is ignored.
 
     Args:
-        timer: Measures what is not written down.
+        timer: Measures times that are not recorded.
         file: The journal; one per device, model and versions (see `ProfileStore.journal`).
     """
 
@@ -183,7 +174,7 @@ class JournalTimer:
         self._file = file
         self._kept = _read_journal(file)
         self.resumed = sum(len(times) for times in self._kept.values())
-        """Times that were found in the journal."""
+        """Number of times found in the journal."""
 
     @property
     def measured(self) -> bool:
@@ -191,7 +182,7 @@ class JournalTimer:
         return self._timer.measured
 
     def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
-        """Time of one product (see `Timer`): the next that is written down for it, or a new one.
+        """Time of one product (see `Timer`): its next recorded time, or a new one.
 
         Raises:
             TimerError: it could not be timed.
@@ -203,7 +194,7 @@ class JournalTimer:
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as stream:
-                stream.write("\n" + json.dumps([kind, n_tb, k_chunk, seconds]))  # after a line that was cut off, too
+                stream.write("\n" + json.dumps([kind, n_tb, k_chunk, seconds]))  # also after an incomplete line
         return seconds
 
     def discard(self) -> None:
@@ -232,7 +223,7 @@ def _profile(key: ProfileKey, data: Mapping[str, Any]) -> Profile:
     """Read a profile's body.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not one.
+        KeyError, TypeError, ValueError: it is malformed.
     """
     if data.keys() != {field.name for field in fields(Profile)} - {"key"}:
         raise ValueError("not the fields of a profile")
@@ -280,7 +271,7 @@ def _optional(value: object) -> float | None:
 
 
 def count_of(value: object) -> int:
-    """A value of a file that has to be a count."""
+    """Check that a value from a file is a count."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value

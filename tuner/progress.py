@@ -1,4 +1,4 @@
-"""How a long search tells what it is doing."""
+"""Progress reports and cancellation of a search."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from tuner.errors import Cancelled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One message about work that goes on."""
+    """One report of a running search."""
 
     done: float
-    """Steps of the work that are behind."""
+    """Number of finished steps."""
     total: float | None
-    """Steps of the whole work; None where nobody can know."""
+    """Total number of steps; None if unknown."""
     message: str
-    """What is being done now, for a person."""
+    """The current step, for the user."""
 
 
 Progress = Callable[[Report], None]
-"""Takes reports; called often, so it must be quick."""
+"""Receives reports; called often, so it must be quick."""
 
 Cancel = Callable[[], bool]
-"""Whether the work should stop; asked before every measurement."""
+"""Whether the work should stop; called before every measurement."""
 
 
 def silent(_report: Report) -> None:
-    """Progress that nobody watches."""
+    """Ignore a report; the default `Progress`."""
 
 
 def never() -> bool:
-    """Work that nobody stops."""
+    """Never stop; the default `Cancel`."""
     return False
 
 
 def check(cancelled: Cancel) -> None:
-    """Stop here if that was asked for.
+    """Raise if `cancelled` returns True.
 
     Raises:
         Cancelled: the work was asked to stop.
     """
     if cancelled():
-        raise Cancelled("the tuning was stopped; what was measured is kept, so starting it again goes on from here")
+        raise Cancelled("the tuning was stopped. Its measurements are kept; start it again to continue")

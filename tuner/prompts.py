@@ -1,4 +1,4 @@
-"""What was found for the prompts of a model: how far they are compensated within a budget. Kept between runs."""
+"""Stored results of prompt tuning: the compensation of a model's prompts within a budget."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One level that was tried."""
+    """The measurement of one level of compensation."""
 
     k_chunk: int
-    """Channels per 1024 that the rows of a prompt share."""
+    """Compensated channels per 1024, shared by all rows of a prompt."""
     slowdown_percent: float
-    """How much longer the prompt took than without; noise goes below 0."""
+    """Slowdown of the prompt in percent; noise can make it negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptProfile:
-    """What a search found."""
+    """The result of a search."""
 
     key: ProfileKey
-    """What it was found for; its budget is that of prompts."""
+    """The key of the result, with the budget of prompts."""
     k_chunk: int
-    """Channels per 1024; 0 where nothing was within the budget."""
+    """Compensated channels per 1024; 0 if no level was within the budget."""
     readings: tuple[Reading, ...]
-    """What was tried, in that order."""
+    """The measurements, in order."""
     tokens: int
-    """Of the prompt that was timed."""
+    """Length of the timed prompt in tokens."""
     seconds: float
-    """How long the search took."""
+    """Duration of the search in seconds."""
     date: str
-    """When it ended, in ISO format."""
+    """Time of its end in ISO format."""
 
     @property
     def measured_slowdown_percent(self) -> float:
-        """Of the level that was found; 0 without compensation."""
+        """Measured slowdown of the chosen level; 0 without compensation."""
         return next((own.slowdown_percent for own in self.readings if own.k_chunk == self.k_chunk), 0.0)
 
 
 class PromptStore(KeyedStore[PromptProfile]):
-    """Profiles of prompts in a folder, one file each, beside those of decoding.
+    """Profiles of prompts in a folder, one file each, next to those of decoding.
 
     Args:
-        folder: Where; made when the first one is saved.
+        folder: The folder; created when the first one is saved.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +62,7 @@ def _profile(key: ProfileKey, data: Mapping[str, Any]) -> PromptProfile:
     """Read a profile's body.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not one.
+        KeyError, TypeError, ValueError: it is malformed.
     """
     if data.keys() != {field.name for field in fields(PromptProfile)} - {"key"}:
         raise ValueError("not the fields of a profile")

@@ -1,7 +1,7 @@
 """The two-phase search for `n_tb` and `k_chunk` within a slowdown budget.
 
 Σ count · seconds(with compensation) stays at or below (1 + budget) · Σ count · seconds(without), over all linear layers
-that a token passes. What lies between them (attention, norms) only makes the slowdown of a whole token smaller.
+that a token passes. Everything else (attention, norms) only makes the slowdown of a whole token smaller.
 
 Source: QDEC §4.4, Fig. 11.
 """
@@ -14,45 +14,45 @@ from dataclasses import dataclass
 
 from tuner.candidates import CHUNK, k_chunk_limit, n_tb_candidates
 from tuner.errors import BudgetError, TimerError
-from tuner.gain import most_won
-from tuner.losses import Losses
+from tuner.gain import best_choice
+from tuner.losses import Losses, check_losses, recovered_loss, total_loss
 from tuner.progress import Cancel, Progress, Report, check, never, silent
 from tuner.shapes import LayerShape, check_layers
 from tuner.timer import Timer
 
 _SAMPLES, _BASE_SAMPLES = 3, 9
-"""Readings of one point by a clock; the base counts in every decision, so it is read more often."""
-_LEAST_SHARE = 0.2
-"""Where less than this part of the time is left, compensation is no longer chosen anew but fades out."""
-_AGAIN = "the device vanished or its clock is wrong; tune again"
+"""Readings per point with a clock. The baseline affects every decision, so it is read more often."""
+_MIN_SHARE = 0.2
+"""Below this share of the time, compensation is scaled down instead of being chosen again."""
+_AGAIN = "the device disappeared or its clock is wrong; tune again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What the search found."""
+    """The result of a search."""
 
     n_tb_max: int | None
-    """Bound of the thread blocks that all layers were given; None where blocks mean nothing."""
+    """Bound on the thread blocks of all layers; None if the device has none."""
     n_tb: Mapping[str, int]
-    """Thread blocks of the compensation, by layer type; 0 where blocks mean nothing."""
+    """Thread blocks of the compensation, by layer type; 0 if the device has none."""
     k_chunk: Mapping[str, int]
-    """Channels compensated of every 1024, by layer type; 0 leaves a layer as it is."""
+    """Compensated channels per 1024, by layer type; 0 for an uncompensated layer."""
     predicted_slowdown_percent: float
-    """Of the linear layers together, by the times that the search saw."""
+    """Slowdown of all linear layers together, by the search's times."""
     predicted_loss_won: float | None = None
-    """Nats a token that compensation wins back, by the losses of the layer types; None where these are not known."""
+    """Nats per token that compensation recovers, by the losses of the layer types; None if these are unknown."""
     loss_without: float | None = None
-    """Nats a token that the low-bit model loses without compensation, by the same."""
+    """Nats per token that the low-bit model loses without compensation, likewise."""
 
 
 def check_budget(budget_percent: float) -> None:
-    """Refuse a budget that means nothing.
+    """Check that a budget is in range.
 
     Raises:
-        BudgetError: not above 0 and at most 100.
+        BudgetError: it is not above 0 and at most 100.
     """
     if not 0 < budget_percent <= 100:
-        raise BudgetError(f"a slowdown budget is above 0 and at most 100 percent, not {budget_percent:g}")
+        raise BudgetError(f"a slowdown budget must be above 0 and at most 100 percent, not {budget_percent:g}")
 
 
 def tune(
@@ -65,7 +65,7 @@ def tune(
     progress: Progress = silent,
     cancelled: Cancel = never,
 ) -> Configuration:
-    """The paper's search: the largest `k_chunk` of every layer type that the budget pays for, see `Search`.
+    """The paper's search: the largest `k_chunk` of every layer type within the budget, see `Search`.
 
     Args:
         layers: As for `Search`.
@@ -80,7 +80,7 @@ def tune(
         BudgetError: the budget is out of range.
         ShapeError: no layers, or a type twice.
         TimerError: a product could not be timed.
-        Cancelled: `cancelled` said so.
+        Cancelled: `cancelled` returned True.
 
     Source: QDEC §4.4.
     """
@@ -90,17 +90,17 @@ def tune(
 
 
 class Search:
-    """Finds what a budget buys. What was timed once serves every budget.
+    """Finds the best configuration within a budget. Times are measured once and serve every budget.
 
     Args:
         layers: Layer types that a token passes, each once.
         timer: Times their products.
-        sm_count: Multiprocessors of the device; None where blocks mean nothing (a CPU): `n_tb` is 0 then.
+        sm_count: Multiprocessors of the device; None for a device without thread blocks (a CPU), where `n_tb` is 0.
         limit: Shared memory of a block in bytes; None does not bound `k_chunk` below 1024.
-        losses: What the layer types lose. With them the search chooses by loss won back; without it buys channels, by
-            times alone, as the paper does.
-        progress: Told before every candidate.
-        cancelled: Asked before every measurement.
+        losses: Losses of the layer types. With them the search maximizes recovered loss; without them the number of
+            channels, by times alone, as in the paper.
+        progress: Called before every candidate.
+        cancelled: Called before every measurement.
 
     Raises:
         ShapeError: no layers, a type twice, or one without losses.
@@ -120,9 +120,9 @@ class Search:
     ) -> None:
         check_layers(layers)
         if losses is not None:
-            losses.check(layers)
+            check_losses(losses, layers)
         if sm_count is not None and sm_count < 1:
-            raise TimerError(f"a device with {sm_count} multiprocessors cannot be tuned for")
+            raise TimerError(f"can't tune for a device with {sm_count} multiprocessors")
         self._layers = layers
         self._times = _Times(timer, cancelled)
         self._plans = _plans(layers, sm_count, limit)
@@ -130,7 +130,7 @@ class Search:
         self._progress = progress
 
     def within(self, budget_percent: float) -> Configuration:
-        """What a budget buys.
+        """Find the best configuration within a budget.
 
         Args:
             budget_percent: Allowed slowdown of the linear layers, above 0 and at most 100 percent.
@@ -138,7 +138,7 @@ class Search:
         Raises:
             BudgetError: the budget is out of range.
             TimerError: a product could not be timed.
-            Cancelled: `cancelled` said so.
+            Cancelled: `cancelled` returned True.
 
         Source: QDEC §4.4; the choice by loss is ours.
         """
@@ -150,49 +150,51 @@ class Search:
             self._report(len(self._plans), "k_chunk of each layer type")
             k_chunk = _phase_2(self._layers, plan, self._times, allowed, start)
         if self._losses is not None:
-            self._report(len(self._plans), "what each layer type wins back")
+            self._report(len(self._plans), "recovered loss of each layer type")
             k_chunk = self._by_loss(self._losses, plan, allowed, k_chunk)
         assert k_chunk is not None
         self._report(len(self._plans) + 1, "tuned")
         return self._found(plan, k_chunk)
 
     def smaller(self, found: Configuration, share: float) -> Configuration:
-        """Less compensation than was found, for a budget that proved too large.
+        """A configuration with less compensation, after one proved too slow.
 
         Args:
-            found: What `within` found.
-            share: About how much of its time may be taken, above 0 and below 1.
+            found: The configuration that `within` found.
+            share: Share of its compensation time to use, above 0 and below 1.
 
         Returns:
-            With losses what wins back most in that share of its time; without them, and where little is left to
+            With losses, the configuration that recovers the most in that time. Without them, or if little is left to
             choose from, every `k_chunk` times `share`.
 
         Raises:
             TimerError: a product could not be timed.
-            Cancelled: `cancelled` said so.
+            Cancelled: `cancelled` returned True.
         """
         plan = next(plan for plan in self._plans if plan.n_tb_max == found.n_tb_max)
         k_chunk = {kind: math.floor(share * channels) for kind, channels in found.k_chunk.items()}
-        if self._losses is not None and share >= _LEAST_SHARE:
+        if self._losses is not None and share >= _MIN_SHARE:
             allowed = self._base * (1 + share * found.predicted_slowdown_percent / 100)
             chosen = self._by_loss(self._losses, plan, allowed, k_chunk)
-            if chosen != found.k_chunk:  # else its times promise that it costs nothing, which was not true
+            if chosen != found.k_chunk:  # otherwise its times predict no cost, which proved wrong
                 k_chunk = chosen
         return self._found(plan, k_chunk)
 
     @property
     def _base(self) -> float:
         """Seconds of a token's linear layers without compensation."""
-        return sum(layer.count * self._times.alone(layer.kind) for layer in self._layers)
+        return sum(layer.count * self._times.base(layer.kind) for layer in self._layers)
 
     def _by_loss(self, losses: Losses, plan: _Plan, allowed: float, other: Mapping[str, int] | None) -> dict[str, int]:
-        """What wins back most; the other choice if that wins back more and is within what is allowed."""
+        """The choice that recovers the most loss; the other one if that recovers more within the allowed time."""
 
         def seconds(layer: LayerShape, k_chunk: int) -> float:
             return self._times.at(layer.kind, plan.n_tb[layer.kind], k_chunk)
 
-        found = most_won(self._layers, plan.limits, seconds, losses, allowed - self._base)
-        better = other is not None and losses.won(self._layers, other) > losses.won(self._layers, found)
+        found = best_choice(self._layers, plan.limits, seconds, losses, allowed - self._base)
+        better = other is not None and recovered_loss(losses, self._layers, other) > recovered_loss(
+            losses, self._layers, found
+        )
         if other is not None and better and self._times.total(self._layers, plan, other) <= allowed:
             return dict(other)
         return found
@@ -204,8 +206,8 @@ class Search:
             n_tb=dict(plan.n_tb),
             k_chunk=dict(k_chunk),
             predicted_slowdown_percent=(self._times.total(layers, plan, k_chunk) / self._base - 1) * 100,
-            predicted_loss_won=None if losses is None else losses.won(layers, k_chunk),
-            loss_without=None if losses is None else losses.total(layers, {layer.kind: 0 for layer in layers}),
+            predicted_loss_won=None if losses is None else recovered_loss(losses, layers, k_chunk),
+            loss_without=None if losses is None else total_loss(losses, layers, {layer.kind: 0 for layer in layers}),
         )
 
     def _report(self, done: int, message: str) -> None:
@@ -214,7 +216,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Thread blocks of all layers under one bound, and how far each `k_chunk` can go with them."""
+    """Thread blocks of all layers under one bound, and the largest `k_chunk` that each allows."""
 
     n_tb_max: int | None
     n_tb: Mapping[str, int]
@@ -222,10 +224,10 @@ class _Plan:
 
 
 class _Times:
-    """Times of single products; each point is timed once, a clock's points by the median of a few readings.
+    """Times of single products. Each point is timed once; with a clock, as the median of a few readings.
 
-    A product can't become faster when more channels are compensated, so where a clock says so the readings are pooled
-    (isotonic regression over the points of one layer type and `n_tb`).
+    A product can't get faster when more channels are compensated. Readings that say so are pooled (isotonic regression
+    over the points of one layer type and `n_tb`).
     """
 
     def __init__(self, timer: Timer, cancelled: Cancel) -> None:
@@ -234,20 +236,20 @@ class _Times:
         self._alone: dict[str, float] = {}
         self._curves: dict[tuple[str, int], dict[int, float]] = {}
 
-    def alone(self, kind: str) -> float:
+    def base(self, kind: str) -> float:
         """Seconds of a product without compensation."""
         if kind not in self._alone:
             self._alone[kind] = self._read(kind, 0, 0)
         return self._alone[kind]
 
     def at(self, kind: str, n_tb: int, k_chunk: int) -> float:
-        """Seconds of a product with compensation beside it."""
+        """Seconds of a product with compensation."""
         if k_chunk == 0:
-            return self.alone(kind)
+            return self.base(kind)
         curve = self._curves.setdefault((kind, n_tb), {})
         if k_chunk not in curve:
             curve[k_chunk] = self._read(kind, n_tb, k_chunk)
-        return max(self.alone(kind), pooled(curve)[k_chunk]) if self._timer.measured else curve[k_chunk]
+        return max(self.base(kind), pooled(curve)[k_chunk]) if self._timer.measured else curve[k_chunk]
 
     def total(self, layers: Iterable[LayerShape], plan: _Plan, k_chunk: Mapping[str, int]) -> float:
         """Seconds of all linear layers of a token."""
@@ -260,13 +262,13 @@ class _Times:
             check(self._cancelled)
             seconds = self._timer.seconds(kind, n_tb, k_chunk)
             if not 0 < seconds < float("inf"):
-                raise TimerError(f"the timer says that {kind} takes {seconds} s with k_chunk {k_chunk}: {_AGAIN}")
+                raise TimerError(f"the timer reports {seconds} s for {kind} with k_chunk {k_chunk}: {_AGAIN}")
             readings.append(seconds)
         return sorted(readings)[samples // 2]
 
 
 def pooled(curve: Mapping[int, float]) -> dict[int, float]:
-    """The nearest curve that never falls: neighbours that do are replaced by their mean (isotonic regression)."""
+    """The nearest non-decreasing curve: neighbours that decrease are replaced by their mean (isotonic regression)."""
     blocks: list[tuple[float, int]] = []
     for k_chunk in sorted(curve):
         mean, size = curve[k_chunk], 1
@@ -279,7 +281,7 @@ def pooled(curve: Mapping[int, float]) -> dict[int, float]:
 
 
 def _plans(layers: Sequence[LayerShape], sm_count: int | None, limit: int | None) -> list[_Plan]:
-    """What is tried in Phase 1, by ascending bound; bounds between two candidates would give the same blocks."""
+    """The plans of phase 1, by ascending bound. Bounds between two candidates give the same blocks."""
     if sm_count is None:
         return [_Plan(None, {layer.kind: 0 for layer in layers}, {layer.kind: CHUNK for layer in layers})]
     candidates = {layer.kind: n_tb_candidates(layer.n, layer.k) for layer in layers}
@@ -298,10 +300,10 @@ def _plans(layers: Sequence[LayerShape], sm_count: int | None, limit: int | None
 def _phase_1(
     layers: Sequence[LayerShape], plans: Sequence[_Plan], times: _Times, allowed: float, progress: Progress
 ) -> tuple[_Plan, dict[str, int]]:
-    """The plan under which all layers can take the most steps together, and where they stand then.
+    """The plan under which all layers can take the most steps together, and the resulting `k_chunk`.
 
-    Of plans that allow as many steps the one that takes less time wins. If none allows a step, the smallest matrix is
-    left without compensation and all are tried again.
+    Of plans with equally many steps the fastest wins. If no plan allows a step, the smallest matrix is left without
+    compensation, and all plans are tried again.
     """
     compensated = list(layers)
     while compensated:
@@ -325,16 +327,16 @@ def _phase_1(
 
 
 def _uniform(layers: Sequence[LayerShape], compensated: Sequence[LayerShape], plan: _Plan, step: int) -> dict[str, int]:
-    """`k_chunk` after so many steps that all compensated layers took together."""
+    """`k_chunk` after a number of steps that all compensated layers take together."""
     return {layer.kind: min(step, plan.limits[layer.kind]) if layer in compensated else 0 for layer in layers}
 
 
 def _phase_2(
     layers: Sequence[LayerShape], plan: _Plan, times: _Times, allowed: float, start: Mapping[str, int]
 ) -> dict[str, int]:
-    """Raise `k_chunk` one by one: in each step as many layers as the budget pays for, the cheapest first.
+    """Raise `k_chunk` step by step: in each step as many layers as the budget allows, the cheapest first.
 
-    A layer that was left behind once stays where it is. As long as all that grow can take a step, the order does not
+    A layer that was skipped once no longer grows. As long as all growing layers can take a step, the order does not
     matter, so those steps are bisected.
     """
     k_chunk = dict(start)
@@ -364,7 +366,7 @@ def _phase_2(
 
 
 def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest number up to `high` that fits, knowing that `low` does and that what is above a misfit does not."""
+    """The largest number up to `high` that fits, given that `low` fits and that fitting is monotonic."""
     stride = 1
     while low < high and fits(reached := min(low + stride, high)):
         low, stride = reached, stride * 2

@@ -1,4 +1,4 @@
-"""Shapes of the linear layers that a decoded token passes."""
+"""Shapes of a model's linear layers, through which each decoded token passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayerShape:
     k: int
     """Input channels K."""
     count: int
-    """How many layers of it a token passes."""
+    """Number of such layers per token."""
 
     def __post_init__(self) -> None:
         if not self.kind or min(self.n, self.k, self.count) < 1:
@@ -27,7 +27,7 @@ class LayerShape:
 
     @property
     def weights(self) -> int:
-        """Weights of one such layer."""
+        """Number of weights of one such layer."""
         return self.n * self.k
 
 
@@ -36,39 +36,39 @@ class ModelShape:
     """The linear layers of a model."""
 
     name: str
-    """What the shape is called on the command line."""
+    """Its name on the command line."""
     layers: tuple[LayerShape, ...]
     """Its layer types."""
 
 
 def check_layers(layers: Sequence[LayerShape]) -> None:
-    """Refuse layers that can't be searched over.
+    """Check that layers can be tuned.
 
     Raises:
-        ShapeError: there are none, or one type stands there twice.
+        ShapeError: there are none, or a type occurs twice.
     """
     if not layers:
         raise ShapeError("there are no layers to tune; a model without residuals has nothing to compensate")
     kinds = [layer.kind for layer in layers]
     if len(set(kinds)) != len(kinds):
-        raise ShapeError(f"a layer type stands twice among {', '.join(kinds)}; add up their counts")
+        raise ShapeError(f"a layer type occurs twice in {', '.join(kinds)}; add up the counts")
 
 
 def shape_of(name: str) -> ModelShape:
     """A shape by name.
 
     Raises:
-        ShapeError: there is none of that name.
+        ShapeError: no shape has that name.
     """
     if name not in SHAPES:
-        raise ShapeError(f"no shape is called {name!r}; there are {', '.join(SHAPES)}")
+        raise ShapeError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
 def _decoder(
     name: str, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, blocks: int
 ) -> ModelShape:
-    """The four layer types of a decoder block with a gated MLP, as the paper counts them (without the head)."""
+    """The four layer types of a decoder block with a gated MLP; like the paper, without the head."""
     return ModelShape(
         name,
         (
@@ -92,4 +92,4 @@ SHAPES = {
         _decoder("qwen-3-8b", 4096, 12288, 32, 8, 128, 36),
     )
 }
-"""Shapes that a simulation knows, by name. Source: the models' published configurations."""
+"""The shapes that can be simulated, by name. Source: the models' published configurations."""

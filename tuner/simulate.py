@@ -1,7 +1,7 @@
-"""A device built from its data sheet: how long a product takes there, with and without compensation beside it.
+"""A simulated device, built from its data sheet: times of products with and without compensation.
 
-The model and where its constants come from are written down in `docs/tuner.md`. The same constants hold for every
-device, model and width.
+`docs/tuner.md` describes the model and the origin of its constants, which are the same for every device, model and
+width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tuner.search import Configuration, tune
 from tuner.shapes import LayerShape, shape_of
 
 _LEVELS = {3.0: 8.0, 3.5: 12.0, 4.0: 16.0}
-"""Codebook entries by bits; half of the blocks have 3 and half 4 at 3.5."""
+"""Codebook entries by bits; at 3.5 bits half of the blocks have 3 bits and half 4."""
 _GROUP_SIZE = 128
 _GROUP_BITS = 32
 _RESIDUAL_BYTES = 0.5
@@ -28,21 +28,21 @@ class Constants:
     """The constants of the cost model. Fitted: see `docs/tuner.md` and `python -m tests.bench.fit_tuner`."""
 
     memory_efficiency: float = 0.8
-    """Part of the memory bandwidth that a product with uniform weights reaches; set, not fitted."""
+    """Share of the memory bandwidth that a product with uniform weights reaches; set, not fitted."""
     codebook_efficiency: float = 0.9
-    """The same for weights that are looked up in a codebook."""
+    """The same for weights with a codebook."""
     sm_bytes_per_cycle: float = 7.72
-    """Weight bytes that one multiprocessor works off in a cycle: the bound when too few are left to the product."""
+    """Weight bytes that one multiprocessor processes per cycle: the limit when the product has too few of them."""
     pcie_efficiency: float = 0.7
-    """Part of the link's bandwidth that reads by single requests reach."""
+    """Share of the link's bandwidth that single requests reach."""
     block_gb_s: float = 1.14
-    """What one thread block pulls over the link, in 10^9 bytes per second, before the link is full."""
+    """Bandwidth that one thread block draws from an unsaturated link, in 10^9 bytes per second."""
     chunk_cycles: float = 1840.0
-    """Selection of one chunk of 1024 channels by one block."""
+    """Time in microseconds in which one block selects from one chunk of 1024 channels."""
     start_us: float = 9.17
-    """Launch beside the product, grid barrier and the meeting of both streams, in microseconds."""
+    """Concurrent launch, grid barrier and synchronization of both streams, in microseconds."""
     interference: float = 0.00992
-    """How much a second of fetching holds up the product, in seconds."""
+    """Delay of the product per time of fetching."""
 
 
 FITTED = Constants()
@@ -54,10 +54,10 @@ class SimulatedTimer:
 
     Args:
         spec: The device.
-        layers: Layer types that can be asked for.
-        bits: Bits of a weight: 3, 3.5 or 4.
-        codebook: Whether each output has a codebook (SqueezeLLM), rather than scales and zeros of groups (AWQ).
-        constants: Of the cost model.
+        layers: Layer types that can be timed.
+        bits: Bits per weight: 3, 3.5 or 4.
+        codebook: Whether each output has a codebook (SqueezeLLM) instead of scales and zeros of groups (AWQ).
+        constants: Constants of the cost model.
 
     Raises:
         ShapeError: bits that can't be simulated.
@@ -86,7 +86,7 @@ class SimulatedTimer:
         """Time of one product (see `Timer`).
 
         Raises:
-            TimerError: a layer type that it was not given, or compensation by no block.
+            TimerError: the layer type is unknown, or there are no thread blocks for the compensation.
         """
         if kind not in self._layers:
             raise TimerError(f"the simulated device has no layer {kind!r}, only {', '.join(self._layers)}")
@@ -122,7 +122,7 @@ class SimulatedTimer:
 def tune_simulated(
     device_id: str, shape_name: str, bits: float, budget_percent: float, *, codebook: bool = False
 ) -> tuple[Configuration, tuple[LayerShape, ...], SimulatedTimer]:
-    """Run the search on a device that need not be there.
+    """Run the search on a simulated device.
 
     Args:
         device_id: A name in `tuner.devices.DEVICES`.
@@ -132,11 +132,11 @@ def tune_simulated(
         codebook: As for `SimulatedTimer`.
 
     Returns:
-        What was found, the layers, and the timer that it was found with (for curves).
+        The configuration, the layers, and the timer (for curves).
 
     Raises:
-        UnknownDeviceError: there is no such device.
-        ShapeError: no such shape or bits.
+        UnknownDeviceError: the device is unknown.
+        ShapeError: the shape is unknown, or the bits can't be simulated.
         BudgetError: the budget is out of range.
     """
     spec, layers = device_of(device_id), shape_of(shape_name).layers

@@ -1,4 +1,4 @@
-"""What the search times through."""
+"""`Timer`, the source of the times that a search compares."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Protocol
 
 
 class Timer(Protocol):
-    """Times the product of one layer type, with error compensation running beside it."""
+    """Times the product of one layer type, with concurrent error compensation."""
 
     @property
     def measured(self) -> bool:
-        """Whether the times come from a clock, and so have noise; False for a model of a device."""
+        """Whether the times are measured, and so have noise; False for a simulated device."""
         ...
 
     def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
@@ -18,9 +18,8 @@ class Timer(Protocol):
 
         Args:
             kind: Layer type: `qkv`, `o`, `gate_up`, `down`, or `head`.
-            n_tb: Thread blocks given to the compensation; 0 on a device where that means nothing, and without
-                compensation.
-            k_chunk: Channels compensated of every 1024; 0 is the product alone.
+            n_tb: Thread blocks of the compensation; 0 without compensation, or on a device without thread blocks.
+            k_chunk: Compensated channels per 1024; 0 for the product alone.
 
         Raises:
             TimerError: it could not be timed.

@@ -1,7 +1,7 @@
-"""The promise: measured from end to end, decoding with compensation is at most the budget slower than without.
+"""End-to-end verification that compensation keeps decoding within the slowdown budget.
 
-The search times linear layers one type at a time; the token as a whole may behave differently (caches, clocks, two
-streams). So a configuration is tried on real decoding, and gives way until it holds.
+The search times linear layers one type at a time, but a whole token may behave differently (caches, clocks, two
+streams). So a configuration is tested on real decoding and reduced until it keeps within the budget.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from tuner.progress import Cancel, Progress, Report, check, never, silent
 from tuner.search import Configuration, check_budget
 
 Slowdown = Callable[[Mapping[str, int], Mapping[str, int]], float]
-"""Percent by which decoding with this `k_chunk` and `n_tb` by layer type is slower than without; noise goes below 0."""
+"""Slowdown of decoding in percent with a `k_chunk` and `n_tb` by layer type; noise can make it negative."""
 
 Smaller = Callable[[Configuration, float], Configuration]
-"""Makes a smaller configuration of what the search found, for a share of what it costs. The smaller the share, the less
-is left, at last nothing."""
+"""Reduces a configuration to a share of its cost. Small shares leave no compensation."""
 
 _GENTLEST, _STRONGEST = 0.9, 0.5
-"""One step back leaves at most and at least this part of the compensation."""
+"""Largest and smallest share of the compensation that remains after one reduction."""
 
 
 def hold(
@@ -35,25 +34,25 @@ def hold(
     progress: Progress = silent,
     cancelled: Cancel = never,
 ) -> tuple[Configuration, float]:
-    """Take compensation back until the measured slowdown is within the budget.
+    """Reduce compensation until the measured slowdown is within the budget.
 
     Args:
-        configuration: What the search found.
+        configuration: The configuration that the search found.
         slowdown: Measures decoding with it.
-        budget_percent: The promise, above 0 and at most 100 percent.
-        smaller: Makes a smaller configuration of what the search found (`Search.smaller`).
-        readings: Measurements of which the median counts; odd.
-        progress: Told before every try.
-        cancelled: Asked before every measurement.
+        budget_percent: The budget, above 0 and at most 100 percent.
+        smaller: Makes a smaller configuration (`Search.smaller`).
+        readings: Number of measurements, of which the median counts; odd.
+        progress: Called before every attempt.
+        cancelled: Called before every measurement.
 
     Returns:
-        The configuration that holds and its measured slowdown in percent. If nothing else holds, `k_chunk` is 0
-        everywhere: decoding as without compensation, and a slowdown of 0.
+        The verified configuration and its measured slowdown in percent. In the worst case `k_chunk` is 0 everywhere,
+        with a slowdown of 0.
 
     Raises:
         BudgetError: the budget is out of range.
         TimerError: decoding could not be timed.
-        Cancelled: `cancelled` said so.
+        Cancelled: `cancelled` returned True.
     """
     check_budget(budget_percent)
     if readings < 1 or readings % 2 == 0:
@@ -79,5 +78,5 @@ def _median(
         check(cancelled)
         found.append(slowdown(k_chunk, n_tb))
     if not all(math.isfinite(percent) for percent in found):
-        raise TimerError(f"decoding was measured to be {found} percent slower; tune again")
+        raise TimerError(f"the measured slowdown of decoding is {found} percent; tune again")
     return sorted(found)[readings // 2]

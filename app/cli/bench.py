@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from app.amounts import byte_count
 from app.cli import options
 from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, compensate, load_plan
+from app.cli.load import LoadChoices, load_plan, spend_budgets
 from app.cli.model import open_model
 from app.cli.output import Output
 from app.cli.services import DEMO, Services, services_of
@@ -18,8 +19,8 @@ from runtime.compensation import Compensation
 if TYPE_CHECKING:
     from models.progress import Cancelled
     from models.store import StoredModel
-    from runtime.decoder import Decoder
-    from runtime.measure import SpeedAt
+    from runtime.backends.decoder import Decoder
+    from runtime.measure.speed import SpeedAt
 
 _ROUND = 256
 """Tokens to which the context is rounded up."""
@@ -63,9 +64,14 @@ def bench(
 ) -> None:
     """Measure time to the first token, prefill and decode speed, and how near they are to the memory's limit."""
     from app.settings import load
-    from runtime.measure import default_lengths, measure, measure_at, peak_memory_bytes
+    from runtime.kv.kinds import KINDS, SPECULATIVE_KV
+    from runtime.measure.speed import default_lengths, measure, measure_at, peak_memory_bytes
 
     options.check_speculation(speculation, gamma, kv)
+    if speculation and kv is not None and not KINDS[kv].has_draft:
+        raise typer.BadParameter(
+            f"drafts of the model are measured, and need the {SPECULATIVE_KV} cache, not {kv}", param_hint="--speculate"
+        )
     asked = options.compensation(budget, k_chunk) or Compensation(k_chunk=0)
     output, services = Output(as_json=as_json), services_of(ctx)
     stored = open_model(model or load().model or DEMO, services, output)
@@ -89,7 +95,7 @@ def bench(
     with output.progress() as progress:
         decoder = plan.open_decoder(progress)
     try:
-        compensate(decoder, plan, choices, services, output)
+        spend_budgets(lambda *_: nullcontext(decoder), plan, choices, services, output)
         with Interrupt() as interrupt, output.progress() as progress:
             speed = measure(
                 decoder,
@@ -166,8 +172,8 @@ def bench(
         pays = "it pays at no acceptance" if edge is None else f"it pays from {100 * edge:.0f} % on"
         output.text(
             f"speculation   {speculated['tokens_per_s']:.1f} tokens/s, {speculated['plain_tokens_per_s']:.1f} without, "
-            f"of the same text; {100 * speculated['acceptance_rate']:.0f} % of the drafts accepted ({pays}), "
-            f"{speculated['tokens_per_verify']:.1f} tokens a verify, gamma {speculated['gamma']}"
+            f"of the same text; {100 * speculated['acceptance_rate']:.0f} % of drafts accepted ({pays}), "
+            f"{speculated['tokens_per_verify']:.1f} tokens per verify, gamma {speculated['gamma']}"
         )
 
 
@@ -180,8 +186,8 @@ def _speculation(
     cancelled: Cancelled,
 ) -> dict[str, Any]:
     """A real text continued with speculation and without: for prompts without sense nothing can be drafted."""
-    from runtime.speculation.measure import measure_speculation
-    from runtime.tokenizer import Tokenizer
+    from runtime.engine.speculation.measure import measure_speculation
+    from runtime.text.tokenizer import Tokenizer
 
     prompt, count = lengths
     tokens = Tokenizer(model.tokenizer_path).encode(text)[:prompt]
@@ -210,7 +216,7 @@ def _at(speed: SpeedAt) -> dict[str, Any]:
 
 def _prompts(decoder: Decoder, cancelled: Cancelled) -> dict[str, Any]:
     """How far the decoder compensates prompts, and what that costs here and now, side by side."""
-    from runtime.prompt_tuning import PromptTimer
+    from runtime.budget.prompt_tuning import PromptTimer
 
     level, timer = decoder.options.prompt_k_chunk, PromptTimer(decoder, cancelled=cancelled)
     slowdown = timer.slowdown(level) if level else 0.0

@@ -21,7 +21,7 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 SHORT = 8
 """Characters of an id that are shown; as many as tell chats apart are enough everywhere."""
-_LARGEST_FILE = 1 << 30
+_LARGEST_FILE = 1 << 28
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="A chat, by its id or the beginning of it.", show_default=False)]
 
@@ -114,15 +114,15 @@ def import_chats(
 
     output = Output(as_json=as_json)
     if file.stat().st_size > _LARGEST_FILE:
-        raise CliError(f"{file} is larger than 1 GiB: split it")
+        raise CliError(f"{file} is larger than 256 MiB: split it")
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = file.read_bytes().decode("utf-8-sig")  # ends of lines as they are
     except UnicodeDecodeError as error:
         raise CliError(f"{file} is no text in UTF-8: {error}") from error
     brought = exchange.read(text, file.name)
     history = History(history_file())
     try:
-        new = [chat for chat in brought if exchange.bring(history, chat) is not None]
+        new = exchange.bring_all(history, brought)
     finally:
         history.close()
     if as_json:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.amounts import byte_count
-from runtime.problem import Problem
+from runtime.errors import Problem
 
 if TYPE_CHECKING:
     from app.cli.services import Services
     from models.store import Store
-    from runtime.backend import Presence
+    from runtime.backends import Presence
     from tuner.detect import Machine
 
 _GIB = 1 << 30
@@ -87,7 +87,7 @@ def check_memory(machine: Machine) -> list[Problem]:
     memory = machine.memory
     if memory.available_bytes >= _LEAST_MEMORY:
         return []
-    from runtime.memory import largest_process
+    from runtime.load.memory import largest_process
 
     holder = largest_process()
     return [
@@ -100,7 +100,7 @@ def check_memory(machine: Machine) -> list[Problem]:
 
 def check_link(used: Presence) -> list[Problem]:
     """Whether the link to a card that is used carries what compensation needs, or is unknown."""
-    from runtime.server.inspecting import link_problems
+    from runtime.server.store.inspecting import link_problems
 
     return link_problems(used.gpu)
 
@@ -160,7 +160,7 @@ def check_store(store: Store) -> Iterator[Problem]:
 
 def check_remains(store: Store, lock_home: Path) -> Iterator[Problem]:
     """What crashed or killed processes left behind."""
-    from runtime.lock import is_alive, lock_path, read_lock
+    from runtime.server.lock import is_alive, lock_path, read_lock
 
     lock = lock_path(lock_home)
     record = read_lock(lock)

@@ -15,7 +15,7 @@ from app.cli.services import Services, services_of
 from app.cli.tuned import profile_report
 
 if TYPE_CHECKING:
-    from runtime.backend import Presence
+    from runtime.backends import Presence
     from tuner.detect import Machine
     from tuner.gpu import GpuInfo
 

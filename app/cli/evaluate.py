@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,16 +12,16 @@ import typer
 from app.cli import options
 from app.cli.errors import CliError
 from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, compensate, load_plan
+from app.cli.load import LoadChoices, load_plan, spend_budgets
 from app.cli.model import find_checkpoint, open_model
 from app.cli.output import Output
 from app.cli.quantize import read_text
 from app.cli.services import Services, services_of
 
 if TYPE_CHECKING:
-    from runtime.decoder import DecoderOptions
-    from runtime.evaluate import EvalResult
-    from runtime.loading import LoadPlan
+    from runtime.backends.decoder import DecoderOptions
+    from runtime.load.plan import LoadPlan
+    from runtime.measure.evaluate import EvalResult
 
 _WINDOW = 1024
 """Longest window unless one is asked for."""
@@ -132,8 +133,8 @@ def _stored(
 ) -> tuple[EvalResult, dict[str, Any]]:
     """Perplexity of a stored model, and what the JSON object says about how it ran."""
     from runtime.compensation import k_chunk_by_type
-    from runtime.evaluate import perplexity
-    from runtime.tokenizer import Tokenizer
+    from runtime.measure.evaluate import perplexity
+    from runtime.text.tokenizer import Tokenizer
 
     model = open_model(name, services, output)
     maximum = model.spec.max_context
@@ -165,7 +166,7 @@ def _compensated(
 
     That of prompts counts where there are prompts.
     """
-    from runtime.tuning import obstacle
+    from runtime.budget.tuning import obstacle
 
     model, budget = plan.model, plan.compensation.budget_percent
     prompts = plan.compensation.prompt_percent if span.as_chat else 0.0
@@ -184,7 +185,7 @@ def _compensated(
                 "while; --k-chunk N evaluates with N channels instead, --k-chunk 0 without compensation"
             )
         own = plan if prompts else replace(plan, compensation=replace(plan.compensation, prompt_budget_percent=0.0))
-        compensate(decoder, own, choices, services, output)
+        spend_budgets(lambda *_: nullcontext(decoder), own, choices, services, output)
         tuned = decoder.options
         return replace(plan.options, k_chunk=tuned.k_chunk, n_tb=tuned.n_tb, prompt_k_chunk=tuned.prompt_k_chunk)
     finally:
@@ -196,8 +197,8 @@ def _full_precision(
 ) -> tuple[EvalResult, dict[str, Any]]:
     """Perplexity of the checkpoint that MODEL names."""
     from models.checkpoint import Checkpoint
-    from runtime.evaluate import full_precision_perplexity
-    from runtime.tokenizer import Tokenizer
+    from runtime.measure.evaluate import full_precision_perplexity
+    from runtime.text.tokenizer import Tokenizer
 
     folder = find_checkpoint(name, services, output)
     checkpoint = Checkpoint.open(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from app.cli import options
 from app.cli.interrupt import Interrupt
@@ -13,11 +13,12 @@ from app.cli.services import Services, prepare_folders
 if TYPE_CHECKING:
     from app.settings import Settings
     from models.store import StoredModel
+    from runtime.backends.decoder import KVKind, Selector
+    from runtime.budget.spending import Lend, Spent
     from runtime.compensation import Compensation
-    from runtime.decoder import Decoder, KVKind, Selector
-    from runtime.engine import Engine
-    from runtime.loading import LoadPlan
-    from runtime.problem import Problem
+    from runtime.drafting import Drafts
+    from runtime.engine.engine import Engine
+    from runtime.load.plan import LoadPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +57,9 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         RuntimeFailure: the choices do not go together, or memory does not suffice.
     """
     from runtime.compensation import of_settings
-    from runtime.drafting import cache_for
-    from runtime.loading import plan_load
-    from runtime.memory import DEFAULT_CONTEXT
+    from runtime.kv.kinds import cache_for
+    from runtime.load.memory import DEFAULT_CONTEXT
+    from runtime.load.plan import plan_load
 
     settings = _settings(choices)
     compensation = of_settings(
@@ -70,7 +71,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
     plan = plan_load(
         model,
         compensation,
-        kv=cache_for(choices.kv if settings.speculation else settings.kv, settings.speculation),
+        kv=cache_for(choices.kv if settings.speculation else settings.kv, drafts=settings.speculation is not None),
         # A context on the command line is kept or refused; one in the settings gives way to a model that has less.
         context=choices.context or (settings.context and min(settings.context, maximum)),
         asked=settings.backend,
@@ -94,60 +95,52 @@ def _settings(choices: LoadChoices) -> Settings:
     return load({"kv": choices.kv, "backend": choices.backend, "speculate": speculate, "gamma": choices.gamma})
 
 
-def speculate(engine: Engine, choices: LoadChoices, *, pays: bool) -> None:
-    """Let a model that was loaded and compensated speculate, where the choices or the settings say so.
+def spend_budgets(lend: Lend, plan: LoadPlan, choices: LoadChoices, services: Services, output: Output) -> Spent:
+    """Give a model that was just loaded what its plan's budgets pay for, and tell which have no effect.
 
     Args:
-        engine: The loaded model.
+        lend: Lends its decoder.
+        plan: How it was loaded.
         choices: What was asked for.
-        pays: Whether drafts were measured to pay, for those who leave it open.
-
-    Raises:
-        KeyboardInterrupt: the person stopped it.
-    """
-    from runtime.drafting import Speculate
-    from runtime.errors import Cancelled
-    from runtime.speculation.costs import start
-
-    with Interrupt() as interrupt:
-        try:
-            wanted = _settings(choices)
-            found = Speculate() if pays and wanted.drafts is None else wanted.speculation
-            start(engine, found, cancelled=interrupt.cancelled)
-        except Cancelled:
-            interrupt.raise_if_pressed()
-
-
-def compensate(decoder: Decoder, plan: LoadPlan, choices: LoadChoices, services: Services, output: Output) -> bool:
-    """Give a model that was just loaded the compensation that its plan's budgets pay for, with progress.
-
-    Where there is no budget, nothing is done; where it has no effect, that is said. Where the ways to decode it were
-    measured for the budget, it gets the best.
-
-    Returns:
-        Whether the best way drafts.
+        services: The machine and its profiles.
+        output: For progress, and for what the person should know.
 
     Raises:
         KeyboardInterrupt: the person stopped the tuning; what was measured is kept for the next time.
     """
-    from runtime.offering import take
-    from runtime.prompt_tuning import prompts_within_budget
-    from runtime.tuning import within_budget
+    from runtime.budget.spending import Spent, spend
 
-    budget, prompts = plan.compensation.budget_percent, plan.compensation.prompt_percent
-    problem: Problem | None = None
-    drafts = False
+    drafts = _settings(choices).drafts
+    if not plan.compensation.possible:
+        return Spent(tuning=None, prompts=None, speculation=drafts, problems=())
     with Interrupt() as interrupt, output.progress() as progress:
-        common: Any = {"profiles": services.profiles(), "progress": progress, "cancelled": interrupt.cancelled}
-        if budget:
-            tuned, problem = within_budget(decoder, plan.model, budget_percent=budget, **common)
-            wanted = _settings(choices).drafts
-            if tuned is not None and not wanted:
-                allowed = wanted is None
-                _, drafts = take(decoder, plan.model, tuned, profiles=services.profiles(), drafts=allowed)
-        if prompts and problem is None:
-            _, problem = prompts_within_budget(decoder, plan.model, budget_percent=prompts, **common)
+        spent = spend(
+            lend,
+            plan.model,
+            plan.compensation,
+            drafts=drafts,
+            profiles=services.profiles(),
+            progress=progress,
+            cancelled=interrupt.cancelled,
+        )
     asked = choices.compensation is not None or choices.prompt_budget is not None
-    if problem is not None and (problem.failure or asked):
-        output.note(f"{problem.what}; {problem.fix}")
-    return drafts
+    for problem in spent.problems:
+        if problem.failure or asked:
+            output.note(f"{problem.what}; {problem.fix}")
+    return spent
+
+
+def speculate(engine: Engine, wanted: Drafts) -> None:
+    """Let a loaded model speculate.
+
+    Raises:
+        KeyboardInterrupt: the person stopped it.
+    """
+    from runtime.engine.speculation.costs import start
+    from runtime.errors import Cancelled
+
+    with Interrupt() as interrupt:
+        try:
+            start(engine, wanted, cancelled=interrupt.cancelled)
+        except Cancelled:
+            interrupt.raise_if_pressed()

@@ -34,9 +34,9 @@ def offered(
         KeyboardInterrupt: the person stopped it.
     """
     from assets import evaluation_text
-    from runtime.drafting import SPECULATIVE_KV
-    from runtime.offering import WINDOW, full_precision, known, offers
-    from runtime.tokenizer import Tokenizer
+    from runtime.budget.offering import WINDOW, full_precision, known, offers
+    from runtime.kv.kinds import SPECULATIVE_KV
+    from runtime.text.tokenizer import Tokenizer
 
     found = None if force else known(backend, stored, budget_percent=budget, profiles=services.profiles())
     if found is not None or (choices.context or 0) < WINDOW:

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, TypeVar
 import typer
 
 from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation
-from runtime.drafting import LARGEST_GAMMA, Speculate, cache_for
+from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import RequestError
-from runtime.kv.kinds import KVKind
+from runtime.kv.kinds import KINDS, SPECULATIVE_KV, KVKind
 
 T = TypeVar("T")
 Backend = Literal["auto", "triton", "cpu", "reference"]
@@ -65,10 +65,11 @@ def check_speculation(speculate: bool | None, gamma: int | None, kv: KVKind | No
     """
     if gamma is not None and not speculate:
         raise typer.BadParameter("it means something with --speculate alone", param_hint="--gamma")
-    try:
-        cache_for(kv, Speculate(gamma=gamma) if speculate else None)
-    except RequestError as error:
-        raise typer.BadParameter(str(error), param_hint="--speculate") from error
+    if gamma is not None and kv is not None and not KINDS[kv].has_draft:
+        raise typer.BadParameter(
+            f"drafts of so many tokens need the {SPECULATIVE_KV} cache, not {kv}: leave out one of them",
+            param_hint="--gamma",
+        )
 
 
 def complete_stored(incomplete: str) -> list[str]:
@@ -102,9 +103,9 @@ KVOption = Annotated[
     KVKind | None,
     typer.Option(
         "--kv",
-        help="What the key-value cache keeps: fp16; int8 (half of its bytes, no loss to be seen); int4 (some 30 %, "
-        "little loss); kcvt4, gear-l4, gear4 (4 bits by key channel, and with GEAR's corrections); kivi2, gear-l2, "
-        "gear2 (2 bits, for memory that is tight: clearly worse); hierarchical (8 bits, of which drafts read 4).",
+        help="Precision of the key-value cache: int4 (the default, 28 % of fp16's bytes); int8 (half of them); fp16 "
+        "(exact); hierarchical (8 bits, of which self-drafts read 4); kcvt4, gear-l4, gear4 (4 bits by key channel, "
+        "and with GEAR's corrections); kivi2, gear-l2, gear2 (2 bits: clearly worse).",
         show_default=False,
     ),
 ]
@@ -146,8 +147,9 @@ Speculation = Annotated[
     bool | None,
     typer.Option(
         "--speculate/--no-speculate",
-        help="Draft tokens with the low-bit weights alone and verify several at a time: the same answers, faster where "
-        "much is compensated. Takes the hierarchical cache.",
+        help="Draft tokens and verify several at a time: the same answers, faster. Drafts are copied from the text so "
+        "far where that pays, unless --no-speculate. With --speculate the model also drafts with its low-bit weights "
+        "alone, faster where much is compensated, and the cache is hierarchical unless --kv says otherwise.",
         show_default=False,
     ),
 ]
@@ -158,7 +160,8 @@ Gamma = Annotated[
         metavar="N",
         min=1,
         max=LARGEST_GAMMA,
-        help="Tokens to draft in each round, with --speculate; found and adapted if not given.",
+        help="Tokens that the model drafts in each round, none of them copied, with --speculate; found and adapted if "
+        "not given.",
         show_default=False,
     ),
 ]

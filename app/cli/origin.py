@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from models.files import replacing
 
 if TYPE_CHECKING:
     from models.store import StoredModelInfo
@@ -53,10 +53,8 @@ class Origins:
         """Remember. A folder that can't be written costs hashing next time and nothing else."""
         try:
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._file.parent, prefix=f".{self._file.name}-")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(known, file)
-            Path(name).replace(self._file)
+            with replacing(self._file, synced=False) as file:
+                file.write(json.dumps(known).encode())
         except OSError:
             return
 

@@ -1,7 +1,7 @@
 """What goes to standard output and what to standard error.
 
 Standard output carries the answer and nothing else: with `--json` one object, else text. Notes, progress and errors go
-to standard error.
+to standard error. What is piped from standard output stays as it is; whatever a person reads goes through `Shown`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from app.amounts import Estimate, byte_count
+from app.printable import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -24,6 +25,39 @@ if TYPE_CHECKING:
 NAME = "lowbit-chat"
 LINE_S = 3.0
 """Between two lines of progress where standard error is no terminal."""
+
+
+class Shown:
+    """A stream that a person reads: a terminal shows what is written to it, and obeys nothing of it.
+
+    It stands in the place of `sys.stdout` or `sys.stderr`, so that nothing goes past it: what is printed here, the
+    parser's words about a wrong option, a library's warnings, a traceback.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        """Writes what is of the program's own making, colours included."""
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        self.stream.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write one text after the other."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def show_everything() -> None:
+    """Let standard error, and standard output where it is a terminal, be `Shown` from now on. Safe to call twice."""
+    if sys.stderr is not None and not isinstance(sys.stderr, Shown):
+        sys.stderr = cast("TextIO", Shown(sys.stderr))
+    if sys.stdout is not None and sys.stdout.isatty() and not isinstance(sys.stdout, Shown):
+        sys.stdout = cast("TextIO", Shown(sys.stdout))
 
 
 class Output:
@@ -38,17 +72,17 @@ class Output:
 
     def text(self, line: str = "") -> None:
         """Write a line of the answer."""
-        print(_shown(line))
+        print(line)
 
     def stream(self, piece: str) -> None:
         """Write a piece of the answer at once, without a line break of its own."""
         if piece:
-            sys.stdout.write(_shown(piece))
+            sys.stdout.write(piece)
             sys.stdout.flush()
 
     def picture(self, text: str) -> None:
         """Write a picture of the program's own making, colours included."""
-        print(text.rstrip("\n"))
+        print(text.rstrip("\n"), file=_unfiltered(sys.stdout))
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Write rows in aligned columns; columns whose cells begin with a digit are aligned to the right."""
@@ -85,16 +119,17 @@ class _PhaseLines:
         self._output = output
         self._phase = ""
         self._said = 0.0
+        self._ending = False
         self._estimate = Estimate()
 
     def __call__(self, report: Progress) -> None:
         now = time.monotonic()
         self._estimate.take(now, report.phase, report.done, report.total)
         if report.phase != self._phase:
-            self._phase, self._said = report.phase, now
+            self._phase, self._said, self._ending = report.phase, now, False
             self._output.note(report.message)
-        elif now - self._said >= LINE_S:
-            self._said = now
+        elif now - self._said >= LINE_S and not (self._ending and self._estimate.ending):
+            self._said, self._ending = now, self._estimate.ending
             left = self._estimate.words
             self._output.note(f"{report.message}: {_amount(report)}{f', {left}' if left else ''}")
 
@@ -114,12 +149,12 @@ class _PhaseBars:
         if report.phase not in self._tasks:
             for task in self._tasks.values():
                 self._bars.update(task, visible=False)
-            self._tasks[report.phase] = self._bars.add_task(report.message, total=report.total, amount="", left="")
+            self._tasks[report.phase] = self._bars.add_task("", total=report.total, amount="", left="")
         self._bars.update(
             self._tasks[report.phase],
             completed=report.done,
             total=report.total,
-            description=report.message,
+            description=printable(report.message),
             amount=_amount(report),
             left=self._estimate.words,
         )
@@ -145,8 +180,9 @@ def _started_bars() -> Bars:
         TextColumn("{task.fields[amount]}", markup=False),
         TextColumn("{task.fields[left]}", markup=False),
     )
-    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    bars = Progress(*columns, console=Console(file=_unfiltered(sys.stderr)), transient=True)
     bars.start()
+    show_everything()  # while there are bars, Rich puts streams of its own in the place of the program's
     return bars
 
 
@@ -158,13 +194,8 @@ def _amount(report: Progress) -> str:
     return f"{int(report.done)}{whole} {report.unit}"
 
 
-def _shown(text: str) -> str:
-    """Text that a terminal will show rather than obey; what is piped stays as it is."""
-    if not sys.stdout.isatty():
-        return text
-    from app.tui.printable import printable
-
-    return printable(text)
+def _unfiltered(stream: TextIO) -> TextIO:
+    return stream.stream if isinstance(stream, Shown) else stream
 
 
 def _finite(value: Any) -> Any:

@@ -6,7 +6,7 @@ import sys
 
 from app.cli.errors import explained, in_one_line
 from app.cli.load import LoadChoices, load_plan
-from app.cli.output import NAME, Output
+from app.cli.output import NAME, Output, show_everything
 from app.cli.services import Services
 
 
@@ -22,6 +22,7 @@ def prepare(services: Services, output: Output) -> None:
 
 def main() -> None:
     """Prepare; what goes wrong is told, and left to the first answer to fail over."""
+    show_everything()
     try:
         prepare(Services(), Output())
     except explained() as error:

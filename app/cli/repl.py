@@ -14,12 +14,12 @@ from app.amounts import byte_count
 from app.cli.errors import CliError
 from app.cli.interrupt import Interrupt
 from app.cli.output import Output
-from app.paths import private_folder
+from models.files import private_folder
 
 if TYPE_CHECKING:
-    from runtime.engine import Engine
-    from runtime.generation import Usage
-    from runtime.sampling import SamplingOptions
+    from runtime.engine.engine import Engine
+    from runtime.engine.generation import Usage
+    from runtime.text.sampling import SamplingOptions
 
 HELP = """\
 /set NAME VALUE   change a setting: {names}
@@ -196,7 +196,7 @@ class Repl:
             found = usage.speculation
             does = f"{found.gamma} tokens drafted a round" if found.gamma else "speculation does not pay here"
             self._output.text(
-                f"{does}; {100 * found.acceptance_rate:.0f} % accepted, {found.tokens_per_verify:.1f} tokens a verify"
+                f"{does}; {100 * found.acceptance_rate:.0f} % accepted, {found.tokens_per_verify:.1f} tokens per verify"
             )
 
     def _help(self, _rest: str) -> None:

@@ -10,16 +10,16 @@ import typer
 
 from app.cli import options
 from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, compensate, load_plan, speculate
+from app.cli.load import LoadChoices, load_plan, speculate, spend_budgets
 from app.cli.model import open_model
 from app.cli.output import Output
 from app.cli.services import services_of
 
 if TYPE_CHECKING:
     from models.store import StoredModel
-    from runtime.engine import Engine
-    from runtime.generation import Usage
-    from runtime.sampling import SamplingOptions
+    from runtime.engine.engine import Engine
+    from runtime.engine.generation import Usage
+    from runtime.text.sampling import SamplingOptions
 
 _PATIENCE_S = 3.0
 """How long standard input may stay silent before the person is told that it is being waited for."""
@@ -93,7 +93,7 @@ def run(
         raise typer.BadParameter("nothing to answer: give a PROMPT, or text on standard input", param_hint="PROMPT")
 
     from app.settings import load
-    from runtime.sampling import SamplingOptions
+    from runtime.text.sampling import SamplingOptions
 
     settings = load(
         {
@@ -105,17 +105,9 @@ def run(
             "system_prompt": system,
         }
     )
-    sampling = SamplingOptions(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        repetition_penalty=settings.repetition_penalty,
-        max_tokens=settings.max_tokens,
-        seed=seed,
-        stop=tuple(stop or ()),
-    )
     stored = open_model(model, services, output)
+    drawn: dict[str, Any] = settings.sampling(stored.sampling)
+    sampling = SamplingOptions(max_tokens=settings.max_tokens, seed=seed, stop=tuple(stop or ()), **drawn)
     choices = LoadChoices(
         kv=kv,
         context=context,
@@ -129,8 +121,7 @@ def run(
     with output.progress() as progress:
         engine = services.open_engine(plan, progress)
     try:
-        pays = compensate(engine.decoder, plan, choices, services, output)
-        speculate(engine, choices, pays=pays)
+        speculate(engine, spend_budgets(engine.lent, plan, choices, services, output).speculation)
         if text:
             _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, raw=raw)
         else:

@@ -39,6 +39,8 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    kv: options.KVOption = None,
+    context: options.Context = None,
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
     prompt_budget: options.PromptBudget = None,
@@ -47,33 +49,36 @@ def serve(
 ) -> None:
     """Serve the stored models to OpenAI clients, on this machine only unless told otherwise."""
     asked = options.compensation(budget, k_chunk)
-    options.check_speculation(speculation, gamma)
+    options.check_speculation(speculation, gamma, kv)
     output, services = Output(), services_of(ctx)
 
     from app.settings import load
     from runtime.compensation import of_settings
     from runtime.server import serve as server
+    from runtime.server.store.loading import LoadDefaults
     from runtime.wire.requests import LoadRequest
 
-    settings = load({"model": model, "speculate": options.speculate_setting(speculation), "gamma": gamma})
+    speculate = options.speculate_setting(speculation)
+    settings = load({"model": model, "kv": kv, "context": context, "speculate": speculate, "gamma": gamma})
     compensation = of_settings(settings.k_chunk, settings.budget, asked, prompt_budget=settings.prompt_budget)
     if prompt_budget is not None:
         compensation = replace(compensation, prompt_budget_percent=prompt_budget)
-    request = None
-    if settings.model is not None:
-        request = LoadRequest(
-            model=open_model(settings.model, services, output).name,
-            kv=None if settings.speculation else settings.kv,
-            context=settings.context,
-            backend=settings.backend,
-        )
+    defaults = LoadDefaults(
+        compensation=compensation,
+        speculation=settings.drafts,
+        kv=kv if settings.speculation else settings.kv,  # drafts take a cache of their own unless one is named
+        context=settings.context,
+        backend=settings.backend,
+        num_parallel=settings.num_parallel,
+    )
+    first = None if settings.model is None else open_model(settings.model, services, output).name
     with output.progress() as progress:
         code = server.run(
-            services.service(compensation, settings.drafts, settings.num_parallel),
+            services.service(defaults),
             host=host,
             port=port,
             token=token,
-            model=request,
+            model=None if first is None else LoadRequest(model=first),
             progress=progress,
             ready=lambda url: output.note(f"serving {url}; Ctrl-C ends"),
         )

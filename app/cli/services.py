@@ -13,13 +13,12 @@ if TYPE_CHECKING:
     from models.progress import Cancelled, ProgressCallback
     from models.recipe import Recipe
     from models.store import Store, StoredModel, StoredModelInfo
-    from runtime.backend import Presence
-    from runtime.compensation import Compensation
-    from runtime.decoder import Decoder
-    from runtime.drafting import Drafts
-    from runtime.engine import Engine
-    from runtime.loading import LoadPlan
-    from runtime.server.service import Service
+    from runtime.backends import Presence
+    from runtime.backends.decoder import Decoder
+    from runtime.engine.engine import Engine
+    from runtime.load.plan import LoadPlan
+    from runtime.server.service.service import Service
+    from runtime.server.store.loading import LoadDefaults
     from tuner.bandwidth import ReadBandwidth
     from tuner.detect import Machine, MemoryInfo
     from tuner.profiles import ProfileStore
@@ -113,7 +112,7 @@ class Services:
     ) -> StoredModelInfo:
         """Make a low-bit model from a checkpoint; the saved caches of one that it replaces are deleted."""
         from models.quantize import quantize
-        from runtime.kv.saved_folder import forgetting
+        from runtime.engine.conversations.saved_folder import forgetting
 
         store = self.store()
         with forgetting(self.chats(), store.root):
@@ -129,21 +128,15 @@ class Services:
                 cancelled=cancelled,
             )
 
-    def service(self, compensation: Compensation, speculation: Drafts = None, parallel: int | None = None) -> Service:
-        """What a server serves: the stored models and the bundled one, compensated, drafted and shared like this."""
+    def service(self, defaults: LoadDefaults) -> Service:
+        """What a server serves: the stored models and the bundled one, loaded like this."""
         prepare_folders()
         from app.paths import home
         from assets import demo_path
-        from runtime.server.catalogue import Bundle
-        from runtime.server.loading import open_service
+        from runtime.server.store.catalogue import Bundle
+        from runtime.server.store.loading import open_service
 
-        return open_service(
-            home(),
-            Bundle(models={DEMO: demo_path()}),
-            compensation=compensation,
-            speculation=speculation,
-            parallel=parallel,
-        )
+        return open_service(home(), Bundle(models={DEMO: demo_path()}), defaults=defaults)
 
     def open_engine(self, plan: LoadPlan, progress: ProgressCallback) -> Engine:
         """Load a model with its tokenizer."""
@@ -159,7 +152,7 @@ class Services:
     def is_tuned(self, decoder: Decoder, model: StoredModel, budget_percent: float) -> bool:
         """Whether it is known what a budget buys for a loaded model here, so that nothing is to be measured."""
         from runtime.backends import backend
-        from runtime.profile_key import profile_key
+        from runtime.budget.profile_key import profile_key
 
         device = backend(decoder.backend).device(decoder.options)
         key = profile_key(device, decoder.backend, model, budget_percent)
@@ -173,7 +166,7 @@ class Services:
 
     def slowdown(self, decoder: Decoder, cancelled: Cancelled) -> float:
         """Measured slowdown, in percent, of decoding with the compensation that a loaded model has now."""
-        from runtime.timing import DecodeTimer
+        from runtime.measure.timing import DecodeTimer
 
         timer = DecodeTimer(decoder, cancelled=cancelled)
         return timer.slowdown(decoder.options.k_chunk, decoder.options.n_tb)
@@ -198,7 +191,7 @@ class Services:
 
     def link_gb_s(self) -> float | None:
         """Measured bandwidth from main memory to the graphics card; None where none can be used."""
-        from runtime.server.inspecting import link_gb_s
+        from runtime.server.store.inspecting import link_gb_s
 
         return link_gb_s()
 
@@ -220,7 +213,8 @@ def prepare_folders() -> None:
 
     A system that refuses is passed over: what is bundled runs without them, and `doctor` tells.
     """
-    from app.paths import cache_dir, home, private_folder, profiles_dir
+    from app.paths import cache_dir, home, profiles_dir
+    from models.files import private_folder
 
     with contextlib.suppress(OSError):
         private_folder(home())

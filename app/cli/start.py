@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 
-from app.cli.output import NAME, at_a_terminal
+from app.cli.output import NAME, at_a_terminal, show_everything
 
 
 def main() -> None:
     """The `lowbit-chat` program."""
+    show_everything()
     if len(sys.argv) > 1 or not at_a_terminal():
         from app.cli.main import main as command_line
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,7 @@ from app.cli.errors import CliError
 from app.cli.interrupt import Interrupt
 from app.cli.model import is_stored, unknown
 from app.cli.output import NAME, Output, at_a_terminal
-from app.cli.running import loaded_model, unload
+from app.cli.running import loaded_model, result_of, unload
 from app.cli.services import DEMO, Services, services_of
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def remove(
 
     On a terminal it asks first. A model that is loaded is deleted only with --force.
     """
-    from runtime.kv.saved_folder import forget, forgetting
+    from runtime.engine.conversations.saved_folder import forget, forgetting
 
     output, services = Output(as_json=as_json), services_of(ctx)
     if chats == (name is not None):
@@ -111,10 +110,10 @@ def remove(
     store = services.store()
     if not is_stored(name, services):
         raise CliError(unknown(name, services))
-    if asyncio.run(loaded_model(services)) == name:
+    if result_of(loaded_model(services)) == name:
         if not force:
             raise CliError(f"{name} is loaded in the runtime: load another model there first, or repeat with --force")
-        asyncio.run(unload(services))
+        result_of(unload(services))
     if not (force or as_json) and at_a_terminal() and not _agreed(store.info(name)):
         output.note(f"{name} is kept")
         return

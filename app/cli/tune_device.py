@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -114,6 +115,8 @@ def tune_device(
     _check_usage(model, budget, simulate, shape, bits, method)
     if plot is not None and plot.suffix.lower() != ".svg":
         raise typer.BadParameter("the plot is an SVG file: give a name that ends in .svg", param_hint="--plot")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise CliError("--plot needs matplotlib: install it, or lowbit-chat[plot], and try again")
     if simulate is not None and shape is not None:
         result = _simulated(
             simulate, shape, bits or _BITS, method or _METHOD, _budget(budget), pictured=plot is not None
@@ -239,8 +242,8 @@ def _measured(
         KeyboardInterrupt: the person stopped it; what was measured is kept for the next time.
     """
     from app.settings import load
-    from runtime.prompt_tuning import tune_prompts
-    from runtime.tuning import layers_of, tune
+    from runtime.budget.prompt_tuning import tune_prompts
+    from runtime.budget.tuning import layers_of, tune
     from tuner.search import Configuration
 
     stored = open_model(name or load().model or DEMO, services, output)
@@ -328,7 +331,7 @@ def _verdict(result: _Result) -> str:
     won = ""
     if result.found.predicted_loss_won is not None and result.found.loss_without:
         share = result.found.predicted_loss_won / result.found.loss_without
-        won = f"; wins back about {share:.0%} of what low bits lose"
+        won = f"; recovers about {share:.0%} of what low bits lose"
     whence = "from the saved profile, which took" if result.cached else "found in"
     return (
         f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} (the layers alone: {predicted:.1f} %)"

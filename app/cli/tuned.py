@@ -9,7 +9,7 @@ from app.cli.services import DEMO
 if TYPE_CHECKING:
     from app.cli.services import Services
     from models.store import StoredModel
-    from runtime.backend import AnyBackend
+    from runtime.backends import AnyBackend
 
 
 def profile_report(services: Services, backend_name: str) -> dict[str, Any] | None:
@@ -34,11 +34,11 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
     except (SettingsError, ModelError):
         return None
     from runtime.backends import backend
+    from runtime.backends.decoder import DecoderOptions
+    from runtime.budget.profile_key import profile_key
+    from runtime.budget.tuning import obstacle, tuning_of
     from runtime.compensation import of_settings
-    from runtime.decoder import DecoderOptions
     from runtime.errors import BackendError
-    from runtime.profile_key import profile_key
-    from runtime.tuning import obstacle, tuning_of
 
     compensation = of_settings(settings.k_chunk, settings.budget, prompt_budget=settings.prompt_budget)
     budget = compensation.budget_percent
@@ -86,10 +86,10 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
 
 def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_percent: float) -> str:
     """What is known of how far prompts are compensated, in words."""
-    from runtime.decoder import DecoderOptions
+    from runtime.backends.decoder import DecoderOptions
+    from runtime.budget.profile_key import profile_key
+    from runtime.budget.prompt_tuning import prompt_tuning_of
     from runtime.errors import BackendError
-    from runtime.profile_key import profile_key
-    from runtime.prompt_tuning import prompt_tuning_of
     from tuner.prompts import PromptStore
 
     try:
@@ -104,8 +104,8 @@ def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_
 
 def _offer(services: Services, runner: AnyBackend, model: StoredModel, budget_percent: float) -> str | None:
     """The best way to decode that a budget buys, in words; None where `tune-device` has not measured the ways."""
+    from runtime.budget.offering import known
     from runtime.errors import BackendError
-    from runtime.offering import known
 
     try:
         found = known(runner.name, model, budget_percent=budget_percent, profiles=services.profiles())

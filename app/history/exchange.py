@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
-from app.conversation import Conversation, Message, Role, State
+from app.conversation import MAX_TEXT, Conversation, Message, Role, State, Statistics
 from app.errors import HistoryError
-from app.history.store import Chat, History, statistics_json, statistics_of, title_of
+from app.history import markdown
+from app.history.markdown import FORMAT, moment_of
+from app.history.store import Chat, History, statistics_json, title_of
+from runtime.system.foreign import read_json
+from runtime.wire.codec import WireError, Within, from_json
 
-FORMAT = "lowbit-chat"
 VERSION = 1
+MOST_CHATS = 100_000
+"""Chats of a file, and messages of a chat, at most."""
+REMEDY = (
+    "nothing is brought in: correct that, or give a file of `lowbit-chat chats export`, or ChatGPT's conversations.json"
+)
 _STATES = ("done", "stopped", "failed")
-_TURN = re.compile(r"^<!-- lowbit-chat: (user|assistant) (\S+) -->$", re.MULTILINE)
-_HEADING = re.compile(r"\A\s*## (.*)\n")
+MODEL_LENGTH = 300
+Name = Annotated[str, Within(1, MODEL_LENGTH)]
+Text = Annotated[str, Within(0, MAX_TEXT)]
+Seconds = Annotated[float, Within(0, 200_000_000_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +58,9 @@ def to_markdown(chat: Chat, messages: Sequence[Message]) -> str:
         chat: The chat.
         messages: Its messages of all branches.
     """
-    conversation, parts = Conversation(), [f"# {chat.title}"]
+    conversation = Conversation()
     conversation.restore(chat.id, messages, chat.head)
-    for message in conversation.path():
-        who = "You" if message.role == "user" else (message.model or "Assistant")
-        ended = {"stopped": "\n\n*stopped*", "failed": f"\n\n*failed: {message.error}*"}.get(message.state, "")
-        mark = f"<!-- {FORMAT}: {message.role} {message.created.isoformat()} -->"
-        parts.append(f"{mark}\n## {who}\n\n{message.text}{ended}")
-    return "\n\n".join(parts) + "\n"
+    return markdown.write(chat.title, conversation.path())
 
 
 def about(chat: Chat) -> dict[str, Any]:
@@ -111,8 +114,19 @@ def bring(history: History, chat: Brought) -> str | None:
     if all(there.get(message.id) == message.text for message in chat.messages):
         return None
     own = chat.renewed() if there or history.knows([message.id for message in chat.messages]) else chat
-    history.record(own.id, own.head, own.messages, title=own.title, updated=own.messages[-1].created)
+    last = max(message.created for message in own.messages)
+    history.record(own.id, own.head, own.messages, title=own.title, updated=last)
     return own.id
+
+
+def bring_all(history: History, chats: Sequence[Brought]) -> list[str]:
+    """Put chats into a history, all of them or none; see `bring`.
+
+    Returns:
+        The ids of those that were not there already.
+    """
+    with history.together():
+        return [new for chat in chats if (new := bring(history, chat)) is not None]
 
 
 def read(text: str, name: str) -> list[Brought]:
@@ -127,80 +141,155 @@ def read(text: str, name: str) -> list[Brought]:
     """
     try:
         if not text.lstrip().startswith(("{", "[")):
-            return [_of_markdown(text, name)]
-        content = json.loads(text)
+            return [_of_markdown(text)]
+        content = read_json(text)
         if isinstance(content, dict) and content.get("format") == FORMAT:
             if content.get("version") != VERSION:
-                raise HistoryError(f"{name} was written by a newer version of lowbit-chat: update the program")
-            return [_checked(_of_json(chat)) for chat in content["chats"]]
+                raise HistoryError("it was written by a newer version of lowbit-chat: update the program")
+            return [_of_json(chat, f"chats[{at}]") for at, chat in enumerate(from_json(_File, content).chats)]
         conversations = content if isinstance(content, list) else [content]
-        return [_checked(_of_chatgpt(conversation)) for conversation in conversations]
+        return [_of_chatgpt(one) for one in from_json(_ChatGptFile, {"conversations": conversations}).conversations]
     except HistoryError as error:
-        raise HistoryError(f"{name}: {error}") if not str(error).startswith(name) else error from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise HistoryError(
-            f"{name} holds no chats that can be read ({type(error).__name__}: {error}): give a file of `lowbit-chat "
-            "chats export`, or ChatGPT's conversations.json"
-        ) from error
+        raise HistoryError(f"{name}: {error}") from error
+    except ValueError as error:
+        raise HistoryError(f"{name}: {error}; {REMEDY}") from error
 
 
-def _of_json(found: Mapping[str, Any]) -> Brought:
-    messages = [
-        Message(
-            id=_text(one["id"]),
-            parent=None if one["parent"] is None else _text(one["parent"]),
-            role=_role(one["role"]),
-            text=_text(one["text"]),
-            state=cast("State", one["state"] if one["state"] in _STATES else "stopped"),
-            error=one.get("error"),
-            model=one.get("model"),
-            statistics=statistics_of(one.get("statistics")),
-            created=datetime.fromisoformat(one["created"]),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Message:
+    """A message as `to_json` writes it."""
+
+    id: Name
+    parent: Name | None
+    role: Role
+    text: Text
+    state: str
+    created: str
+    error: Text | None = None
+    model: Name | None = None
+    statistics: Statistics | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chat:
+    """A chat as `to_json` writes it."""
+
+    id: Name
+    title: Text
+    head: Name | None
+    messages: Annotated[Sequence[_Message], Within(0, MOST_CHATS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """What `document` writes."""
+
+    chats: Annotated[Sequence[_Chat], Within(0, MOST_CHATS)]
+
+
+def _of_json(found: _Chat, where: str) -> Brought:
+    messages = []
+    for at, one in enumerate(found.messages):
+        try:
+            created = moment_of(one.created)
+        except ValueError as error:
+            raise WireError(f"{where}.messages[{at}].created: {error}", "created") from error
+        messages.append(
+            Message(
+                id=one.id,
+                parent=one.parent,
+                role=one.role,
+                text=one.text,
+                state=cast("State", one.state if one.state in _STATES else "stopped"),
+                error=one.error,
+                model=one.model,
+                statistics=one.statistics,
+                created=created,
+            )
         )
-        for one in found["messages"]
-    ]
-    return Brought(id=_text(found["id"]), title=title_of(_text(found["title"])), head=found["head"], messages=messages)
+    return _checked(Brought(id=found.id, title=title_of(found.title), head=found.head, messages=messages))
 
 
-def _of_chatgpt(found: Mapping[str, Any]) -> Brought:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Author:
+    role: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    parts: Annotated[Sequence[Any], Within(0, MOST_CHATS)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    author: _Author | None = None
+    content: _Content | None = None
+    create_time: Seconds | None = None
+    metadata: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    parent: Name | None = None
+    message: _Said | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ChatGpt:
+    """A conversation of ChatGPT's export."""
+
+    mapping: Mapping[Name, _Node]
+    title: Text | None = None
+    create_time: Seconds | None = None
+    current_node: Name | None = None
+    conversation_id: Name | None = None
+    id: Name | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ChatGptFile:
+    conversations: Annotated[Sequence[_ChatGpt], Within(0, MOST_CHATS)]
+
+
+def _of_chatgpt(found: _ChatGpt) -> Brought:
     """A conversation of ChatGPT's export: a tree of nodes, of which some hold no message that a person would see."""
-    mapping: Mapping[str, Any] = found["mapping"]
+    mapping = found.mapping
     shown: dict[str, Message] = {}
-    begun = _moment(found.get("create_time"))
+    begun = _moment(found.create_time)
 
     def visible(node: str | None) -> str | None:
         """The nearest node from here upwards that is shown."""
         seen: set[str] = set()
         while node is not None and node not in shown and node in mapping and node not in seen:
             seen.add(node)
-            node = mapping[node].get("parent")
+            node = mapping[node].parent
         return node if node in shown else None
 
     for node in _parents_first(mapping):
-        message = mapping[node].get("message") or {}
-        role = (message.get("author") or {}).get("role")
-        parts = (message.get("content") or {}).get("parts") or []
+        message = mapping[node].message or _Said()
+        role = message.author.role if message.author is not None else None
+        parts = (message.content.parts if message.content is not None else None) or ()
         text = "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
         if role not in ("user", "assistant") or not text:
             continue
-        model = (message.get("metadata") or {}).get("model_slug") if role == "assistant" else None
+        model = (message.metadata or {}).get("model_slug") if role == "assistant" else None
         shown[node] = Message(
             id=node,
-            parent=visible(mapping[node].get("parent")),
-            role=role,
-            text=text,
-            model=model,
-            created=_moment(message.get("create_time"), begun),
+            parent=visible(mapping[node].parent),
+            role=cast("Role", role),
+            text=text[:MAX_TEXT],
+            model=model[:MODEL_LENGTH] if isinstance(model, str) else None,
+            created=_moment(message.create_time, begun),
         )
-    head = visible(found.get("current_node"))
+    head = visible(found.current_node)
     messages = list(shown.values())
-    title = title_of(_text(found.get("title") or (messages[0].text if messages else "")))
-    number = found.get("conversation_id") or found.get("id") or uuid.uuid4().hex
+    number = found.conversation_id or found.id or uuid.uuid4().hex
     last = messages[-1].id if messages else None
-    return Brought(id=_text(number), title=title, head=head or last, messages=messages)
+    title = title_of(found.title or (messages[0].text if messages else ""))
+    return _checked(Brought(id=number, title=title, head=head or last, messages=messages))
 
 
-def _parents_first(mapping: Mapping[str, Any]) -> list[str]:
+def _parents_first(mapping: Mapping[str, _Node]) -> list[str]:
     """Nodes in an order in which each one's parent stands before it."""
     order: list[str] = []
     done: set[str] = set()
@@ -210,31 +299,13 @@ def _parents_first(mapping: Mapping[str, Any]) -> list[str]:
         while node is not None and node in mapping and node not in done:
             done.add(node)
             line.append(node)
-            node = mapping[node].get("parent")
+            node = mapping[node].parent
         order += reversed(line)
     return order
 
 
-def _of_markdown(text: str, name: str) -> Brought:
-    turns = list(_TURN.finditer(text))
-    if not turns:
-        raise HistoryError(f"{name} is no exported chat: its turns are not marked")
-    title = next((line[2:] for line in text[: turns[0].start()].splitlines() if line.startswith("# ")), "")
-    messages: list[Message] = []
-    for turn, following in zip(turns, [*turns[1:], None], strict=True):
-        body = text[turn.end() : None if following is None else following.start()]
-        heading = _HEADING.match(body)
-        role = _role(turn[1])
-        messages.append(
-            Message(
-                id=uuid.uuid4().hex,
-                parent=messages[-1].id if messages else None,
-                role=role,
-                text=(body[heading.end() :] if heading else body).strip("\n"),
-                model=heading[1] if heading and role == "assistant" else None,
-                created=datetime.fromisoformat(turn[2]),
-            )
-        )
+def _of_markdown(text: str) -> Brought:
+    title, messages = markdown.read(text)
     return Brought(
         id=uuid.uuid4().hex, title=title_of(title or messages[0].text), head=messages[-1].id, messages=messages
     )
@@ -252,19 +323,7 @@ def _checked(chat: Brought) -> Brought:
     return chat
 
 
-def _role(value: object) -> Role:
-    if value != "user" and value != "assistant":
-        raise HistoryError(f"a message is by {value!r}, who is neither user nor assistant")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"a text was expected, not {value!r}"[:80])
-    return value
-
-
-def _moment(seconds: object, otherwise: datetime | None = None) -> datetime:
-    if isinstance(seconds, int | float):
+def _moment(seconds: float | None, otherwise: datetime | None = None) -> datetime:
+    if seconds is not None:
         return datetime.fromtimestamp(seconds, UTC).astimezone()
     return otherwise or datetime.now().astimezone()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from app.conversation import Extras, Message
 from app.errors import HistoryError
@@ -12,10 +14,18 @@ from app.history.store import History
 
 INTERVAL_S = 0.5
 """Between two writes, so that at most so much of an answer is lost when the program is killed."""
+FLUSH_S = 30.0
+"""Longest wait for a disk, or for another program that has locked the file."""
+K = TypeVar("K")
+V = TypeVar("V")
+Messages = dict[tuple[str, str], tuple[str | None, Message]]
+Notes = dict[str, tuple[str | None, Extras]]
 
 
 class Recorder:
     """Writes messages to a history. `close` writes what is left.
+
+    What cannot be written is told once and tried again with whatever is recorded next.
 
     Args:
         path: The history's file; opened by the thread, when there is something to write.
@@ -24,8 +34,11 @@ class Recorder:
 
     def __init__(self, path: Path, on_error: Callable[[str], object]) -> None:
         self._path, self._on_error = path, on_error
-        self._waiting: dict[tuple[str, str], tuple[str | None, Message]] = {}
-        self._notes: dict[str, tuple[str | None, Extras]] = {}
+        self._history: History | None = None
+        self._waiting: Messages = {}
+        self._notes: Notes = {}
+        self._stuck: tuple[Messages, Notes] = {}, {}  # what could not be written; the thread's own
+        self._told = False
         self._changed = threading.Condition()
         self._closed = False
         self._hurry = False
@@ -67,7 +80,7 @@ class Recorder:
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not (self._due or self._writing))
+            self._changed.wait_for(lambda: not (self._due or self._writing), FLUSH_S)
             self._hurry = False
 
     def close(self) -> None:
@@ -79,23 +92,16 @@ class Recorder:
             self._thread.join()
 
     def _run(self) -> None:
-        history: History | None = None
         try:
-            history = History(self._path)
-            while self._write(history):
+            while self._write():
                 pass
-        except HistoryError as error:
-            with self._changed:
-                self._closed, self._writing = True, False
-                self._waiting.clear()
-                self._notes.clear()
-                self._changed.notify_all()
-            self._on_error(str(error))
+            if any(self._stuck):
+                self._put({}, {})
         finally:
-            if history is not None:
-                history.close()
+            if self._history is not None:
+                self._history.close()
 
-    def _write(self, history: History) -> bool:
+    def _write(self) -> bool:
         """Write what waits; whether there may be more to come."""
         with self._changed:
             while not (self._due or self._closed):
@@ -103,13 +109,48 @@ class Recorder:
             waiting, self._waiting = self._waiting, {}
             notes, self._notes = self._notes, {}
             self._writing = True
-        for chat in dict.fromkeys(chat for chat, _ in waiting):
-            own = [value for (other, _), value in waiting.items() if other == chat]
-            history.record(chat, own[-1][0], [message for _, message in own])
-        for chat, (head, extras) in notes.items():
-            history.note(chat, head, extras)
+        self._put(waiting, notes)
         with self._changed:
             self._writing = False
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._closed or self._hurry, INTERVAL_S)
             return self._due or not self._closed
+
+    def _put(self, waiting: Messages, notes: Notes) -> None:
+        """Write what is stuck and what waits. What the file does not take is stuck; what no file would take is lost."""
+        messages, others = self._stuck = self._stuck[0] | waiting, self._stuck[1] | notes
+        try:
+            history = self._history = self._history or History(self._path)
+            self._each(messages, lambda key, kept: history.record(key[0], kept[0], [kept[1]]))
+            self._each(others, lambda chat, kept: history.note(chat, *kept))
+        except Exception as error:  # noqa: BLE001 -- the thread must live on, or nothing is kept any more
+            self._tell(error)
+
+    def _each(self, waiting: dict[K, V], write: Callable[[K, V], None]) -> None:
+        """Write one after the other, and take out what is written.
+
+        Raises:
+            HistoryError: two could not be; so that is not what is wrong with them.
+        """
+        failed = False
+        for key in list(waiting):
+            try:
+                write(key, waiting[key])
+            except HistoryError as error:
+                if failed:
+                    raise
+                failed = True
+                self._tell(error)
+                continue
+            except Exception as error:  # noqa: BLE001 -- one message that cannot be written must not stop the others
+                self._tell(error)
+            del waiting[key]
+
+    def _tell(self, error: Exception) -> None:
+        """Tell why something is not kept; the person needs that once."""
+        if self._told:
+            return
+        self._told = True
+        known = isinstance(error, HistoryError)
+        with contextlib.suppress(Exception):  # whoever is told may be gone
+            self._on_error(str(error) if known else f"it cannot be written ({type(error).__name__}: {error})")

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from app.errors import HistoryError
-from app.paths import private_folder
+from models.files import private_folder
 
 BUSY_S = 5.0
 """How long one program waits while another one writes."""
@@ -102,7 +102,7 @@ def open_database(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         connection.close()
         raise HistoryError(told(path, error)) from error
-    except HistoryError:
+    except BaseException:
         connection.close()
         raise
     return connection

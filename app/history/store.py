@@ -20,6 +20,8 @@ from typing import Any
 from app.conversation import Extras, Message, Statistics
 from app.errors import HistoryError
 from app.history.schema import open_database, told
+from runtime.system.foreign import whole
+from runtime.wire.codec import WireError, from_json
 
 TITLE_LENGTH = 60
 """Most characters of a title that is taken from the first message."""
@@ -75,7 +77,7 @@ class History:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._database = open_database(path)
 
     def close(self) -> None:
@@ -245,7 +247,7 @@ class History:
             text: What a person typed; nothing in it is an operator.
             limit: Most messages.
         """
-        words = text.split()
+        words = whole(text).split()
         if not words:
             return []
         if any(letter >= _FIRST_IDEOGRAPH for letter in text):
@@ -277,9 +279,18 @@ class History:
             raise HistoryError(told(self.path, error)) from error
 
     @contextmanager
+    def together(self) -> Iterator[None]:
+        """While entered, what is written is kept at the end, all of it or nothing; other threads wait."""
+        with self._writing():
+            yield
+
+    @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of it, or nothing."""
+        """A transaction: all of it, or nothing. One inside another is part of that."""
         with self._lock:
+            if self._database.in_transaction:
+                yield self._database
+                return
             try:
                 self._database.execute("BEGIN IMMEDIATE")
                 try:
@@ -294,7 +305,7 @@ class History:
 
 def title_of(text: str) -> str:
     """A title from what was said: its first line, shortened at a word."""
-    line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), UNNAMED)
+    line = next((" ".join(line.split()) for line in whole(text).splitlines() if line.strip()), UNNAMED)
     if len(line) <= TITLE_LENGTH:
         return line
     head, space, _ = line[:TITLE_LENGTH].rpartition(" ")
@@ -316,9 +327,9 @@ def _row(chat: str, message: Message) -> tuple[object, ...]:
         chat,
         message.parent,
         message.role,
-        message.text,
+        whole(message.text),
         message.state,
-        message.error,
+        None if message.error is None else whole(message.error),
         message.model,
         statistics,
         message.created.isoformat(),
@@ -334,17 +345,24 @@ def statistics_json(statistics: Statistics) -> dict[str, Any]:
 
 def statistics_of(found: object) -> Statistics | None:
     """Undo `statistics_json`; None for what is not understood: the message counts, not what it cost."""
-    names = {one.name for one in dataclasses.fields(Statistics)}
-    if not isinstance(found, dict) or not isinstance(found.get("tokens"), int):
+    try:
+        return from_json(Statistics, found)
+    except WireError:
         return None
-    return Statistics(**{name: value for name, value in found.items() if name in names})
 
 
 def extras_of(packed: str | None) -> Extras:
     """Undo what `History.note` writes; what is not understood is left out."""
-    found = json.loads(packed) if packed else {}
-    names = {one.name for one in dataclasses.fields(Extras)}
-    return Extras(**{name: value for name, value in found.items() if name in names})
+    try:
+        return from_json(Extras, json.loads(packed)) if packed else Extras()
+    except ValueError:
+        return Extras()
+
+
+def _moment(text: str) -> datetime:
+    """A moment, with its zone: one without, which earlier versions took from a file, is the machine's."""
+    moment = datetime.fromisoformat(text)
+    return moment if moment.tzinfo is not None else moment.astimezone()
 
 
 def _message(row: tuple[Any, ...]) -> Message:
@@ -358,7 +376,7 @@ def _message(row: tuple[Any, ...]) -> Message:
         error=error,
         model=model,
         statistics=None if statistics is None else statistics_of(json.loads(statistics)),
-        created=datetime.fromisoformat(created),
+        created=_moment(created),
     )
 
 
@@ -370,8 +388,8 @@ def _chat(row: tuple[Any, ...]) -> Chat:
         title=title_of(more.draft) if title == UNNAMED and more.draft.strip() else title,
         model=model,
         pinned=bool(pinned),
-        created=datetime.fromisoformat(created),
-        updated=datetime.fromisoformat(updated),
+        created=_moment(created),
+        updated=_moment(updated),
         head=head,
         extras=more,
     )

@@ -1,4 +1,4 @@
-"""Answers while they are written: each reads its stream into its own conversation, whatever is on the screen."""
+"""Answers that are being generated. Each streams into its own conversation, on screen or not."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ Prompt = tuple[Sequence[Mapping[str, str]], "ChatOptions"]
 
 
 class Writing:
-    """One answer that is being written."""
+    """One answer that is being generated."""
 
     def __init__(self, conversation: Conversation, answer: str, started: float) -> None:
         self.conversation = conversation
         self.answer = answer
         """Its message."""
         self.tally = Tally(started=started)
-        """It as counted so far."""
+        """What the UI has counted so far."""
         self.on_text: Callable[[str], object] | None = None
-        """Takes every piece of text as it comes, while somebody looks."""
+        """Receives each piece of text while the answer is on screen."""
         self.task: asyncio.Task[Message] | None = None
         self.reader: asyncio.Task[str | None] | None = None
         self.stopping = False
 
 
 class Answers:
-    """The answers that are being written, at most one in a conversation."""
+    """The answers that are being generated, at most one per conversation."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class Answers:
         shorten: Callable[[Conversation, str], bool],
         ended: Callable[[Writing], Awaitable[object]],
     ) -> None:
-        """Begin with none.
+        """Start with none.
 
         Args:
             connection: the runtime.
-            recent: takes speeds.
+            recent: records speeds.
             clock: seconds, for speeds.
-            ready: waits until the model of a conversation can answer; returns why it can't, or None.
-            prompt: what is asked for an answer of a conversation, by its id, begun or continued.
-            shorten: leaves out more of a conversation for an answer; returns whether there was more.
+            ready: waits until a conversation's model can answer; returns why it can't, or None.
+            prompt: the prompt and options for an answer: (conversation, answer id, whether it is continued).
+            shorten: drops more of a conversation so that the prompt fits; returns whether there was more to drop.
             ended: called after each answer.
         """
         self._connection, self._recent, self._clock = connection, recent, clock
@@ -67,23 +67,23 @@ class Answers:
 
     @property
     def any(self) -> bool:
-        """Whether any answer is being written."""
+        """Whether any answer is being generated."""
         return bool(self._writing)
 
     def of(self, conversation: str) -> Writing | None:
-        """The answer that is being written in a conversation, by its id."""
+        """The answer that is being generated in a conversation, by the conversation's id."""
         return self._writing.get(conversation)
 
     def begin(self, conversation: Conversation, answer: str, *, resume: bool = False) -> Writing:
-        """Let the model write one answer into a conversation.
+        """Start one answer in a conversation.
 
         Args:
             conversation: the conversation.
-            answer: the answer's message, which is empty, or is continued.
-            resume: whether to go on from the text that is there.
+            answer: id of the answer's message; it is empty, or has the text to continue.
+            resume: whether to continue from the existing text.
 
         Returns:
-            The answer; its task ends with the message done, stopped or failed. Failures are told in it, not raised.
+            The answer. Its task ends with the message done, stopped or failed; failures are recorded there, not raised.
         """
         writing = Writing(conversation, answer, self._clock())
         self._writing[conversation.id] = writing
@@ -93,7 +93,7 @@ class Answers:
         return writing
 
     async def stop(self, conversation: str | None = None) -> None:
-        """Stop the answer of a conversation, or of all; what came stays."""
+        """Stop the answer of one conversation, or all answers. The text so far stays."""
         stopped = [one for chat, one in self._writing.items() if conversation in (None, chat)]
         for writing in stopped:
             writing.stopping = True
@@ -104,13 +104,13 @@ class Answers:
             await asyncio.wait(tasks)
 
     async def _write(self, writing: Writing, *, resume: bool) -> Message:
-        """Read the stream to its end, and say how it ended."""
+        """Read the stream to its end and record how it ended."""
         conversation, answer = writing.conversation, writing.answer
         reader = writing.reader = asyncio.create_task(self._read(writing, resume=resume))
         if writing.stopping:
             reader.cancel()
         state: State = "failed"
-        error: str | None = "something unexpected went wrong"
+        error: str | None = "an unexpected error occurred"
         try:
             error = await reader
             state = "done" if error is None else "failed"
@@ -129,7 +129,7 @@ class Answers:
         return message
 
     async def _read(self, writing: Writing, *, resume: bool) -> str | None:
-        """Read the stream to its end; returns why it failed, or None. More is left out of what does not fit."""
+        """Read the stream to its end; returns why it failed, or None. A prompt that does not fit is shortened."""
         connection, conversation = self._connection, writing.conversation
         while True:
             if (reason := await self._ready(conversation)) is not None:
@@ -146,7 +146,7 @@ class Answers:
             except (ClientError, OSError) as failure:
                 if await connection.alive() is not None:
                     return str(failure)
-                return f"{connection.lose()}, and this chat is kept"
+                return f"{connection.lose()}; this chat is safe"
             else:
                 return None
 
@@ -171,7 +171,7 @@ class Answers:
 
 
 def _left_out(conversation: Conversation, answer: str) -> int | None:
-    """Messages before the answer that the model was not given; None where it was given all."""
+    """How many earlier messages the model did not see; None if it saw all."""
     since = conversation.extras.since
     ids = [message.id for message in conversation.path(answer)]
     return ids.index(since) if since in ids and ids.index(since) else None

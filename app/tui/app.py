@@ -1,4 +1,4 @@
-"""The application: it paints first, then starts the runtime, and connects screens, keys and session."""
+"""The application: connects screens, keys and session, and starts the runtime after the first paint."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from app import paths
 from app import settings as stored
 from app.conversation import Conversation
 from app.settings import Settings
-from app.tui import clipboard, elsewhere, themes
-from app.tui.kept import KeptChats
+from app.tui import clipboard, endpoint, themes
+from app.tui.background_history import BackgroundHistory
 from app.tui.keys import KEYS
 from app.tui.messages import ChatAsked, ChatEnded, JobChanged, LeftOut, LoadAsked, NotKept, StatusChanged
-from app.tui.naps import Naps
 from app.tui.palette import commands
+from app.tui.preload import preload
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
-from app.tui.terminal import ensure_size, outliving, terminal_is_gone
-from app.tui.warm import warm
+from app.tui.suspend import SuspendDetector
+from app.tui.terminal import ensure_size, surviving, terminal_is_gone
 from app.tui.work_app import WorkApp
 
 CHECK_INTERVAL_S = 5.0
 REMOTE_CHECKS = 12
-"""A server elsewhere is asked every so many intervals whether it is still there."""
+"""A remote server is checked only once per this many intervals."""
 QUIT_AGAIN_S = 2.0
-OF_THE_CHAT = frozenset(
+CHAT_ACTIONS = frozenset(
     {
         "new_chat", "regenerate", "continue", "copy_answer", "stop", "edit", "attach", "chat_settings", "presets",
         "inspect",
@@ -77,29 +77,29 @@ class ChatApp(WorkApp):
         """Make the application.
 
         Args:
-            settings: the settings to begin with.
-            supervisor: makes what starts the runtime; called after the first paint. This program's own by default.
-            history: file in which chats are kept; they end with the program where there is none.
-            now: the time of day, for the messages.
+            settings: the initial settings.
+            supervisor: makes the runtime's supervisor; called after the first paint. This program's own by default.
+            history: file in which chats are saved; without one they end with the program.
+            now: returns the current time, for messages.
         """
         super().__init__()
         for theme in themes.OWN:
             self.register_theme(theme)
-        self.wear_theme(settings)
-        self._worn = self.get_css_variables()
-        self.stylesheet.set_variables(self._worn)
+        self.apply_theme(settings)
+        self._applied_colors = self.get_css_variables()
+        self.stylesheet.set_variables(self._applied_colors)
         conversation = Conversation(now) if now else Conversation()
-        kept = KeptChats(history, self._cannot_keep) if history else None
+        chats = BackgroundHistory(history, self._cannot_keep) if history else None
         own = supervisor or (lambda: _own_supervisor(settings))
         self.session = Session(
-            lambda: self._supervisor(own), settings, self.post_message, conversation=conversation, kept=kept
+            lambda: self._supervisor(own), settings, self.post_message, conversation=conversation, history=chats
         )
         self._interrupted = -QUIT_AGAIN_S
-        self._naps = Naps(CHECK_INTERVAL_S)
+        self._suspend = SuspendDetector(CHECK_INTERVAL_S)
         self._checks = 0
 
     def _supervisor(self, own: Callable[[], SupervisorLike]) -> SupervisorLike:
-        """Our own runtime's, or that of the server elsewhere that is set."""
+        """The supervisor of our own runtime, or of the remote server in the settings."""
         settings = self.session.settings
         if settings.endpoint is None:
             return own()
@@ -108,23 +108,23 @@ class ChatApp(WorkApp):
         return RemoteSupervisor(settings.endpoint, settings.endpoint_token)
 
     def _cannot_keep(self, reason: str) -> None:
-        """Called by any thread."""
+        """Report a failure to save; may be called from any thread."""
         self.post_message(NotKept(reason))
 
     @on(NotKept)
     def tell_not_kept(self, event: NotKept) -> None:
-        """Tell why chats are not kept."""
-        self.notify(f"This chat is not kept: {event.reason}", severity="error", markup=False, timeout=20)
+        """Show why chats are not saved."""
+        self.notify(f"This chat is not being saved: {event.reason}", severity="error", timeout=20)
 
     # Start and end
 
     def get_driver_class(self) -> type[Driver]:
-        """The platform's driver, which neither a closed terminal nor one without a size disturbs."""
+        """The platform's driver, made robust against a closed terminal and one that reports no size."""
         ensure_size()
-        return outliving(super().get_driver_class())
+        return surviving(super().get_driver_class())
 
     def get_default_screen(self) -> Screen[None]:
-        """The chat."""
+        """The chat screen."""
         return ChatScreen(self.session)
 
     def on_mount(self) -> None:
@@ -133,60 +133,60 @@ class ChatApp(WorkApp):
             for number in (signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
         if self.session.settings.keys:
-            self.take_keys()
+            self.apply_keys()
         self.call_after_refresh(self._start)
 
-    def wear_theme(self, settings: Settings) -> None:
-        """Take the colours of the settings."""
+    def apply_theme(self, settings: Settings) -> None:
+        """Apply the theme of the settings."""
         self.theme = themes.NAMES[settings.theme]
         self.set_class(self.theme == themes.CONTRAST.name, "-high-contrast")
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Read the style sheet again if the colours are others: Textual also asks at its start, for what is there."""
+        """Reload the style sheet if the colours changed. Textual also asks once at startup, when they have not."""
         variables = self.get_css_variables()
-        if variables != self._worn:
-            self._worn = variables
+        if variables != self._applied_colors:
+            self._applied_colors = variables
             super().refresh_css(animate)
 
     def _start(self) -> None:
         self.run_worker(self.session.start(), group="runtime", exit_on_error=False)
         freeze = not self.is_headless  # tests make many applications in one process
-        self.run_worker(partial(warm, freeze=freeze), group="warm", thread=True, exit_on_error=False)
+        self.run_worker(partial(preload, freeze=freeze), group="preload", thread=True, exit_on_error=False)
         self.set_interval(CHECK_INTERVAL_S, self._check)
 
     async def _check(self) -> None:
         if terminal_is_gone() and not self.is_headless:
             self.exit()  # not every terminal sends SIGHUP when it goes
             return
-        if self._naps.slept() is not None:
+        if self._suspend.suspended_s() is not None:
             await self.session.wake()
         self._checks += 1
         if self.session.remote is None or self._checks % REMOTE_CHECKS == 0:
             await self.session.refresh()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """Tell a failure that nobody expected."""
+        """Show an unexpected failure of a worker."""
         if event.state is WorkerState.ERROR:
             self.log.error(event.worker.error)
-            self.notify(f"{type(event.worker.error).__name__}: {event.worker.error}", severity="error", markup=False)
+            self.notify(f"{type(event.worker.error).__name__}: {event.worker.error}", severity="error")
 
     async def on_unmount(self) -> None:
-        """Leave nothing behind but the draft."""
+        """Close the session; only the draft stays."""
         await self.session.close()
 
     @property
     def chat(self) -> ChatScreen:
-        """The chat screen, whatever is shown above it."""
+        """The chat screen, even if another one covers it."""
         screen = self.screen_stack[0]
         assert isinstance(screen, ChatScreen)
         return screen
 
-    # What the session says
+    # Events of the session
 
     @on(StatusChanged)
     @on(JobChanged)
     def show_session(self) -> None:
-        """Bring every screen up to date; at the end of the program there is none left."""
+        """Update every screen. None is left when the program is ending."""
         if not self.screen_stack:
             return
         for screen in self.screen_stack:
@@ -197,18 +197,18 @@ class ChatApp(WorkApp):
 
     @on(LeftOut)
     def show_left_out(self) -> None:
-        """Mark from where on the model reads the chat."""
+        """Mark where the part of the chat that the model still reads begins."""
         self.chat.transcript.mark()
 
     # Keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:  # noqa: ARG002
-        """Offer only what can be done here and now."""
+        """Enable only the actions that are possible now."""
         if action == "chats":
-            return self.session.kept is not None
-        if action in elsewhere.OWN_ALONE and self.session.remote is not None:
+            return self.session.history is not None
+        if action in endpoint.LOCAL_ACTIONS and self.session.remote is not None:
             return False
-        if action in OF_THE_CHAT:
+        if action in CHAT_ACTIONS:
             if not self.screen_stack or not isinstance(self.screen, ChatScreen):
                 return False
             path = self.session.conversation.path()
@@ -227,26 +227,26 @@ class ChatApp(WorkApp):
         return True
 
     async def action_new_chat(self) -> None:
-        """Begin anew, with a model that was made meanwhile; a chat that would be lost by it is asked for first."""
-        self._unless_losing("Begin anew", self._begin_anew)
+        """Start a new chat, with the model that became ready in the meantime if there is one."""
+        self._confirm_if_unsaved("Start a new chat", self._new_chat)
 
-    async def _begin_anew(self) -> None:
+    async def _new_chat(self) -> None:
         await self.chat.new_chat()
         if self.made is not None and not self.session.working:
             self.post_message(LoadAsked(self.made))
 
     async def action_quit(self) -> None:
-        """End the program; a chat that would be lost by it is asked for first."""
-        self._unless_losing("Quit", self._leave)
+        """Quit, after a confirmation if a chat would be lost."""
+        self._confirm_if_unsaved("Quit", self._leave)
 
     async def _leave(self) -> None:
         self.chat.cancel_edit()
         self.chat.save_draft()
         self.exit()
 
-    def _unless_losing(self, verb: str, act: Callable[[], Awaitable[None]]) -> None:
-        """Do what ends the chat, if nothing is lost by it or the person says yes."""
-        if not self.chat.losable:
+    def _confirm_if_unsaved(self, verb: str, act: Callable[[], Awaitable[None]]) -> None:
+        """Run an action that ends the chat; ask first if the chat would be lost."""
+        if not self.chat.unsaved:
             self.call_later(act)
             return
         from app.tui.screens.dialogs import ConfirmDialog
@@ -256,12 +256,12 @@ class ChatApp(WorkApp):
                 self.call_later(act)
 
         if not isinstance(self.screen, ConfirmDialog):
-            told = "This chat is not kept (F3, history): it is gone then. Copy what you need before."
+            told = "This chat is not saved (F3, history) and will be lost. Copy what you need first."
             self.push_screen(ConfirmDialog(told, verb), decided)
 
     def action_chats(self) -> None:
-        """Show the chats that are kept: beside the one in sight, or on a screen of their own where that is narrow."""
-        if self.session.kept is None or (self.screen is self.chat and self.chat.toggle_sidebar()):
+        """Show the saved chats: in the sidebar, or on their own screen if the terminal is narrow."""
+        if self.session.history is None or (self.screen is self.chat and self.chat.toggle_sidebar()):
             return
         from app.tui.screens.chats import ChatsScreen
 
@@ -270,41 +270,41 @@ class ChatApp(WorkApp):
 
     @on(ChatAsked)
     async def open_chat(self, event: ChatAsked) -> None:
-        """Go on with a chat that is kept."""
+        """Open a saved chat."""
         await self.chat.open_chat(event.chat)
 
     @on(ChatEnded)
     async def show_empty_chat(self) -> None:
-        """Take the chat that was deleted out of sight."""
+        """Replace the deleted chat on the screen with an empty one."""
         await self.chat.transcript.reopen()
         self.show_session()
 
     async def action_regenerate(self) -> None:
-        """Ask for another answer."""
+        """Regenerate the last answer."""
         await self.chat.regenerate()
 
     async def action_continue(self) -> None:
-        """Go on with an answer that ended early."""
+        """Continue an answer that ended early."""
         await self.chat.resume()
 
     def action_edit(self) -> None:
-        """Write another prompt beside the last one."""
+        """Edit the last prompt as a new branch."""
         self.chat.edit()
 
     def action_attach(self) -> None:
-        """Send a text file with the message."""
+        """Attach a text file to the message."""
         self.chat.attach()
 
     def action_chat_settings(self) -> None:
-        """System prompt and sampling of this chat alone."""
+        """Edit the system prompt and sampling of this chat."""
         self.chat.settings_of_chat()
 
     def action_presets(self) -> None:
-        """Choose a system prompt that has a name."""
+        """Choose a system prompt preset for this chat."""
         self.chat.choose_preset()
 
     def action_inspect(self) -> None:
-        """Look at the tokens of the last answer."""
+        """Inspect the tokens of the last answer."""
         self.chat.inspect()
 
     def action_help(self) -> None:
@@ -315,14 +315,14 @@ class ChatApp(WorkApp):
             self.push_screen(HelpScreen())
 
     def action_log(self) -> None:
-        """Show what the runtime wrote."""
+        """Show the runtime's log."""
         from app.tui.screens.help import LogScreen
 
         if not isinstance(self.screen, LogScreen):
             self._open(LogScreen())
 
     async def action_stop(self) -> None:
-        """Give up an edit, else stop the answer, else the work that runs, else put a failure out of sight."""
+        """Cancel an edit, else stop the answer, else the running work, else dismiss a failure."""
         if self.chat.cancel_edit():
             return
         if await self.chat.stop():
@@ -330,9 +330,9 @@ class ChatApp(WorkApp):
         await self.action_stop_work()
 
     def action_models(self) -> None:
-        """Open the models; those of a server elsewhere are a plain list."""
+        """Open the models screen; a remote server's models are a plain list."""
         if self.session.remote is not None:
-            self.run_worker(elsewhere.pick_model(self), group="models", exit_on_error=False)
+            self.run_worker(endpoint.pick_model(self), group="models", exit_on_error=False)
             return
         from app.tui.screens.models import ModelsScreen
 
@@ -340,18 +340,18 @@ class ChatApp(WorkApp):
             self._open(ModelsScreen(self.session))
 
     def action_endpoint(self) -> None:
-        """Ask which server answers."""
-        elsewhere.ask_endpoint(self)
+        """Ask which server to use."""
+        endpoint.ask_endpoint(self)
 
     def action_settings(self) -> None:
-        """Open the settings."""
+        """Open the settings screen."""
         from app.tui.screens.settings import SettingsScreen
 
         if not isinstance(self.screen, SettingsScreen):
             self._open(SettingsScreen(self.session))
 
     def action_device(self) -> None:
-        """Open the device."""
+        """Open the device screen."""
         from app.tui.screens.device import DeviceScreen
 
         if not isinstance(self.screen, DeviceScreen):
@@ -378,7 +378,7 @@ class ChatApp(WorkApp):
             transcript.anchor()
 
     async def action_interrupt(self) -> None:
-        """Stop the answer; where there is none, quit when asked twice."""
+        """Stop the answer. If there is none, pressing twice quits."""
         if await self.chat.stop():
             return
         now = time.monotonic()
@@ -388,23 +388,23 @@ class ChatApp(WorkApp):
         self.notify("Ctrl+C again quits.", timeout=QUIT_AGAIN_S)
 
     def action_copy_answer(self) -> None:
-        """Copy the last answer as it was written."""
+        """Copy the Markdown source of the last answer."""
         answers = [message for message in self.session.conversation.path() if message.role == "assistant"]
         if answers and answers[-1].text:
             self.copy_to_clipboard(answers[-1].text)
-            self.notify("The answer is copied.", timeout=2)
+            self.notify("Answer copied.", timeout=2)
         else:
             self.notify("There is no answer to copy.", severity="warning")
 
     def copy_to_clipboard(self, text: str) -> None:
-        """Copy through the terminal and through the system's own tools, since each fails somewhere."""
+        """Copy through the terminal and through the system's clipboard tools, since each fails somewhere."""
         super().copy_to_clipboard(text)
         if self._driver is not None and "TMUX" in os.environ:
             self._driver.write(clipboard.osc52(text, inside_tmux=True))
         self.run_worker(clipboard.copy_with_tools(text), group="clipboard", exclusive=True, exit_on_error=False)
 
     def get_key_display(self, binding: Binding) -> str:
-        """How a key is written in the footer: `^N`, `Esc`, `F2`."""
+        """The footer's spelling of a key: `^N`, `Esc`, `F2`."""
         shown = super().get_key_display(binding)
         return shown.upper() if shown[:1] in ("^", "f") else shown.capitalize()
 

@@ -1,7 +1,7 @@
-"""Which Markdown block the end of a growing text is inside of.
+"""The Markdown block that is still open at the end of a growing text.
 
-A rough line-by-line reading, good enough to decide when a block is so large that re-rendering it at every token would
-cost too much. What is finally shown never depends on it.
+A rough line-by-line scan, good enough to decide when a block is too large to re-render at every token. The final
+rendering never depends on it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _LIST_ITEM = re.compile(r" {0,3}(?:[-*+]|\d{1,9}[.)])(?:\s|$)")
 
 
 class BlockTracker:
-    """Follows complete lines and knows the open block."""
+    """Scans complete lines and tracks the open block."""
 
     def __init__(self) -> None:
         self.kind: Kind = "other"
         """The block that the next line would continue."""
         self.lines = 0
-        """Lines of that block so far."""
+        """Number of its lines so far."""
         self._fence = ""
         self._blank = False
 
     def feed(self, line: str) -> None:
-        """Take one line, without its end."""
+        """Scan one line, without its line end."""
         before = self.kind
         if before == "fence":
             self._in_fence(line)

@@ -1,4 +1,4 @@
-"""Copying out of a terminal: by the OSC 52 sequence and by whatever tool the system has, since each fails somewhere."""
+"""Copying to the clipboard from a terminal, by OSC 52 and by the system's tools, since each fails somewhere."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TOOL_TIMEOUT_S = 2.0
 
 
 def osc52(text: str, *, inside_tmux: bool = False) -> str:
-    """The sequence that asks the terminal to put `text` on the clipboard.
+    """The escape sequence that asks the terminal to put `text` on the clipboard.
 
-    Inside tmux it is given twice: bare, for `set-clipboard on`, and wrapped, for `allow-passthrough on`.
+    Inside tmux it is sent twice: bare, for `set-clipboard on`, and wrapped, for `allow-passthrough on`.
     """
     payload = base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
     bare = f"\x1b]52;c;{payload}\x07"
@@ -23,7 +23,7 @@ def osc52(text: str, *, inside_tmux: bool = False) -> str:
 
 
 def tools(environment: Mapping[str, str] | None = None) -> list[Sequence[str]]:
-    """Commands that read text on stdin and put it on the clipboard of the session the program runs in."""
+    """The installed commands that copy stdin to the clipboard of this session."""
     environment = os.environ if environment is None else environment
     candidates: list[Sequence[str]] = []
     if environment.get("WAYLAND_DISPLAY"):
@@ -35,10 +35,10 @@ def tools(environment: Mapping[str, str] | None = None) -> list[Sequence[str]]:
 
 
 async def copy_with_tools(text: str, commands: Sequence[Sequence[str]] | None = None) -> bool:
-    """Give `text` to the first tool that takes it.
+    """Copy `text` with the first tool that succeeds.
 
     Returns:
-        Whether one did.
+        Whether one succeeded.
     """
     for command in tools() if commands is None else commands:
         with contextlib.suppress(OSError, TimeoutError):

@@ -1,4 +1,4 @@
-"""The runtime behind the screens: started or found, asked how it is, lost, and started again. Knows no widgets."""
+"""The connection to the runtime: found or started, polled, lost and restarted. Independent of widgets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from runtime.wire.answers import Status
 
 CHECK_TIMEOUT_S = 5.0
-"""A runtime that does not tell its status in this time, after a failure, counts as gone."""
+"""After a failure, a runtime that does not report its status within this time counts as gone."""
 
 
 class Connection:
@@ -25,19 +25,19 @@ class Connection:
         changed: Callable[[], object],
         lost: Callable[[str], object],
     ) -> None:
-        """Prepare; nothing is started yet.
+        """Prepare a connection without starting anything.
 
         Args:
-            supervisor: makes the supervisor, called when the runtime is started and not before.
-            changed: called when there is another status, or none.
+            supervisor: makes the supervisor; called when the runtime is started, not before.
+            changed: called when the status changes, also to None.
             lost: called with the reason when the runtime is gone.
         """
         self.client: ClientLike | None = None
         self.status: Status | None = None
         self.last_status: Status | None = None
-        """The last one there was."""
+        """The last status that was not None."""
         self.problem: str | None = None
-        """Why there is no runtime or no model, when that is a failure."""
+        """The failure because of which there is no runtime or no model."""
         self.settled = asyncio.Event()
         """Whether nothing is being started or loaded."""
         self._make_supervisor = supervisor
@@ -53,10 +53,10 @@ class Connection:
         """Find or start a runtime.
 
         Args:
-            restart: whether one that was started here is ended first.
+            restart: whether to end one that was started here first.
 
         Returns:
-            What it is doing; None where there is none, and `problem` says why.
+            Its status; None if there is no runtime, with the reason in `problem`.
         """
         self.problem = None
         self.settled.clear()
@@ -74,7 +74,7 @@ class Connection:
         return status
 
     async def close(self) -> None:
-        """End what was started. Safe to call twice."""
+        """Stop the runtime if it was started here. Safe to call twice."""
         supervisor, self._supervisor, self.client = self._supervisor, None, None
         if supervisor is not None:
             await supervisor.close()
@@ -90,7 +90,7 @@ class Connection:
         return self.client
 
     async def alive(self) -> Status | None:
-        """What the runtime is doing; None where it does not say."""
+        """The runtime's status; None if it does not answer."""
         client = self.client
         if client is None:
             return None
@@ -101,27 +101,27 @@ class Connection:
             return None
 
     def show(self, status: Status | None) -> None:
-        """Take another status."""
+        """Store a new status and report the change."""
         self.status = status
         self.last_status = status or self.last_status
         self._changed()
 
     def how_it_ended(self) -> str:
-        """What became of a runtime that does not answer, in one line."""
+        """Why a runtime that does not answer ended, in one line."""
         report = self._supervisor.crash_report() if self._supervisor is not None else None
         return (report or "").partition("\n")[0].rstrip(":") or "the runtime stopped unexpectedly"
 
     def drop(self, reason: str) -> None:
-        """Take note that the runtime is gone, while somebody works with it who tells that himself."""
+        """Record that the runtime is gone, without reporting it; the caller does."""
         self.client = None
         self.problem = reason
         self.show(None)
 
     def lose(self) -> str:
-        """Take note that the runtime is gone, and tell it.
+        """Record and report that the runtime is gone.
 
         Returns:
-            Why, and what comes next.
+            The reason, and what happens next.
         """
         reason = self.how_it_ended()
         self.settled.clear()
@@ -131,7 +131,7 @@ class Connection:
         return told
 
     async def why(self, error: Exception) -> str:
-        """Why work failed: what the runtime said, or how it ended."""
+        """Why work failed: the runtime's error, or how the runtime ended."""
         if await self.alive() is not None:
             return str(error)
         reason = self.how_it_ended()

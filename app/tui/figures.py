@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the lines that are made of them."""
+"""Human-readable numbers, and the status lines made of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEPARATOR = " · "
 
 
 def token_count(count: int) -> str:
-    """Tokens, rounded from a thousand on: `412`, `1.3k`, `8k`, `131k`."""
+    """A token count, rounded above a thousand: `412`, `1.3k`, `8k`, `131k`."""
     if count < 1000:
         return str(count)
     thousands = count / 1000
@@ -24,12 +24,12 @@ def token_count(count: int) -> str:
 
 
 def bit_count(bits: float) -> str:
-    """Bits of a weight: `3-bit`, `3.5-bit`."""
+    """Bits per weight: `3-bit`, `3.5-bit`."""
     return f"{bits:g}-bit"
 
 
 def k_chunk_text(k_chunk: Mapping[str, int] | int | None) -> str:
-    """How many channels are compensated: `k_chunk 16`, `k_chunk 8–32` by layer type, nothing where there are none."""
+    """The compensated channels: `k_chunk 16`, `k_chunk 8–32` if layer types differ, empty if there are none."""
     if k_chunk is None:
         return ""
     values = [k_chunk] if isinstance(k_chunk, int) else list(k_chunk.values())
@@ -45,20 +45,20 @@ def compensated(k_chunk: Mapping[str, int] | int | None) -> bool:
 
 
 def percent(value: float) -> str:
-    """A share of the time: `4.2 %`, `0 %` for what is not even a twentieth of a percent."""
+    """A percentage: `4.2 %`; below 0.05 % it is `0 %`."""
     text = f"{value:.1f}".removesuffix(".0")
     return f"{'0' if text == '-0' else text} %"
 
 
 def budget_text(budget_percent: float | None) -> str:
-    """How much slower a model may be: `budget 2.5 %`, `budget off`, nothing where there is none."""
+    """The slowdown budget: `budget 2.5 %`, `budget off`, empty if there is none."""
     if budget_percent is None:
         return ""
     return f"budget {budget_percent:g} %" if budget_percent else "budget off"
 
 
 def tuning_title(compensation: Compensation) -> str:
-    """What applying a compensation to the model that runs is called."""
+    """The title of the job that applies a compensation to the running model."""
     budget = compensation.budget_percent
     if budget is None:
         return f"Applying k_chunk {compensation.k_chunk}"
@@ -66,14 +66,14 @@ def tuning_title(compensation: Compensation) -> str:
 
 
 def statistics_parts(statistics: Statistics) -> list[str]:
-    """The parts of the line under an answer, the most telling first."""
+    """The parts of the line under an answer, most important first."""
     about = "≈ " if statistics.estimated else ""
-    parts = ["cut: no more tokens fit or were allowed"] if statistics.cut else []
+    parts = ["cut off: no more tokens fit or were allowed"] if statistics.cut else []
     parts.append(f"{about}{statistics.tokens} token{'' if statistics.tokens == 1 else 's'}")
     if statistics.tokens_per_s is not None:
         parts.append(f"{statistics.tokens_per_s:.1f} tok/s")
     if statistics.first_after_s is not None:
-        parts.append(f"first word after {statistics.first_after_s:.2f} s")
+        parts.append(f"first token after {statistics.first_after_s:.2f} s")
     if statistics.context_used is not None:
         of = "" if statistics.context is None else f" of {token_count(statistics.context)}"
         parts.append(f"context {token_count(statistics.context_used)}{of}")
@@ -84,18 +84,18 @@ def statistics_line(statistics: Statistics, width: int, before: Sequence[str] = 
     """The line under an answer.
 
     Args:
-        statistics: what the answer cost.
-        width: cells of the line.
-        before: words to begin with.
+        statistics: the answer's statistics.
+        width: width of the line in cells.
+        before: parts to put first.
     """
     return fitting([*before, *statistics_parts(statistics)], width)
 
 
 def details(statistics: Statistics) -> list[str]:
-    """All that is known of what an answer cost, in words, line by line."""
+    """Everything known about an answer's cost, as lines of text."""
     lines = []
     if statistics.left_out:
-        lines.append(f"not read: the first {statistics.left_out} messages, which no longer fit the context")
+        lines.append(f"not read: the first {statistics.left_out} messages, which no longer fit in the context")
     if compensated(statistics.k_chunk):
         lines.append(f"error compensation: {channels(statistics.k_chunk)}, {slower(statistics.slowdown_percent)}")
     elif statistics.k_chunk is not None:
@@ -112,30 +112,30 @@ def details(statistics: Statistics) -> list[str]:
 
 
 def channels(k_chunk: Mapping[str, int] | int | None) -> str:
-    """How much is compensated, in words: `41 to 48 of 1,024 channels (k_chunk)`."""
+    """The compensated channels in words: `41 to 48 of 1,024 channels (k_chunk)`."""
     return f"{k_chunk_text(k_chunk).removeprefix('k_chunk ').replace('–', ' to ')} of 1,024 channels (k_chunk)"
 
 
 def slower(slowdown_percent: float | None) -> str:
-    """What compensation costs, in words; less than nothing is noise of the measurement."""
+    """The slowdown from compensation in words; negative values are measurement noise."""
     if slowdown_percent is None:
         return "cost not measured"
-    return f"{percent(slowdown_percent)} slower by it" if slowdown_percent >= 0.05 else "no slower by it"
+    return f"{percent(slowdown_percent)} slower" if slowdown_percent >= 0.05 else "no slower"
 
 
 def speculation_parts(statistics: Statistics) -> list[str]:
-    """What speculation did: `87 % of the drafts accepted`, `3.4 tokens a verify`; or that it did not pay."""
+    """Speculation statistics: `87 % of drafts accepted`, `3.4 tokens per verify`; or that it was turned off."""
     if statistics.gamma is None:
         return []
     parts = []
     if statistics.tokens_per_verify:
         rate = statistics.acceptance_rate or 0.0
-        parts = [f"{100 * rate:.0f} % of the drafts accepted", f"{statistics.tokens_per_verify:.1f} tokens a verify"]
-    return parts if statistics.gamma else [*parts, "it did not pay"]
+        parts = [f"{100 * rate:.0f} % of drafts accepted", f"{statistics.tokens_per_verify:.1f} tokens per verify"]
+    return parts if statistics.gamma else [*parts, "turned off: no speedup"]
 
 
 def fitting(parts: Sequence[str], width: int, separator: str = SEPARATOR) -> str:
-    """As many of the parts, from the first on, as fit into `width` cells."""
+    """The first parts that fit into `width` cells, joined."""
     line = ""
     for part in parts:
         longer = f"{line}{separator}{part}" if line else part

@@ -1,4 +1,4 @@
-"""What somebody who has no model of their own is told in the empty chat: the machine, and what would fit it."""
+"""The greeting in the empty chat for users without a model of their own: the machine, and the models that fit it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from app.tui.widgets.transcript import Transcript
 
 
 class Greeting:
-    """Keeps the words of the empty chat as they should be."""
+    """Keeps the text of the empty chat up to date."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._told = False
 
     def keep(self, screen: Screen[None]) -> None:
-        """Tell a newcomer once the bundled model runs, and no longer once there is another model."""
+        """Show the greeting once the bundled model runs, and remove it once there is another model."""
         session = self._session
         if session.newcomer and session.ready and not self._told:
             self._told = True
@@ -32,7 +32,7 @@ class Greeting:
 
         session = self._session
         try:
-            report, found = await session.device(), await session.prospects()
+            report, found = await session.client().device(), await session.client().prospects()
         except (ClientError, OSError):
             return
         words = welcome_words(found, offline=offline(), model=session.wanted or "the bundled model")

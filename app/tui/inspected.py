@@ -1,7 +1,7 @@
-"""What the inspector says of the tokens of an answer: heat, changes, drafts, in numbers and in words.
+"""The inspector's data on the tokens of an answer: heat, changes and drafts, as numbers and text.
 
-All of it is found when the answer is read again, with the settings of now; nothing but the text was kept when it was
-written. So everything is told of the present, never of what happened then.
+All of it is computed by reading the answer again with the present settings; only the text was saved when the answer
+was written. So every statement is about the present, not about what happened then.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len, set_cell_size
 
-from app.tui.printable import printable
+from app.printable import printable_name
 
 if TYPE_CHECKING:
     from runtime.wire.inspection import Candidate, InspectedToken, Inspection
 
 View = Literal["certainty", "compensation", "drafts"]
 HEATS = 5
-"""Steps of heat, from 0, which is none."""
+"""Number of heat levels; 0 is none."""
 SURE, LIKELY, UNSURE, RARE = 0.9, 0.5, 0.2, 0.05
-"""Probabilities that part the steps of certainty."""
+"""Probabilities that separate the levels of certainty."""
 MOVED = (0.02, 0.1, 0.25, 0.5)
-"""Probabilities by which compensation moved a token, that part the steps."""
+"""Changes of probability by compensation that separate the levels."""
 LEGENDS: dict[View, Sequence[str]] = {
     "certainty": ("≥ 90 %", "≥ 50 %", "≥ 20 %", "≥ 5 %", "less"),
     "compensation": ("same", "moved 2 %", "10 %", "25 %", "50 %"),
-    "drafts": ("the same", "another token"),
+    "drafts": ("same token", "another token"),
 }
 TITLES: dict[View, str] = {
     "certainty": "how sure the model was",
-    "compensation": "what compensation moves",
-    "drafts": "what a draft guesses",
+    "compensation": "what compensation changes",
+    "drafts": "what a draft predicts",
 }
 
 
-NOTE = "Read again now, with the present settings: of the answer itself only the text was kept."
+NOTE = "Computed now, with the present settings. Only the text of the answer was saved."
 
 
 def views(told: Inspection) -> list[View]:
-    """The ways in which an answer can be looked at."""
+    """The available views of an answer."""
     found: list[View] = ["certainty"]
     if told.compensated:
         found.append("compensation")
@@ -50,12 +50,12 @@ def views(told: Inspection) -> list[View]:
 
 
 def chosen(token: InspectedToken) -> Candidate:
-    """The token among its candidates."""
+    """The chosen token among the candidates."""
     return token.candidates[token.chosen]
 
 
 def changed(token: InspectedToken) -> bool:
-    """Whether another token would have been the most likely one without compensation."""
+    """Whether another token is the most likely one without compensation."""
     return token.base_best not in (None, 0)
 
 
@@ -65,7 +65,7 @@ def missed(token: InspectedToken) -> bool:
 
 
 def heat(token: InspectedToken, view: View) -> int:
-    """How much a token stands out, from 0 to `HEATS` - 1."""
+    """The heat level of a token, from 0 to `HEATS` - 1."""
     own = chosen(token)
     probability = own.probability or 0.0
     if view == "certainty":
@@ -77,17 +77,17 @@ def heat(token: InspectedToken, view: View) -> int:
 
 
 def summary(told: Inspection) -> list[str]:
-    """The answer in a few figures, the most telling first."""
+    """The answer in a few figures, most important first."""
     tokens = told.tokens
     parts = [f"{len(tokens):,} token{'' if len(tokens) == 1 else 's'}{'' if told.complete else ' (the beginning)'}"]
     if told.compensated:
         count = sum(map(changed, tokens))
         parts.append(f"compensation changes {count} choice{'' if count == 1 else 's'}")
     else:
-        parts.append("nothing is compensated now")
+        parts.append("compensation is off")
     drafted = [token for token in tokens if token.draft is not None]
     if drafted:
-        parts.append(f"{sum(not missed(token) for token in drafted)} of {len(drafted)} drafts the same")
+        parts.append(f"{sum(not missed(token) for token in drafted)} of {len(drafted)} drafts match")
     parts.append(f"{sum(heat(token, 'certainty') == 0 for token in tokens)} sure")
     known = [one.probability for one in map(chosen, tokens) if one.probability]
     if known:
@@ -96,8 +96,8 @@ def summary(told: Inspection) -> list[str]:
 
 
 def shown(text: str) -> str:
-    """A token in quotation marks, with what can't be seen named."""
-    return f"“{printable(text.replace(chr(10), '⏎').replace(chr(9), '⇥'))}”" if text else "a part of a character"
+    """A token in quotation marks, with invisible characters made visible."""
+    return f"“{printable_name(text.replace(chr(10), '⏎').replace(chr(9), '⇥'))}”" if text else "a part of a character"
 
 
 def share(probability: float | None) -> str:
@@ -108,38 +108,38 @@ def share(probability: float | None) -> str:
 
 
 def verdicts(token: InspectedToken) -> list[str]:
-    """What happened at a token, in sentences."""
+    """What compensation and drafts change at a token, in sentences."""
     likeliest, own = token.candidates[0], chosen(token)
     found = []
     if token.base_best is not None:
         base = token.candidates[token.base_best]
         if changed(token):
             found.append(
-                f"Compensation changes the choice: without it {shown(base.text)} is the likeliest "
+                f"Compensation changes the choice: without it {shown(base.text)} is the most likely "
                 f"({share(base.base_probability)}), with it {shown(likeliest.text)} ({share(likeliest.probability)})."
             )
         else:
-            found.append("Compensation leaves the choice as it is.")
+            found.append("Compensation does not change the choice.")
     if own is not likeliest:
         found.append(
-            f"Not the likeliest, as it is read now: that is {shown(likeliest.text)} ({share(likeliest.probability)})."
+            f"Not the most likely token now; that is {shown(likeliest.text)} ({share(likeliest.probability)})."
         )
     if token.draft is not None:
         found.append(
-            f"A draft guesses {shown(token.candidates[token.draft].text)} instead."
+            f"A draft predicts {shown(token.candidates[token.draft].text)} instead."
             if missed(token)
-            else "A draft guesses it, too."
+            else "A draft predicts it too."
         )
     return found
 
 
 def candidate_rows(token: InspectedToken, width: int, most: int) -> list[str]:
-    """The candidates as a table: probability and logit, with compensation and without.
+    """The candidates as a table: probability and logit, with and without compensation.
 
     Args:
-        token: whose.
-        width: cells of a line.
-        most: lines, head included.
+        token: the token.
+        width: width of a line in cells.
+        most: maximum number of lines, including the heading.
     """
     compensated = token.base_best is not None
     columns = 2 if compensated else 1
@@ -147,7 +147,7 @@ def candidate_rows(token: InspectedToken, width: int, most: int) -> list[str]:
     bar = max(0, (width - name - 2) // columns - 18)
     heads = ["with compensation", "without"] if compensated else ["probability"]
     lines = [_cell("", name + 2) + "".join(_cell(f"{head}", 18 + bar) for head in heads)]
-    for index in _told_first(token, most - 1):
+    for index in _shown_candidates(token, most - 1):
         one = token.candidates[index]
         mark = "▸ " if index == token.chosen else "· " if index == token.base_best else "  "
         pairs = [(one.probability, one.logit), (one.base_probability, one.base_logit)][:columns]
@@ -156,8 +156,8 @@ def candidate_rows(token: InspectedToken, width: int, most: int) -> list[str]:
     return lines
 
 
-def _told_first(token: InspectedToken, most: int) -> list[int]:
-    """The candidates that there is room for, in their order: the best ones, and those that something is said of."""
+def _shown_candidates(token: InspectedToken, most: int) -> list[int]:
+    """Indices of the candidates that fit, in order: the best ones, and those mentioned elsewhere."""
     needed = {0, token.chosen, token.base_best, token.draft} - {None}
     others = [index for index in range(len(token.candidates)) if index not in needed]
     return sorted([*[index for index in needed if index is not None], *others[: max(0, most - len(needed))]])[:most]
@@ -169,7 +169,7 @@ def _figures(probability: float | None, logit: float | None, bar: int) -> str:
 
 
 def _bar(part: float, width: int) -> str:
-    """A bar in eighths of a cell."""
+    """A bar with a resolution of an eighth of a cell."""
     eighths = round(8 * part * width)
     return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
 

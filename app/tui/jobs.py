@@ -1,4 +1,4 @@
-"""Long pieces of work (load, quantize, tune) as the progress panel shows them: phase, speed, time left."""
+"""Long-running jobs (load, quantize, tune) as the progress panel shows them: phase, speed, time left."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 Outcome = Literal["running", "done", "stopped", "failed"]
 PHASES = {"tune": "tuning", "allocate": "choosing bits", "sensitivities": "gradients"}
-"""Words for phases whose names are none."""
+"""Display names of phases whose own names don't read well."""
 STAGES = ("fetch", "quantize", "load", "tune")
-"""What it takes to chat with a model that is not here yet, in this order."""
+"""The stages of setting up a model, in order."""
 _STAGE_OF = {
     "download": "fetch",
     "quantize": "quantize",
@@ -26,12 +26,12 @@ _STAGE_OF = {
     "compile": "load",
     "tune": "tune",
 }
-"""Which of them a phase belongs to; others belong to the one they are met in."""
+"""The stage of each phase. Other phases belong to the current stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The present state of one piece of work."""
+    """The state of one job."""
 
     title: str
     phase: str = ""
@@ -40,28 +40,28 @@ class Job:
     total: float | None = None
     unit: str = ""
     speed: float | None = None
-    """Units a second."""
+    """Units per second."""
     left: str = ""
-    """How long the step still takes, in words."""
+    """Time left, in words."""
     stages: tuple[str, ...] = ()
-    """All stages of it, where it has several."""
+    """All its stages, if it has several."""
     stage: int = 0
-    """Index of the one that is worked on."""
+    """Index of the current stage."""
     outcome: Outcome = "running"
     error: str | None = None
 
     @property
     def fraction(self) -> float | None:
-        """Share of the phase that is done; None where the whole is not known."""
+        """Share of the phase that is done; None if the total is unknown."""
         return min(1.0, self.done / self.total) if self.total else None
 
     @property
     def line(self) -> str:
-        """What is happening, in words."""
+        """The state in one line of text."""
         if self.outcome == "failed":
             return f"{self.title} failed: {self.error}"
         if self.outcome == "stopped":
-            return f"{self.title} stopped{'; what is done of it is kept' if self.stages else ''}"
+            return f"{self.title} stopped{'; finished steps are kept' if self.stages else ''}"
         if self.message.lower().startswith(self.title.lower()):
             return self.message[:1].upper() + self.message[1:]
         phase = PHASES.get(self.phase, self.phase)
@@ -70,13 +70,13 @@ class Job:
 
     @property
     def course(self) -> str:
-        """All stages, with what became of each: `✓ fetch  ▸ quantize  · load  · tune`."""
+        """All stages with their states: `✓ fetch  ▸ quantize  · load  · tune`."""
         marks = ["✓" if at < self.stage else "▸" if at == self.stage else "·" for at in range(len(self.stages))]
         return "  ".join(f"{mark} {name}" for mark, name in zip(marks, self.stages, strict=True))
 
     @property
     def pace(self) -> str:
-        """How far and how fast: `12 of 28 blocks · 1.5 blocks/s · about 11 s left in this step`."""
+        """Progress and speed: `12 of 28 blocks · 1.5 blocks/s · about 11 s left`."""
         if self.outcome != "running" or not (self.unit or self.total):
             return ""
         parts = [self._amount(self.done) if not self.total else f"{self._amount(self.done, self.total)}"]
@@ -99,23 +99,23 @@ class Job:
 
 
 class Meter:
-    """Turns a stream of progress reports into the state of a job."""
+    """Turns progress reports into the state of a job."""
 
     def __init__(self, title: str, clock: Callable[[], float], message: str = "", stages: tuple[str, ...] = ()) -> None:
-        """Begin.
+        """Start a job.
 
         Args:
-            title: what is being done.
-            clock: seconds.
-            message: what happens until the first report.
-            stages: those of `STAGES` that it has, where it has several.
+            title: the job's title.
+            clock: returns seconds.
+            message: text to show until the first report.
+            stages: its stages from `STAGES`, if it has several.
         """
         self.job = Job(title=title, message=message, stages=stages)
         self._clock = clock
         self._estimate = Estimate()
 
     def take(self, progress: Progress) -> Job:
-        """The job after one more report."""
+        """The job's state after one more report."""
         self._estimate.take(self._clock(), progress.phase, progress.done, progress.total)
         self.job = replace(
             self.job,
@@ -131,11 +131,11 @@ class Meter:
         return self.job
 
     def _stage(self, phase: str) -> int:
-        """The stage of a phase; none is gone back to."""
+        """The stage of a phase. Stages never go backwards."""
         stages, stage = self.job.stages, _STAGE_OF.get(phase)
         return max(self.job.stage, stages.index(stage)) if stage in stages else self.job.stage
 
     def end(self, outcome: Outcome, error: str | None = None) -> Job:
-        """The job after its end."""
+        """The job's state after its end."""
         self.job = replace(self.job, outcome=outcome, error=error)
         return self.job

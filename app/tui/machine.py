@@ -1,4 +1,4 @@
-"""What the device screen says of the machine and of the tuning, as (name, words) lines. Knows no widgets."""
+"""Descriptions of the machine and the tuning for the device screen, as (name, text) lines. Independent of widgets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Lines = list[tuple[str, str]]
 
 
 def found_words(report: DeviceReport) -> str:
-    """What machine was found, in two sentences."""
+    """The detected machine, in two sentences."""
     cpu, gpu, memory = (_part(report.machine, key) for key in ("cpu", "gpu", "memory"))
     cores, card = cpu.get("usable_cores") or 1, gpu.get("name")
     found = f"{cpu.get('name', 'A processor')}, {cores} core{'s' if cores > 1 else ''}"
@@ -26,41 +26,41 @@ def found_words(report: DeviceReport) -> str:
     if card and gpu.get("memory_free_bytes"):
         room = _room(gpu["memory_free_bytes"], gpu.get("memory_total_bytes"))
         return f"{found}. Models run on {card} ({room})."
-    without = f"no driver answers for {card}" if card else "no graphics card was found"
+    without = f"no driver responds for {card}" if card else "no graphics card was found"
     speed = f", which reads its memory at {report.bandwidth_gb_s:.0f} GB/s" if report.bandwidth_gb_s else ""
     return f"{found}. Models run on the processor{speed}; {without}."
 
 
 def welcome_words(found: Sequence[Prospect], *, offline: bool, model: str) -> str:
-    """What somebody who has only the bundled model is told of others.
+    """The greeting for users who have only the bundled model.
 
     Args:
-        found: the models that could be fetched.
+        found: the models that could be downloaded.
         offline: whether there is no network.
-        model: the bundled one.
+        model: the bundled model's name.
     """
-    here = f"You chat with {model}, a tiny model that came with the program; it only shows how things work."
+    here = f"You are chatting with {model}, a tiny bundled model that only demonstrates the program."
     if offline:
         return (
-            f"There is no network, so nothing can be fetched now. {here} F2 makes a model of a folder or a GGUF file "
-            "that you have."
+            f"There is no network, so nothing can be downloaded now. {here} F2 makes a model from a folder or a GGUF "
+            "file that you have."
         )
     fitting = [one for one in found if one.fits != "no"]
     best = recommended(found)
     if best is None:
-        return f"{here} F2 gets another: {len(fitting)} of {len(found)} that are known would fit this machine now."
-    speed = "" if best.tokens_per_s is None else f"about {best.tokens_per_s:.0f} tokens a second, "
+        return f"{here} F2 gets a larger one: {len(fitting)} of {len(found)} known models fit this machine now."
+    speed = "" if best.tokens_per_s is None else f"about {best.tokens_per_s:.0f} tokens per second, "
     return (
         f"{here} F2 gets a real one: {best.title} suits this machine best ({speed}"
-        f"{byte_count(best.download_bytes)} to fetch), and {len(fitting) - 1} others fit."
+        f"{byte_count(best.download_bytes)} to download), and {len(fitting) - 1} others fit."
     )
 
 
 def machine_lines(machine: Mapping[str, Any], bandwidth_gb_s: float | None) -> Lines:
-    """What was detected and measured; what is not known is left out."""
+    """The detected and measured facts; unknown ones are left out."""
     lines = [("CPU", _cpu(_part(machine, "cpu")))]
     gpu = _part(machine, "gpu")
-    lines.append(("GPU", _gpu(gpu) if gpu else "none was found"))
+    lines.append(("GPU", _gpu(gpu) if gpu else "none found"))
     if pcie := _pcie(_part(machine, "pcie") or _part(gpu, "pcie")):
         lines.append(("PCIe", pcie))
     memory = _part(machine, "memory")
@@ -109,7 +109,7 @@ def _pcie(pcie: Mapping[str, Any]) -> str:
 
 
 def tuning_lines(tuning: Tuning, prompts: PromptTuning | None = None) -> Lines:
-    """What the tuner promised and what was measured, of decoding and of prompts."""
+    """Predicted and measured slowdowns of decoding and of prompts."""
     predicted, measured = tuning.predicted_slowdown_percent, tuning.measured_slowdown_percent
     taken = f"in {duration(tuning.seconds)}" if tuning.seconds else ""
     return [
@@ -121,7 +121,7 @@ def tuning_lines(tuning: Tuning, prompts: PromptTuning | None = None) -> Lines:
 
 
 def layer_rows(tuning: Tuning) -> list[list[str]]:
-    """The table of layer types, its heading first; n_tb only where blocks mean something."""
+    """The table of layer types with its heading; n_tb only on devices that have thread blocks."""
     blocks = any(tuning.n_tb.values())
     rows = [["layer", "n_tb", "k_chunk"] if blocks else ["layer", "k_chunk"]]
     for kind, k_chunk in tuning.k_chunk.items():
@@ -131,5 +131,5 @@ def layer_rows(tuning: Tuning) -> list[list[str]]:
 
 
 def chosen_curve(curves: Sequence[Curve], n_tb: int) -> Curve:
-    """Of one layer type's curves, that of the chosen n_tb, or of the nearest one."""
+    """The curve of the chosen n_tb, or of the nearest one that was measured."""
     return min(curves, key=lambda curve: abs(curve.n_tb - n_tb))

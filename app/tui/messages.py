@@ -1,4 +1,4 @@
-"""What the parts of the UI tell each other."""
+"""Messages between the parts of the UI."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class StatusChanged(Message):
-    """The runtime is doing something else, or with another model."""
+    """The runtime's state or model changed."""
 
 
 @dataclass
 class JobChanged(Message):
-    """A long piece of work began, went on, or ended."""
+    """A job started, progressed or ended."""
 
     job: Job
 
@@ -35,21 +35,21 @@ class RuntimeLost(Message):
 
 @dataclass
 class Submitted(Message):
-    """A person sent a prompt."""
+    """The user sent a prompt."""
 
     text: str
 
 
 @dataclass
 class LeftOut(Message):
-    """The beginning of a chat does not fit the context any more, and the model is no longer given it."""
+    """The beginning of a chat no longer fits in the context, so the model no longer sees it."""
 
     conversation: str
 
 
 @dataclass
 class MessageAct(Message):
-    """A person wants something done with one message: see `ChatScreen.act`."""
+    """The user wants to act on one message: see `ChatScreen.act`."""
 
     act: str
     message: str
@@ -57,52 +57,52 @@ class MessageAct(Message):
 
 @dataclass
 class NotKept(Message):
-    """Chats can't be kept."""
+    """Chats can't be saved."""
 
     reason: str
 
 
 @dataclass
 class ChatEnded(Message):
-    """The chat in sight was deleted; an empty one takes its place."""
+    """The chat on screen was deleted; an empty one takes its place."""
 
 
 @dataclass
 class ChatAsked(Message):
-    """A person picked a chat to go on with."""
+    """The user picked a chat to open."""
 
     chat: Chat
 
 
 @dataclass
 class LoadAsked(Message):
-    """A person picked a model."""
+    """The user picked a model."""
 
     name: str
 
 
 @dataclass
 class QuantizeAsked(Message):
-    """A person wants a low-bit model made of a checkpoint, and to chat with it."""
+    """The user wants to quantize a checkpoint and chat with it."""
 
     request: QuantizeRequest
 
 
 @dataclass
 class TuneAsked(Message):
-    """A person wants the model that runs tuned again, measured anew."""
+    """The user wants the running model measured and tuned again."""
 
 
 @dataclass
 class RemoveAsked(Message):
-    """A person confirmed that a stored model may be deleted."""
+    """The user confirmed the deletion of a stored model."""
 
     name: str
 
 
 @dataclass
 class SettingChanged(Message):
-    """A setting got another value, checked already."""
+    """A setting changed; its value is already checked."""
 
     key: str
     value: str | int | float | None
@@ -110,4 +110,4 @@ class SettingChanged(Message):
 
 @dataclass
 class ReloadAsked(Message):
-    """Settings changed that take effect only when the model is loaded again."""
+    """Settings changed that take effect only after a reload of the model."""

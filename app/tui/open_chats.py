@@ -1,4 +1,4 @@
-"""The chat in sight, and those beside it whose answers still go on: begun, opened, deleted, kept and forgotten."""
+"""The open conversations: the one on screen, and others whose answers are still being generated."""
 
 from __future__ import annotations
 
@@ -11,100 +11,100 @@ from typing import TYPE_CHECKING, Any
 from app.conversation import Conversation, Message
 from app.errors import ClientError
 from app.tui.answers import Answers
+from app.tui.background_history import BackgroundHistory
 from app.tui.connection import Connection
-from app.tui.kept import KeptChats
 
 if TYPE_CHECKING:
     from app.history.store import Chat
 
 
 class OpenChats:
-    """The conversations that the program holds. One is in sight; answers in others are written on."""
+    """The conversations in memory. One is on screen; answers in others continue in the background."""
 
     def __init__(
         self,
         first: Conversation,
         *,
-        kept: KeptChats | None,
-        keeps: Callable[[], bool],
+        history: BackgroundHistory | None,
+        enabled: Callable[[], bool],
         connection: Connection,
         answers: Answers,
     ) -> None:
-        """Begin with one conversation.
+        """Start with one conversation.
 
         Args:
-            first: the conversation in sight.
-            kept: where conversations are kept; they end with the program where there is none.
-            keeps: whether the person wants them kept.
+            first: the conversation on screen.
+            history: where conversations are saved; without one they end with the program.
+            enabled: whether the settings allow saving.
             connection: the runtime, which keeps caches of conversations.
-            answers: the answers that are being written.
+            answers: the answers that are being generated.
         """
         self.conversation = first
-        """The one in sight."""
-        self.kept = kept
-        self._keeps, self._connection, self._answers = keeps, connection, answers
-        self._ended: list[str] = []  # conversations that the runtime has still to forget
+        """The one on screen."""
+        self.history = history
+        self._enabled, self._connection, self._answers = enabled, connection, answers
+        self._ended: list[str] = []  # conversations whose caches the runtime has yet to delete
         self._watch(first)
 
     @property
-    def keeps(self) -> bool:
-        """Whether what is said is kept for later."""
-        return self.kept is not None and self._keeps()
+    def saves(self) -> bool:
+        """Whether conversations are saved."""
+        return self.history is not None and self._enabled()
 
     def _watch(self, conversation: Conversation) -> None:
         conversation.on_change = partial(self._keep, conversation)
 
     def _keep(self, conversation: Conversation, message: Message) -> None:
-        if self.kept is not None and self.keeps:
-            self.kept.record(conversation, message)
+        if self.history is not None and self.saves:
+            self.history.record(conversation, message)
 
     def note(self, conversation: Conversation, **changes: Any) -> None:
-        """Change what belongs to a conversation beside its messages, and keep that and its head."""
+        """Change a conversation's `Extras`, and save them with its head."""
         conversation.extras = replace(conversation.extras, **changes)
-        if self.kept is not None and self.keeps and (len(conversation) or conversation.extras.draft.strip()):
-            self.kept.note(conversation)
+        if self.history is not None and self.saves and (len(conversation) or conversation.extras.draft.strip()):
+            self.history.note(conversation)
 
     def begin(self) -> None:
-        """Begin another conversation. An answer in the one before goes on if that is kept."""
+        """Start a new conversation. An answer in the previous one continues if that is saved."""
         before = self.conversation
         self.conversation = before.another()
         self._watch(self.conversation)
-        if len(before) and not self.keeps:
+        if len(before) and not self.saves:
             self._ended.append(before.id)
 
     async def open(self, chat: Chat) -> None:
-        """Go on with a chat that is kept, in the place of the one in sight.
+        """Open a saved chat in place of the one on screen.
 
         Raises:
             HistoryError: it can't be read.
         """
-        if self.kept is None or chat.id == self.conversation.id:
+        if self.history is None or chat.id == self.conversation.id:
             return
         if (writing := self._answers.of(chat.id)) is not None:
             opened = writing.conversation
         else:
             opened = self.conversation.another()
-            opened.restore(chat.id, await self.kept.messages(chat.id), chat.head)
+            opened.restore(chat.id, await self.history.messages(chat.id), chat.head)
             opened.extras = replace(chat.extras, model=chat.extras.model or chat.model)
             self._watch(opened)
-        if not self.keeps:
+        if not self.saves:
             await self._answers.stop(self.conversation.id)
             self.begin()
         self.conversation = opened
 
     async def delete(self, chat: str) -> bool:
-        """Delete a chat that is kept; what the runtime keeps of it goes at once, the chat itself can be had back.
+        """Delete a saved chat. Its caches go at once; the chat itself can be restored.
 
         Returns:
-            Whether it was the one in sight; an empty one has taken its place.
+            Whether it was on screen; an empty one has taken its place.
 
         Raises:
             HistoryError: it can't be deleted.
         """
-        if self.kept is None:
+        if self.history is None:
             return False
         await self._answers.stop(chat)
-        await self.kept.delete(chat)
+        await self.history.delete(chat)
         seen = chat == self.conversation.id
         if seen:
             self.conversation = self.conversation.another()
@@ -115,10 +115,10 @@ class OpenChats:
         return seen
 
     async def forget_ended(self) -> None:
-        """Let the runtime delete what it keeps of conversations that ended; where it is not there, it is asked later.
+        """Have the runtime delete the caches of ended conversations; without a runtime, do so later.
 
         Raises:
-            ClientError: it refused; it is asked again next time.
+            ClientError: it refused; the next call tries again.
         """
         while self._ended and (client := self._connection.client) is not None:
             chat = self._ended[0]

@@ -1,4 +1,4 @@
-"""What a model is given of a conversation: its messages as far as they fit, and how the answer is to be drawn."""
+"""Prompts made from conversations: the messages that fit in the context, and the sampling options."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from runtime.wire.answers import Status
 
 SUMMARIZE = "Summarize the conversation above in a few sentences: what was asked, what was found, what is still open."
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
 class Note(Protocol):
-    """Changes what belongs to a conversation beside its messages, and keeps that."""
+    """Changes a conversation's `Extras` and saves them."""
 
     def __call__(self, conversation: Conversation, **changes: Any) -> None:
         """Change `Extras` by its fields."""
@@ -41,14 +40,14 @@ class Prompts:
         post: Callable[[Event], object],
         summarizes: Callable[[], bool],
     ) -> None:
-        """Begin.
+        """Start.
 
         Args:
-            connection: the runtime, which says how much fits, and writes summaries.
-            settings: everybody's settings.
-            note: keeps what is left out of a conversation.
-            post: takes the event that something is left out.
-            summarizes: whether the person wants a summary this time, whatever the settings say.
+            connection: the runtime, which knows the context's size and writes summaries.
+            settings: the general settings.
+            note: saves which messages are left out of a conversation.
+            post: receives the event that messages are left out.
+            summarizes: whether the user asked for a summary this time, whatever the settings say.
         """
         self._connection, self._settings, self._note, self._post = connection, settings, note, post
         self._summarizes = summarizes
@@ -58,12 +57,12 @@ class Prompts:
         return self._connection.status
 
     def setting_of(self, conversation: Conversation, key: str) -> Any:
-        """A setting as it is for a conversation: its own, or everybody's."""
+        """A conversation's value of a setting: its own, or the general one."""
         own = conversation.extras.settings
         return own[key] if key in own else self._settings().get(key)
 
     def fit(self, conversation: Conversation, path: Sequence[Message]) -> Fit:
-        """What the model will be given of a path of a conversation."""
+        """The messages of a path that the model will see."""
         ids = [message.id for message in path]
         since = conversation.extras.since
         first = ids.index(since) if since in ids else 0
@@ -79,7 +78,7 @@ class Prompts:
         )
 
     def will_leave_out(self, conversation: Conversation, typed: str) -> int:
-        """Messages of a conversation that the next prompt leaves out and the last one did not."""
+        """Number of messages of a conversation that the next prompt leaves out and the last one did not."""
         path = conversation.path()
         if not path or self._status is None or not self._status.context:
             return 0
@@ -90,10 +89,14 @@ class Prompts:
         return max(0, self.fit(conversation, [*path, asked]).first - now)
 
     async def make(self, conversation: Conversation, answer: str, resume: bool) -> Prompt:
-        """What is asked for an answer of a conversation, by its id, begun or continued."""
+        """The prompt and options for an answer, which is new or continued."""
         from app.protocol import ChatOptions
 
-        sampling: dict[str, Any] = {key: self.setting_of(conversation, key) for key in SAMPLING_KEYS}
+        sampling: dict[str, Any] = {
+            **self._settings().sampling(self._status.sampling if self._status is not None else None),
+            "max_tokens": self.setting_of(conversation, "max_tokens"),
+        }
+        sampling |= {key: value for key, value in conversation.extras.settings.items() if key in sampling}
         path = conversation.path(answer)
         path = path if resume else path[:-1]
         found = self.fit(conversation, path)
@@ -107,12 +110,12 @@ class Prompts:
 
     @staticmethod
     def _with_summary(conversation: Conversation, system: str, first: int) -> str:
-        """The system prompt, with what is told of the messages that are left out."""
+        """The system prompt, with the summary of the messages that are left out."""
         summary = conversation.extras.summary
         return f"{system}\n\nEarlier in this conversation: {summary}".strip() if first and summary else system
 
     def read_before(self, conversation: Conversation, answer: str) -> list[Mapping[str, str]]:
-        """What the model had been given when it wrote an answer, as far as that can be told now."""
+        """The messages that the model saw when it wrote an answer, as far as that is known now."""
         path = conversation.path(answer)
         statistics = path[-1].statistics
         first = statistics.left_out or 0 if statistics is not None else 0
@@ -120,7 +123,7 @@ class Prompts:
         return prompt_of(path[first:-1], self._with_summary(conversation, system, first))
 
     async def _leave_out(self, conversation: Conversation, path: Sequence[Message], first: int) -> None:
-        """Take note of what the model reads from now on, with a summary of the rest where that is wanted."""
+        """Record where the model's view now begins, with a summary of the rest if wanted."""
         summary = ""
         if self._settings().overflow == "summarize" or self._summarizes():
             summary = await self._summary(conversation, path[:first])
@@ -128,7 +131,7 @@ class Prompts:
         self._post(LeftOut(conversation.id))
 
     async def _summary(self, conversation: Conversation, messages: Sequence[Message]) -> str:
-        """What was said in some messages, by the model; as much of them as fits, and nothing where it fails."""
+        """The model's summary of messages, of as much as fits; empty if it fails."""
         from app.protocol import ChatOptions
 
         context = (self._status.context if self._status is not None else None) or 0
@@ -146,7 +149,7 @@ class Prompts:
             return ""
 
     def shorten(self, conversation: Conversation, answer: str) -> bool:
-        """Leave out one more exchange, for the runtime counted more tokens than were estimated."""
+        """Leave out one more exchange, because the runtime counted more tokens than the estimate."""
         path = conversation.path(answer)[:-1]
         ids = [message.id for message in path]
         since = conversation.extras.since

@@ -1,9 +1,9 @@
-"""Brings streamed text to a Markdown widget at a pace it can keep.
+"""A rate limiter between streamed text and the Markdown widget that shows it.
 
-Rendering what arrived may cost more than the time until the next token, above all inside one long list, table or code
-fence, where the whole block is built anew. So text is buffered, each append is followed by a rest in proportion to what
-it cost, layout included, and a block that grew large is shown as plain text until it closes. The end is always one full
-update, because a tree that grew piecewise differs from the real one for split lists, reference links and table cells.
+Rendering new text may take longer than the time until the next token, above all inside one long list, table or code
+fence, where the whole block is rebuilt. So text is buffered, each append is followed by a rest in proportion to its
+cost, including layout, and a block that grew large is shown as plain text until it closes. At the end there is one full
+update, because an incrementally built tree differs for split lists, reference links and table cells.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ LARGE_BLOCK_CHARACTERS = 2000
 
 
 class Sink(Protocol):
-    """Where the text is shown: Markdown, followed by a plain tail."""
+    """The display of the text: Markdown, followed by a plain tail."""
 
     async def append(self, text: str) -> None:
         """Add Markdown at the end."""
 
     async def show_tail(self, text: str) -> None:
-        """Show this plain text after the Markdown, instead of the tail before."""
+        """Replace the plain tail after the Markdown."""
 
     async def settle(self) -> None:
-        """Wait until what was given is laid out and painted."""
+        """Wait until everything is laid out and painted."""
 
     async def update(self, text: str) -> None:
         """Show exactly this Markdown, and no tail."""
 
 
 class Pump:
-    """One answer on its way to the screen.
+    """Transfers one answer to the screen.
 
-    `write` may be called at any rate; `run` does the work until `close`, then gives the full text once more.
+    `write` may be called at any rate. `run` feeds the sink until `close`, then updates it with the full text.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Pump:
         """Make a pump.
 
         Args:
-            sink: what shows the text.
+            sink: shows the text.
             written: text that the sink shows already, when an answer is continued.
-            clock: seconds, for the cost of an append with its layout; by default those that this thread computed, so
-                that waiting costs nothing.
-            rest: pauses for that many seconds; by default until `close` at the latest.
+            clock: seconds, for the cost of an append with its layout; by default this thread's CPU time, so that
+                waiting costs nothing.
+            rest: pauses for a number of seconds; by default until `close` at the latest.
         """
         self._sink = sink
         self._clock = clock
@@ -73,21 +73,21 @@ class Pump:
 
     @property
     def text(self) -> str:
-        """Everything written so far."""
+        """All text written so far."""
         return self._text
 
     def write(self, text: str) -> None:
-        """Take the next piece of the answer."""
+        """Add the next piece of the answer."""
         self._text += text
         self._arrived.set()
 
     def close(self) -> None:
-        """Say that nothing more comes; `run` then finishes."""
+        """Mark the end of the text; `run` then finishes."""
         self._closed.set()
         self._arrived.set()
 
     async def run(self) -> None:
-        """Feed the sink until `close`, then show the whole text once more."""
+        """Feed the sink until `close`, then update it with the whole text."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
@@ -126,7 +126,7 @@ class Pump:
             await self._sink.show_tail("")
 
     def _follow_blocks(self) -> None:
-        """Read the complete lines that arrived since the last time."""
+        """Scan the complete lines that arrived since the last call."""
         while (end := self._text.find("\n", self._fed)) >= 0:
             kind, lines = self._blocks.kind, self._blocks.lines
             self._blocks.feed(self._text[self._fed : end])

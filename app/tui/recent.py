@@ -1,34 +1,34 @@
-"""How fast the model was and what the runtime held lately, for sparklines."""
+"""Recent speeds and memory use, for sparklines."""
 
 from __future__ import annotations
 
 from collections import deque
 
 KEPT = 120
-"""Samples of each kind."""
+"""Number of samples of each kind."""
 SAMPLE_S = 1.0
-"""Least time over which a speed is averaged."""
+"""Minimum time over which a speed is averaged."""
 
 
 class Recent:
-    """The latest speeds and amounts of memory, oldest first."""
+    """The latest speeds and memory sizes, oldest first."""
 
     def __init__(self) -> None:
         self.speeds: deque[float] = deque(maxlen=KEPT)
-        """Tokens a second while answers were written."""
+        """Tokens per second while answers were generated."""
         self.memory: deque[int] = deque(maxlen=KEPT)
-        """Bytes of the runtime process."""
+        """Memory of the runtime process in bytes."""
         self.last_speed: float | None = None
-        """Tokens a second of the last answer that the runtime reported on."""
+        """Tokens per second of the last answer that the runtime reported."""
         self._since: float | None = None
         self._pieces = 0
 
     def begin(self) -> None:
-        """An answer begins: the time before its first token is no time between tokens."""
+        """Start an answer. The time before its first token does not count as time between tokens."""
         self._since = None
 
     def count(self, now: float) -> None:
-        """One token came."""
+        """Count one token."""
         if self._since is None:
             self._since, self._pieces = now, 0
             return
@@ -39,6 +39,6 @@ class Recent:
             self._since, self._pieces = now, 0
 
     def hold(self, memory_bytes: int | None) -> None:
-        """The runtime told what it holds."""
+        """Record the runtime's memory use."""
         if memory_bytes is not None:
             self.memory.append(memory_bytes)

@@ -1,6 +1,6 @@
-"""What the UI asks of the runtime, as protocols.
+"""Protocols of the runtime's supervisor and client, as the UI uses them.
 
-`app.supervisor` and `app.client` fulfil them, and so do scripts in tests, which need no process.
+`app.supervisor` and `app.client` implement them, and so do scripted ones in tests, which need no process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ClientLike(Protocol):
     """A connection to a runtime. Closing an iterator cancels the work behind it."""
 
     async def status(self) -> Status:
-        """What it is doing."""
+        """The runtime's status."""
 
     async def models(self) -> Sequence[ModelEntry]:
         """The stored models."""
@@ -34,44 +34,44 @@ class ClientLike(Protocol):
         """Apply a budget, or a k_chunk, to the loaded model."""
 
     async def prospects(self) -> Sequence[Prospect]:
-        """The models that can be fetched, seen from this machine."""
+        """The models that can be downloaded, judged for this machine."""
 
     async def device(self) -> DeviceReport:
-        """The device, and how the loaded model was tuned to it."""
+        """The device, and how the loaded model is tuned to it."""
 
     def quantize(self, request: QuantizeRequest) -> AsyncGenerator[Progress, None]:
-        """Make a low-bit model of a checkpoint."""
+        """Quantize a checkpoint."""
 
     def chat(self, messages: Sequence[Mapping[str, str]], options: ChatOptions) -> AsyncGenerator[ChatDelta, None]:
         """Answer a conversation."""
 
     def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
-        """What the model thought at each token of an answer."""
+        """Inspect the model's distribution at each token of an answer."""
 
     async def remove(self, name: str) -> None:
         """Delete a stored model."""
 
     async def caches(self) -> Caches:
-        """What is on disk of conversations' caches, and what each kind of cache means for the loaded model."""
+        """The conversations' caches on disk, and what each kind of cache costs for the loaded model."""
 
     async def forget(self, chat: str | None = None) -> Holding:
-        """Delete what memory and disk hold of a conversation, or of all. Returns what was deleted."""
+        """Delete the caches of one conversation, or of all. Returns what was deleted."""
 
 
 class SupervisorLike(Protocol):
-    """Starts a runtime process, or finds one, and ends what it started."""
+    """Finds or starts a runtime process, and stops what it started."""
 
     remedy: str
-    """What comes after a runtime that was lost, in words behind the reason."""
+    """What happens after the runtime was lost; shown after the reason."""
 
     async def ensure(self) -> ClientLike:
-        """A connection to a runtime that runs."""
+        """A client of a running runtime."""
 
     async def restart(self) -> ClientLike:
-        """A connection to a new one."""
+        """A client of a restarted runtime."""
 
     async def close(self) -> None:
-        """End what was started."""
+        """Stop what was started."""
 
     def crash_report(self) -> str | None:
         """How the process that was started ended; None while it runs."""

@@ -1,11 +1,11 @@
-"""The work behind the screens: the open chats and their answers, over a runtime and its model. Knows no widgets."""
+"""The session: open chats and their answers, over a runtime and its model. Independent of widgets."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from textual.message import Message as Event
@@ -14,25 +14,34 @@ from app.conversation import Conversation
 from app.errors import ClientError
 from app.settings import Settings
 from app.tui.answers import Answers, Writing
-from app.tui.kept import KeptChats
-from app.tui.messages import ChatEnded
-from app.tui.model_work import ModelWork
+from app.tui.background_history import BackgroundHistory
+from app.tui.connection import Connection
+from app.tui.figures import tuning_title
+from app.tui.jobs import STAGES, Job
+from app.tui.messages import ChatEnded, JobChanged, RuntimeLost, StatusChanged
+from app.tui.model_setup import ModelSetup, forget, title_of, unfinished
 from app.tui.open_chats import OpenChats
 from app.tui.prompts import Prompts
-from app.tui.runtime import SupervisorLike
+from app.tui.recent import Recent
+from app.tui.runtime import ClientLike, SupervisorLike
 from app.tui.tally import Tally
+from app.tui.work import Work
+from runtime.compensation import Compensation, of_settings
 
 if TYPE_CHECKING:
     from app.history.store import Chat
     from models.progress import Progress
+    from runtime.errors import Problem
+    from runtime.wire.answers import Status
     from runtime.wire.inspection import Inspection
+    from runtime.wire.requests import LoadRequest, QuantizeRequest
 
 FORGET_TIMEOUT_S = 3.0
-"""Whoever quits does not wait longer for the runtime to forget the chat."""
+"""Quitting waits at most this long for the runtime to delete the chat's caches."""
 
 
-class Session(ModelWork):
-    """Connects the runtime and the chats, and says what happens as events."""
+class Session:
+    """Connects the runtime and the chats, and posts events about both."""
 
     def __init__(
         self,
@@ -41,22 +50,32 @@ class Session(ModelWork):
         post: Callable[[Event], object],
         *,
         conversation: Conversation | None = None,
-        kept: KeptChats | None = None,
+        history: BackgroundHistory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make a session; nothing is started yet.
+        """Make a session without starting anything.
 
         Args:
-            supervisor: makes the supervisor, called when the runtime is started and not before.
-            settings: the settings to begin with.
-            post: takes the events, on the event loop's thread.
+            supervisor: makes the supervisor; called when the runtime is started, not before.
+            settings: the initial settings.
+            post: receives the events, on the event loop's thread.
             conversation: the conversation; a new one by default.
-            kept: where conversations are kept; they end with the program where there is none.
-            clock: seconds, for speeds.
+            history: where conversations are saved; without one they end with the program.
+            clock: returns seconds, for speeds.
         """
-        super().__init__(supervisor, settings, post, clock)
+        self.settings = settings
+        self.wanted: str | None = None if settings.endpoint else settings.model
+        """The model that is loaded or will be."""
+        self.newcomer = False
+        """Whether the user never picked a model and has only the bundled ones."""
+        self.recent = Recent()
+        self._post = post
+        self._connection = Connection(supervisor, self._status_changed, lambda reason: post(RuntimeLost(reason)))
+        self._work = Work(lambda job: post(JobChanged(job)), clock)
+        self._tuned_by: object = None
+        self._recovering = False
         self.summarizes = False
-        """Whether what is left out next is summarized, because the person said so this time."""
+        """Whether the messages left out next are summarized, because the user asked for it this time."""
         self._prompts = Prompts(self._connection, lambda: self.settings, self.note, post, self._wants_summary)
         self.answers = Answers(
             self._connection,
@@ -69,19 +88,19 @@ class Session(ModelWork):
         )
         self._chats = OpenChats(
             Conversation() if conversation is None else conversation,
-            kept=kept,
-            keeps=lambda: self.settings.history == "on",
+            history=history,
+            enabled=lambda: self.settings.history == "on",
             connection=self._connection,
             answers=self.answers,
         )
 
     def _wants_summary(self) -> bool:
-        """Whether what is left out now is to be summarized; the wish is for once."""
+        """Whether to summarize what is left out now; resets the request."""
         wanted, self.summarizes = self.summarizes, False
         return wanted
 
     async def close(self) -> None:
-        """Stop what runs and end what was started; chats that are not kept end with it. Safe to call twice."""
+        """Stop all work and the runtime that was started. Unsaved chats are lost. Safe to call twice."""
         await self.answers.stop()
         await self.stop_work()
         self.note(self.conversation)
@@ -90,13 +109,13 @@ class Session(ModelWork):
             async with asyncio.timeout(FORGET_TIMEOUT_S):
                 await self.forget_ended()
         try:
-            if self.kept is not None:
-                await self.kept.close()
+            if self.history is not None:
+                await self.history.close()
         finally:
             await self._connection.close()
 
     async def switch(self) -> None:
-        """Let the server answer that the settings name now; answers and work of the one before are stopped."""
+        """Switch to the server that the settings now name; answers and jobs of the previous one are stopped."""
         await self.answers.stop()
         await self.stop_work()
         await self._connection.close()
@@ -104,44 +123,300 @@ class Session(ModelWork):
         await self._connect(restart=False)
 
     async def wake(self) -> None:
-        """The machine slept: what ran on a graphics card is started again, for drivers lose it in a suspend."""
+        """Restart a runtime on a graphics card after a suspend, because drivers lose its memory."""
         status = self.status
         if status is not None and status.backend == "triton" and not self._recovering:
             await self.answers.stop()
             await self.recover()
 
+    # The runtime
+
+    @property
+    def status(self) -> Status | None:
+        """The runtime's status; None while there is none."""
+        return self._connection.status
+
+    @property
+    def problem(self) -> str | None:
+        """The failure because of which there is no runtime or no model."""
+        return self._connection.problem
+
+    @property
+    def ready(self) -> bool:
+        """Whether a model is loaded and can answer."""
+        return self._connection.ready
+
+    async def start(self) -> None:
+        """Find or start the runtime, and load the model from the settings unless one is running."""
+        await self._connect(restart=False)
+        if (request := unfinished()) is not None:
+            self._work.recall(Job(title=title_of(request), stages=STAGES, outcome="stopped"))
+
+    async def recover(self) -> None:
+        """Restart the runtime after it was lost, and load the same model again."""
+        if not self._recovering:
+            self._recovering = True
+            try:
+                await self._connect(restart=True)
+            finally:
+                self._recovering = False
+
+    async def _connect(self, *, restart: bool) -> None:
+        status = await self._connection.open(restart=restart)
+        if status is not None:
+            running = status.model if status.state in ("ready", "generating") else None
+            self.wanted = self.wanted or running or await self._only_model()
+            if self.wanted and self.wanted != running:
+                await self._load(self.wanted)
+        self._connection.settled.set()
+        with contextlib.suppress(ClientError, OSError):
+            await self.forget_ended()
+
+    async def _only_model(self) -> str | None:
+        """The only stored model, if there is exactly one."""
+        try:
+            models = await self.client().models()
+        except (ClientError, OSError):
+            return None
+        self.newcomer = bool(models) and all(model.bundled for model in models)
+        return models[0].name if len(models) == 1 else None
+
+    def client(self) -> ClientLike:
+        """The client of the runtime.
+
+        Raises:
+            ClientError: there is no runtime.
+        """
+        return self._connection.require()
+
+    @property
+    def remote(self) -> str | None:
+        """The address of the remote server in use; None for our own runtime."""
+        return self.settings.endpoint
+
+    async def refresh(self) -> None:
+        """Poll the runtime's status. A runtime that does not answer is lost.
+
+        A remote server is not polled while it answers: llama-cpp-python's aborts an answer on any other request.
+        """
+        if not self._recovering and not (self.remote is not None and self.generating):
+            await self._ask_status()
+
+    @property
+    def resting(self) -> bool:
+        """Whether the model was unloaded because it was idle; the next message loads it again."""
+        status = self.status
+        empty = status is not None and status.state == "empty"
+        return empty and self.wanted is not None and self.problem is None and not self.working
+
+    async def _ask_status(self) -> None:
+        connection = self._connection
+        if connection.client is None:
+            return
+        if (status := await connection.alive()) is not None:
+            connection.show(status)
+        elif not (self.generating or self.working):
+            connection.lose()
+
+    def _status_changed(self) -> None:
+        if self.status is not None:
+            self.recent.hold(self.status.memory_bytes)
+        self._post(StatusChanged())
+
+    # Models
+
+    async def remove(self, name: str) -> None:
+        """Delete a stored model.
+
+        Raises:
+            ClientError: it cannot be deleted.
+        """
+        await self.client().remove(name)
+        if self.wanted == name:
+            self.wanted = None
+        await self.refresh()
+
     async def load(self, name: str) -> bool:
-        """Load a model with the present settings; the chat in sight is had with it from now on.
+        """Load a model with the current settings, and bind the chat on screen to it.
 
         Returns:
             Whether it is loaded.
         """
         await self.answers.stop()
         self.note(self.conversation, model=name)
-        return await super().load(name)
+        if self._connection.client is None:
+            self.wanted = name
+            await self.recover()
+            return self.ready
+        self._connection.settled.clear()
+        try:
+            return await self._load(name)
+        finally:
+            self._connection.settled.set()
+
+    async def _load(self, name: str) -> bool:
+        connection = self._connection
+        if connection.client is None:
+            return False
+        self.wanted = name
+        connection.problem = None
+        loaded = await self._run(f"Loading {name}", connection.client.load(self._load_request(name)))
+        if not loaded and self.job is not None:
+            connection.problem = connection.problem or self.job.error
+        await self._ask_status()
+        return loaded
+
+    def _compensation(self) -> Compensation:
+        """The compensation that the settings ask for."""
+        settings = self.settings
+        return of_settings(settings.k_chunk, settings.budget, prompt_budget=settings.prompt_budget)
+
+    def _load_request(self, name: str) -> LoadRequest:
+        """The request that loads a model with the current settings."""
+        from runtime.wire.requests import LoadRequest
+
+        settings = self.settings
+        wanted = self._compensation()
+        return LoadRequest(
+            model=name,
+            kv=None if settings.speculation else settings.kv,
+            speculate=None if settings.drafts is None else bool(settings.drafts),
+            gamma=settings.gamma,
+            k_chunk=wanted.k_chunk,
+            budget=wanted.budget_percent,
+            prompt_budget=wanted.prompt_budget_percent,
+            context=settings.context,
+            num_parallel=settings.num_parallel,
+            backend=settings.backend,
+        )
+
+    async def get(self, request: QuantizeRequest) -> ModelSetup | None:
+        """Download a checkpoint if needed, quantize it, and load the result unless a chat uses another model by then.
+
+        Returns:
+            The finished job; None if there is no runtime.
+        """
+        client = self._connection.client
+        if client is None:
+            return None
+        getting = ModelSetup(client, request, self._loading, self._takes_over)
+        done = await self._run(getting.title, getting.reports(), stages=getting.stages)
+        self.newcomer = self.newcomer and getting.made is None
+        if not done and getting.made is not None and self.job is not None:
+            self._connection.problem = self.job.error
+        await self._ask_status()
+        return getting
+
+    async def _loading(self, name: str) -> AsyncGenerator[Progress, None]:
+        """Load a model as part of another job. Messages sent in the meantime wait for it."""
+        client, self.wanted = self._connection.require(), name
+        self._connection.settled.clear()
+        try:
+            async with contextlib.aclosing(client.load(self._load_request(name))) as reports:
+                async for progress in reports:
+                    yield progress
+        finally:
+            self._connection.settled.set()
+
+    async def tune(self, *, force: bool = False) -> bool:
+        """Apply the budget, or the k_chunk that overrides it, to the running model, after any other job.
+
+        The chat stays usable; messages sent in the meantime wait for their turn in the runtime.
+
+        Args:
+            force: whether to repeat measurements.
+
+        Returns:
+            Whether it was applied. Without a model there is nothing to do: the next load uses the settings.
+        """
+        from runtime.wire.requests import TuneRequest
+
+        while self.working and not self.tuning:
+            await self._work.ended()
+        await self._connection.settled.wait()
+        client = self._connection.client
+        if client is None or not self.ready:
+            return False
+        waits = "waiting for the answer to end" if self.generating else ""
+        wanted = self._compensation()
+        request = TuneRequest(
+            k_chunk=wanted.k_chunk,
+            budget=wanted.budget_percent,
+            prompt_budget=wanted.prompt_budget_percent,
+            force=force,
+        )
+        this = self._tuned_by = object()
+        try:
+            done = await self._run(tuning_title(wanted), client.tune(request), message=waits)
+        finally:
+            if self._tuned_by is this:  # otherwise another tuning replaced this one
+                self._tuned_by = None
+        await self._ask_status()
+        return done
+
+    async def without_effect(self) -> Sequence[Problem]:
+        """Why the budget has no effect on the running model; empty if it has one or k_chunk overrides it."""
+        status = self.status
+        if status is None or self.settings.k_chunk is not None or status.budget_percent is not None:
+            return ()
+        try:
+            return (await self.client().device()).problems
+        except (ClientError, OSError):
+            return ()
+
+    @property
+    def tuning(self) -> bool:
+        """Whether the budget is being applied to the running model."""
+        return self._tuned_by is not None and self.working
+
+    @property
+    def working(self) -> bool:
+        """Whether a model is being loaded, quantized or tuned."""
+        return self._work.running
+
+    @property
+    def job(self) -> Job | None:
+        """The running job, or the last one."""
+        return self._work.job
+
+    async def stop_work(self) -> None:
+        """Stop loading, quantizing or tuning."""
+        await self._work.stop()
+
+    def dismiss_job(self) -> None:
+        """Dismiss a finished job, and do not offer to resume it."""
+        if self.job is not None and self.job.stages and self.job.outcome != "running":
+            forget()
+        self._work.dismiss()
+
+    async def _run(
+        self, title: str, reports: AsyncGenerator[Progress, None], *, message: str = "", stages: tuple[str, ...] = ()
+    ) -> bool:
+        return await self._work.run(title, reports, self._connection.why, message=message, stages=stages)
 
     def _takes_over(self) -> bool:
+        """Whether to load a new model at once, because no chat is using another one."""
         return not len(self.conversation) and not self.generating
 
     # Chats
 
     @property
     def conversation(self) -> Conversation:
-        """The conversation in sight."""
+        """The conversation on screen."""
         return self._chats.conversation
 
     @property
-    def kept(self) -> KeptChats | None:
-        """Where conversations are kept."""
-        return self._chats.kept
+    def history(self) -> BackgroundHistory | None:
+        """Where conversations are saved."""
+        return self._chats.history
 
     @property
-    def keeps(self) -> bool:
-        """Whether what is said is kept for later."""
-        return self._chats.keeps
+    def saves(self) -> bool:
+        """Whether conversations are saved."""
+        return self._chats.saves
 
     async def open_chat(self, chat: Chat) -> None:
-        """Go on with a chat that is kept, in the place of the present one, whose answer is written on.
+        """Open a saved chat in place of the present one, whose answer continues in the background.
 
         Raises:
             HistoryError: it can't be read.
@@ -149,7 +424,7 @@ class Session(ModelWork):
         await self._chats.open(chat)
 
     async def delete_chat(self, chat: str) -> None:
-        """Delete a chat that is kept; what the runtime keeps of it goes at once, the chat itself can be had back.
+        """Delete a saved chat. Its caches go at once; the chat itself can be restored.
 
         Raises:
             HistoryError: it can't be deleted.
@@ -158,14 +433,14 @@ class Session(ModelWork):
             self._post(ChatEnded())
 
     def end_chat(self) -> None:
-        """Begin another conversation. Where none is kept, nobody can open this one any more: `forget_ended`."""
+        """Start a new conversation. If this one is not saved, it can't be opened again: see `forget_ended`."""
         self._chats.begin()
 
     async def forget_ended(self) -> None:
-        """Let the runtime delete what it keeps of conversations that ended; where it is not there, it is asked later.
+        """Have the runtime delete the caches of ended conversations; without a runtime, do so later.
 
         Raises:
-            ClientError: it refused; it is asked again next time.
+            ClientError: it refused; the next call tries again.
         """
         await self._chats.forget_ended()
 
@@ -173,18 +448,18 @@ class Session(ModelWork):
 
     @property
     def generating(self) -> bool:
-        """Whether an answer is being written, in whatever chat."""
+        """Whether an answer is being generated in any chat."""
         return self.answers.any
 
     @property
     def tally(self) -> Tally:
-        """The answer that is being written in the chat in sight, as counted so far."""
+        """The count so far of the answer that is being generated in the chat on screen."""
         writing = self.answers.of(self.conversation.id)
         return Tally(started=0.0) if writing is None else writing.tally
 
     @property
     def context_used(self) -> int | None:
-        """Tokens of the chat in sight, as the runtime last counted them."""
+        """Tokens of the chat on screen, as the runtime last counted them."""
         counted = [message.statistics.context_used for message in self.conversation.path() if message.statistics]
         return next((used for used in reversed(counted) if used is not None), None)
 
@@ -196,7 +471,7 @@ class Session(ModelWork):
         bound, status = conversation.extras.model, self.status
         if bound is not None and status is not None and status.model != bound and not self.working:
             if not await self._load(bound):
-                return f"{self.problem or f'{bound} is not loaded'}; F2 gives this chat to another model"
+                return f"{self.problem or f'{bound} is not loaded'}; F2 picks another model for this chat"
         elif self.resting and self.wanted is not None:
             await self._load(self.wanted)
         if self._connection.client is None or not self.ready:
@@ -206,22 +481,22 @@ class Session(ModelWork):
         return None
 
     def note(self, conversation: Conversation, **changes: Any) -> None:
-        """Change what belongs to a conversation beside its messages, and keep that and its head."""
+        """Change a conversation's `Extras`, and save them with its head."""
         self._chats.note(conversation, **changes)
 
     def setting_of(self, conversation: Conversation, key: str) -> Any:
-        """A setting as it is for a conversation: its own, or everybody's."""
+        """A conversation's value of a setting: its own, or the general one."""
         return self._prompts.setting_of(conversation, key)
 
     def will_leave_out(self, typed: str = "") -> int:
-        """Messages of the chat in sight that the next prompt leaves out and the last one did not."""
+        """Number of messages of the chat on screen that the next prompt leaves out and the last one did not."""
         return self._prompts.will_leave_out(self.conversation, typed)
 
     async def inspect(self, answer: str) -> AsyncGenerator[Progress | Inspection, None]:
-        """Let the model that wrote an answer of the chat in sight read it again, token by token.
+        """Have the model read its answer in the chat on screen again, token by token.
 
         Raises:
-            ClientError: another model is loaded, or it can't be done.
+            ClientError: another model is loaded, or the runtime can't do it.
         """
         from runtime.wire.inspection import InspectRequest, Said
 
@@ -229,7 +504,7 @@ class Session(ModelWork):
         if not self.ready or model is None:
             raise ClientError("no model is loaded")
         if message.model not in (None, model):
-            raise ClientError(f"{message.model} wrote it, and {model} is loaded; F2 loads the other one")
+            raise ClientError(f"{message.model} wrote this answer, but {model} is loaded; load {message.model} with F2")
         before = [Said(**said) for said in self._prompts.read_before(self.conversation, answer)]
         request = InspectRequest(model=model, messages=before, answer=message.text)
         async with contextlib.aclosing(self._connection.require().inspect(request)) as reports:

@@ -1,4 +1,4 @@
-"""What is known of an answer: what the runtime reports, and what the UI itself counts for when it cannot."""
+"""Statistics of an answer: those that the runtime reports, or the UI's own counts if it can't."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Tally:
-    """What the UI itself sees of an answer: pieces of text, which are tokens but for held-back ones."""
+    """The UI's own count of an answer: pieces of text, which are tokens except for held-back ones."""
 
     started: float
     pieces: int = 0
@@ -21,7 +21,7 @@ class Tally:
     last: float = 0.0
 
     def count(self, now: float) -> None:
-        """Count one piece."""
+        """Count one piece of text."""
         self.first = now if self.pieces == 0 else self.first
         self.last = now
         self.pieces += 1
@@ -33,12 +33,12 @@ class Tally:
 
     @property
     def per_s(self) -> float | None:
-        """Pieces a second after the first one."""
+        """Pieces per second after the first one."""
         return (self.pieces - 1) / (self.last - self.first) if self.pieces > 1 and self.last > self.first else None
 
 
 def reported(timings: Timings, status: Status | None) -> Statistics:
-    """Statistics of an answer that the runtime reported on."""
+    """Statistics from the runtime's report."""
     return Statistics(
         tokens=timings.completion_tokens,
         tokens_per_s=timings.decode_tokens_per_s,
@@ -57,7 +57,7 @@ def reported(timings: Timings, status: Status | None) -> Statistics:
 
 
 def tallied(tally: Tally, status: Status | None) -> Statistics:
-    """Statistics of an answer whose end the runtime did not report."""
+    """Statistics from the UI's own count, when the runtime sent no report."""
     return Statistics(
         tokens=tally.pieces,
         tokens_per_s=tally.per_s,

@@ -1,4 +1,4 @@
-"""The terminal that may go: a closed window, a lost connection."""
+"""Handling of a terminal that disappears: a closed window, a lost connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def terminal_is_gone() -> bool:
-    """Whether the terminal that standard input was has been closed. Always False where that can't be asked."""
+    """Whether the terminal on standard input was closed. Always False where the system can't tell."""
     if not hasattr(select, "poll") or sys.__stdin__ is None:
         return False
     poll = select.poll()
@@ -25,9 +25,9 @@ def terminal_is_gone() -> bool:
 
 
 def ensure_size() -> None:
-    """Give a terminal that doesn't know its size (a serial line, some containers) the usual 80 x 24.
+    """Set a terminal that doesn't know its size (a serial line, some containers) to 80 x 24.
 
-    Two parts of Textual guess differently otherwise, and the screen is laid out again without end.
+    Otherwise two parts of Textual assume different sizes and lay the screen out endlessly.
     """
     if sys.platform == "win32" or sys.__stdin__ is None:
         return
@@ -40,14 +40,14 @@ def ensure_size() -> None:
 
 
 class Output:
-    """A stream to a terminal that swallows what nobody can see any more.
+    """A stream to a terminal that discards output once the terminal is gone.
 
-    Textual hands its frames to a thread over a short queue. An error of the stream would end that thread, and the
-    program would wait for ever to hand over the next frame: it could neither be asked to end nor close the runtime.
+    Textual passes its frames to a thread over a short queue. A stream error would end that thread, and the program
+    would block for ever on the next frame: it could neither quit nor close the runtime.
     """
 
     def __init__(self, stream: TextIO, is_gone: Callable[[], bool] | None = None) -> None:
-        """Write to a stream as long as there is a terminal behind it."""
+        """Write to a stream while its terminal exists."""
         self._stream = stream
         self._is_gone = is_gone or terminal_is_gone
 
@@ -55,7 +55,7 @@ class Output:
         """Write text.
 
         Raises:
-            OSError: the stream failed though the terminal is still there.
+            OSError: the stream failed although the terminal still exists.
         """
         try:
             return self._stream.write(text)
@@ -65,10 +65,10 @@ class Output:
             return len(text)
 
     def flush(self) -> None:
-        """Write what is buffered.
+        """Write the buffered text.
 
         Raises:
-            OSError: the stream failed though the terminal is still there.
+            OSError: the stream failed although the terminal still exists.
         """
         try:
             self._stream.flush()
@@ -77,18 +77,18 @@ class Output:
                 raise
 
     def fileno(self) -> int:
-        """The stream's file number."""
+        """The stream's file descriptor."""
         return self._stream.fileno()
 
 
-def outliving(driver: type[Driver]) -> type[Driver]:
-    """Textual's driver of this platform, with an output that outlives the terminal where Textual has one to replace."""
+def surviving(driver: type[Driver]) -> type[Driver]:
+    """A driver class whose output survives the loss of the terminal, where Textual lets it be replaced."""
 
-    class OutlivingDriver(driver):  # type: ignore[misc, valid-type]
+    class SurvivingDriver(driver):  # type: ignore[misc, valid-type]
         def start_application_mode(self) -> None:
             stream = getattr(self, "_file", None)
             if stream is not None and not isinstance(stream, Output):
                 self._file = Output(stream)
             super().start_application_mode()
 
-    return OutlivingDriver
+    return SurvivingDriver

@@ -1,4 +1,4 @@
-"""Calm themes, one accent colour and everything else grey; and one of high contrast, without greys."""
+"""The themes: calm ones with one accent colour and greys, and one of high contrast without greys."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ CONTRAST = Theme(
     },
 )
 OWN = (DARK, LIGHT, CONTRAST)
-"""The themes that Textual does not bring."""
+"""The themes that Textual does not include."""
 NAMES = {"dark": DARK.name, "light": LIGHT.name, "contrast": CONTRAST.name, "terminal": "ansi-dark"}
-"""Theme of Textual by value of the setting `theme`."""
+"""Textual's theme name for each value of the setting `theme`."""

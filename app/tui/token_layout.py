@@ -1,4 +1,4 @@
-"""Tokens of a text, wrapped into lines with each cell's token known. Knows no widgets."""
+"""Line wrapping of a text that keeps track of each cell's token. Independent of widgets."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from itertools import groupby
 
 from rich.cells import cell_len
 
-from app.tui.printable import printable
+from app.printable import printable
 
 LINE_END = "⏎"
-"""Stands where a token ends a line."""
+"""Marks a token that ends a line."""
 TAB = "    "
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Cells of one line that belong to one token."""
+    """Adjacent cells of one line that belong to one token."""
 
     token: int
     text: str
 
 
 def lay_out(texts: Sequence[str], width: int) -> list[list[Run]]:
-    """Wrap a text between words, and inside a word that is longer than a line.
+    """Wrap a text between words, and inside words that are longer than a line.
 
     Args:
-        texts: what each token adds to the text.
-        width: cells of a line, at least 2.
+        texts: the text of each token.
+        width: width of a line in cells, at least 2.
     """
     lines: list[list[tuple[int, str]]] = [[]]
     used = 0
@@ -43,7 +43,7 @@ def lay_out(texts: Sequence[str], width: int) -> list[list[Run]]:
             lines.append([])
             used = 0
             if word[0][1] == " ":
-                continue  # a space between two lines is not seen
+                continue  # a space between two lines is invisible
         for token, letter in word:
             if used + cell_len(letter) > width:
                 lines.append([])
@@ -54,7 +54,7 @@ def lay_out(texts: Sequence[str], width: int) -> list[list[Run]]:
 
 
 def _words(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
-    """Words, single spaces, line ends, and wide characters, which may be parted anywhere; letters with their token."""
+    """Words, spaces, line ends and wide characters (which break anywhere), each as letters with their token."""
     word: list[tuple[int, str]] = []
     for token, text in enumerate(texts):
         for letter in printable(text).replace("\t", TAB):

@@ -1,4 +1,4 @@
-"""One long piece of work at a time: loading, quantizing, tuning. Knows no widgets and no runtime."""
+"""A runner of one long job at a time: loading, quantizing, tuning. Independent of widgets and runtime."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """Follows the progress of a piece of work, can stop it, and tells what it is doing as a `Job`."""
+    """Runs a job, can stop it, and reports its state as a `Job`."""
 
     def __init__(self, report: Callable[[Job], object], clock: Callable[[], float]) -> None:
-        """Begin with nothing to do.
+        """Start without a job.
 
         Args:
-            report: takes the job whenever it changed.
-            clock: seconds, for speeds.
+            report: receives the job whenever it changes.
+            clock: returns seconds, for speeds.
         """
         self.job: Job | None = None
         self._report = report
@@ -31,28 +31,28 @@ class Work:
 
     @property
     def running(self) -> bool:
-        """Whether something is being done."""
+        """Whether a job is running."""
         return self._task is not None
 
     async def ended(self) -> None:
-        """Wait until nothing runs."""
+        """Wait until no job is running."""
         while (task := self._task) is not None:
             await asyncio.wait([task])
             await asyncio.sleep(0)
 
     async def stop(self) -> None:
-        """Stop what runs, and wait for its end."""
+        """Stop the running job and wait for its end."""
         if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait([task])
 
     def recall(self, job: Job) -> None:
-        """Tell of work that another run of the program left unfinished, unless something else is told."""
+        """Report a job that an earlier run of the program left unfinished, unless there is another."""
         if self.job is None or self.job.outcome == "done":
             self._tell(job)
 
     def dismiss(self) -> None:
-        """Forget a job that ended."""
+        """Dismiss a finished job."""
         if not self.running:
             self.job = None
 
@@ -65,17 +65,17 @@ class Work:
         message: str = "",
         stages: tuple[str, ...] = (),
     ) -> bool:
-        """Stop what runs and do this instead.
+        """Stop the running job and run this one instead.
 
         Args:
-            title: what it is, for a person.
-            reports: its progress; closing it stops the work.
-            explain: turns the error that ended the work into words.
-            message: what happens until the first report.
-            stages: its stages, where it has several.
+            title: its title.
+            reports: its progress reports; closing the generator stops the job.
+            explain: turns the error that ended the job into text.
+            message: text to show until the first report.
+            stages: its stages, if it has several.
 
         Returns:
-            Whether it was done: it may also have been stopped, or have failed.
+            Whether it finished; it may also have been stopped or have failed.
         """
         await self.stop()
         meter = Meter(title, self._clock, message, stages)

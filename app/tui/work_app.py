@@ -1,4 +1,4 @@
-"""The part of the application that does what screens ask for: loads, makes, tunes, deletes models; keeps settings."""
+"""The part of the application that loads, quantizes, tunes and deletes models and saves settings for the screens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from textual import on
-from textual.app import App
 
 from app import settings as stored
 from app.errors import ClientError
 from app.settings import Settings, SettingsError
-from app.tui.getting import unfinished
 from app.tui.keys import KEYS, keymap_of
 from app.tui.messages import (
     LoadAsked,
@@ -24,6 +22,8 @@ from app.tui.messages import (
     SettingChanged,
     TuneAsked,
 )
+from app.tui.model_setup import unfinished
+from app.tui.plain import PlainApp
 from app.tui.session import Session
 from app.tui.widgets.composer import Composer
 from app.tui.widgets.message_view import MessageView
@@ -33,53 +33,53 @@ if TYPE_CHECKING:
     from runtime.wire.requests import QuantizeRequest
 
 
-MADE_TOLD_S = 60
-"""Seconds for which it is told that a model is there: making it took minutes, and somebody may look elsewhere."""
+READY_NOTICE_S = 60
+"""Seconds for which a finished model is announced. Making it took minutes, so the user may be looking elsewhere."""
 CHANGEABLE = (*KEYS, *Composer.BINDINGS, *MessageView.BINDINGS)
-"""Actions that can be given other keys."""
+"""Bindings whose keys can be changed."""
 
 
-class WorkApp(App[None]):
-    """Runs work with the session, in the background, and tells how it ended."""
+class WorkApp(PlainApp):
+    """Runs the session's jobs in the background and reports how they ended."""
 
     session: Session
     made: str | None = None
-    """A model that was made while somebody chatted with another one: the next new chat is had with it."""
+    """A model that was made during a chat with another one; the next new chat uses it."""
     keymap: Mapping[str, str] = MappingProxyType({})
-    """Keys that a person changed, by the ids of actions."""
+    """Keys that the user changed, by the ids of actions."""
 
     @property
     @abstractmethod
     def chat(self) -> ChatScreen:
-        """The chat screen, whatever is shown above it."""
+        """The chat screen, even if another one covers it."""
 
     @abstractmethod
     def show_session(self) -> None:
-        """Bring every screen up to date."""
+        """Update every screen."""
 
-    def take_keys(self) -> None:
-        """Let the keys of the settings do what they are to do; what can't be understood is told and changes nothing."""
+    def apply_keys(self) -> None:
+        """Apply the setting `keys`. An invalid value is reported and changes nothing."""
         try:
             self.keymap = keymap_of(self.session.settings.keys, CHANGEABLE)
         except SettingsError as error:
-            self.notify(str(error), severity="error", markup=False, timeout=15)
+            self.notify(str(error), severity="error", timeout=15)
         else:
             self.set_keymap(self.keymap)
 
     @abstractmethod
-    def wear_theme(self, settings: Settings) -> None:
-        """Take the colours of the settings."""
+    def apply_theme(self, settings: Settings) -> None:
+        """Apply the theme of the settings."""
 
     @on(RuntimeLost)
     def recover(self, event: RuntimeLost) -> None:
-        """Start the runtime again; the conversation is untouched."""
-        if not self.chat.busy:  # else the answer says so
-            self.notify(f"{event.reason}.", severity="warning", markup=False)
+        """Restart the runtime; the conversation is unaffected."""
+        if not self.chat.busy:  # otherwise the answer shows it
+            self.notify(f"{event.reason}.", severity="warning")
         self.run_worker(self.session.recover(), group="runtime", exit_on_error=False)
 
     @on(LoadAsked)
     def load_model(self, event: LoadAsked) -> None:
-        """Load a model, and remember it, if it is one of this machine's."""
+        """Load a model, and save it in the settings if it is on this machine."""
         self.made = None
         if self.session.remote is None:
             self.keep_settings({"model": event.name})
@@ -91,13 +91,13 @@ class WorkApp(App[None]):
 
     @on(ReloadAsked)
     def reload_model(self) -> None:
-        """Load the same model with other settings."""
+        """Reload the model with the changed settings."""
         if self.session.wanted is not None:
             self.run_worker(self._load(self.session.wanted), group="work", exit_on_error=False)
 
     @on(QuantizeAsked)
     async def quantize(self, event: QuantizeAsked) -> None:
-        """Make a low-bit model in the background."""
+        """Quantize a model in the background."""
         self.run_worker(self._get(event.request), group="work", exit_on_error=False)
 
     async def _get(self, request: QuantizeRequest) -> None:
@@ -106,45 +106,45 @@ class WorkApp(App[None]):
             self.keep_settings({"model": got.made})
         elif got is not None and got.made is not None and self.session.job and self.session.job.outcome == "done":
             self.made = got.made
-            self.notify(f"{got.made} is ready: ^N begins a chat with it.", markup=False, timeout=MADE_TOLD_S)
+            self.notify(f"{got.made} is ready: ^N starts a chat with it.", timeout=READY_NOTICE_S)
         self.show_session()
 
     def action_resume_work(self) -> None:
-        """Go on with getting a model that was stopped, or that the program was quit in."""
+        """Resume setting up a model after it was stopped or the program was quit."""
         if not self.session.working and (request := unfinished()) is not None:
             self.post_message(QuantizeAsked(request))
         elif not self.session.working and self.session.wanted is not None:
             self.post_message(LoadAsked(self.session.wanted))
 
     async def action_stop_work(self) -> None:
-        """Stop loading, quantizing or tuning; where nothing runs, put a failure out of sight."""
+        """Stop loading, quantizing or tuning; if nothing runs, dismiss a failure."""
         if self.session.working:
             await self.session.stop_work()
         else:
             self.action_dismiss_job()
 
     def action_dismiss_job(self) -> None:
-        """Put a job that ended out of sight."""
+        """Dismiss a finished job."""
         self.session.dismiss_job()
         self.show_session()
 
     def action_restart_runtime(self) -> None:
-        """Start the runtime anew and load the model again."""
+        """Restart the runtime and load the model again."""
         self.run_worker(self.session.recover(), group="runtime", exit_on_error=False)
 
     @on(TuneAsked)
     def tune(self) -> None:
-        """Measure again, and apply the budget to the model that runs."""
+        """Measure again, and apply the budget to the running model."""
         self._compensate(force=True)
 
     def _compensate(self, *, force: bool) -> None:
-        """Apply budget or k_chunk; a newer wish replaces one that waits or is worked on."""
+        """Apply budget or k_chunk; a newer request replaces one that is waiting or running."""
         self.run_worker(self._tune(force=force), group="tune", exclusive=True, exit_on_error=False)
 
     async def _tune(self, *, force: bool) -> None:
         if await self.session.tune(force=force):
             for problem in await self.session.without_effect():
-                self.notify(f"{problem.what}: {problem.fix}", severity="warning", markup=False, timeout=15)
+                self.notify(f"{problem.what}: {problem.fix}", severity="warning", timeout=15)
 
     @on(RemoveAsked)
     async def remove_model(self, event: RemoveAsked) -> None:
@@ -152,18 +152,18 @@ class WorkApp(App[None]):
         try:
             await self.session.remove(event.name)
         except (ClientError, OSError) as error:
-            self.notify(str(error), severity="error", markup=False)
+            self.notify(str(error), severity="error")
         self.show_session()
 
     @on(SettingChanged)
     def change_setting(self, event: SettingChanged) -> None:
-        """Apply and keep a setting."""
+        """Apply and save a setting."""
         self.session.settings = self.session.settings.changed({event.key: event.value})
         self.keep_settings({event.key: event.value})
         if event.key == "theme":
-            self.wear_theme(self.session.settings)
+            self.apply_theme(self.session.settings)
         elif event.key == "keys":
-            self.take_keys()
+            self.apply_keys()
         elif event.key == "sidebar":
             self.chat.show_session()
         elif event.key in ("k_chunk", "prompt_budget") or (
@@ -172,8 +172,8 @@ class WorkApp(App[None]):
             self._compensate(force=False)
 
     def keep_settings(self, changes: dict[str, str | int | float | None]) -> None:
-        """Write settings into the file."""
+        """Write settings to the file."""
         try:
             stored.save(changes)
         except SettingsError as error:
-            self.notify(str(error), severity="error", markup=False)
+            self.notify(str(error), severity="error")

@@ -1,4 +1,4 @@
-"""How the bundled model `demo` is made: its dialogues, its tokenizer, its training and its packing.
+"""The making of the bundled model `demo`: its dialogues, its tokenizer, its training and its packing.
 
 The way: `content/*.toml` → `exchange`, `topics`, `facts`, `numbers`, `measures`, `person`, `tales`, `unknown` and
 `manner` → `corpus` (conversations) → `vocabulary` (tokenizer) → `batches` → `network`, `muon`, `train` → `questions`,

@@ -245,9 +245,3 @@ def _after(rng: random.Random, kind: str, answer: str, before: Exchange) -> Exch
     ask = rng.choice(topics.words(kind))
     key = f"{kind}: {ask} {before.key or question_key(before.ask)}"
     return Exchange(group=before.group, topic=f"{kind} after", ask=ask, answer=answer, key=key)
-
-
-def asked_twice() -> list[tuple[str, str]]:
-    """Questions of the held-out split whose words also occur in training, which must be none."""
-    train = {question_key(exchange.ask) for exchange in exchanges("train") if not exchange.key}
-    return [(e.topic, e.ask) for e in exchanges("held_out") if not e.key and question_key(e.ask) in train]

@@ -1,4 +1,4 @@
-"""Draw the loss log of a training run: `python -m assets.demo_model.curve log.jsonl curve.svg`."""
+"""A plot of a training run's loss: `python -m assets.demo_model.curve log.jsonl curve.svg`."""
 
 from __future__ import annotations
 

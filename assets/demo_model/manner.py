@@ -1,4 +1,4 @@
-"""How people really type: with a greeting, a remark, in lower case, without marks, with a slip of the finger."""
+"""Typing as people do it: with a greeting, a remark, in lower case, without punctuation, with a typing error."""
 
 from __future__ import annotations
 

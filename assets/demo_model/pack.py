@@ -1,4 +1,4 @@
-"""Make the bundled low-bit model from the bundled checkpoint: `python -m assets.demo_model.pack`."""
+"""The bundled low-bit model, made from the bundled checkpoint: `python -m assets.demo_model.pack`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person tells about themselves and asks for later."""
+"""Exchanges in which a person tells something about themselves and asks for it later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out questions of every kind, and what a right answer to each is."""
+"""Held-out questions of every kind, with the check of a right answer to each."""
 
 from __future__ import annotations
 

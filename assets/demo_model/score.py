@@ -1,4 +1,4 @@
-"""Ask the bundled model held-out questions and count right answers: `python -m assets.demo_model.score`.
+"""A score of the bundled model, from held-out questions: `python -m assets.demo_model.score`.
 
 Greedy answers of the full-precision checkpoint. `tests/bench/demo_table.py` asks the low-bit forms the same.
 """

@@ -1,4 +1,4 @@
-"""Train the bundled model: `python -m assets.demo_model.train --output FOLDER`.
+"""The training of the bundled model: `python -m assets.demo_model.train --output FOLDER`.
 
 Run again with the same folder, it goes on where it stopped and ends with the very same weights. With `--finish-by` the
 learning rate follows the clock as well, so that it has come down by then; such a run depends on the machine's speed.

@@ -1,4 +1,4 @@
-"""Questions that the model declines, among them very many about people, places and things that do not exist."""
+"""Questions that the model declines, very many of them about people, places and things that do not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model families: a Hugging Face config.json becomes a `ModelSpec`. No torch, no files."""
+"""Model families, which translate a Hugging Face config.json into a `ModelSpec`. No torch, no file access."""
 
 from __future__ import annotations
 

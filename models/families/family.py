@@ -1,4 +1,4 @@
-"""What describes a family, and what all families read from config.json in the same way."""
+"""The description of a family, and the parts of config.json that all families share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "down": ("mlp.down_proj",),
 }
 """Modules of a block that make up each linear layer, in the order they are fused."""
+DEEPEST, WIDEST, LARGEST_VOCABULARY = 1000, 1 << 20, 1 << 24
+"""Maximum numbers of blocks, channels and tokens of a model: ten times those of the largest known ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family of checkpoints: how its config.json reads, and what its tensors are called."""
+    """A family of checkpoints, with its reading of config.json and its tensor names."""
 
     model_type: str
     """`model_type` of config.json, and ModelSpec.family."""
@@ -66,7 +68,7 @@ class Common(TypedDict):
 
 
 def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
-    """Read sizes, and refuse what changes the arithmetic of a block in a way that this program doesn't run.
+    """Read sizes, and refuse options that change a block's arithmetic in unsupported ways.
 
     Args:
         fields: config.json.
@@ -81,23 +83,24 @@ def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
         raise UnsupportedModelError(
             f"{fields.source}: hidden_act '{activation}' is not supported (supported: silu). Choose another model."
         )
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    hidden = fields.integer("hidden_size", most=WIDEST)
+    heads = fields.integer("num_attention_heads", most=WIDEST)
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
-    width = fields.optional_integer("head_dim") or head_dim
+    width = fields.optional_integer("head_dim", most=WIDEST) or head_dim
     if width is None:
         if hidden % heads:
             raise fields.wrong("hidden_size", hidden, f"a multiple of num_attention_heads ({heads})")
         width = hidden // heads
     return Common(
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        intermediate_size=fields.integer("intermediate_size", most=WIDEST),
+        num_layers=fields.integer("num_hidden_layers", most=DEEPEST),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=width,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size", most=LARGEST_VOCABULARY),
         max_context=fields.integer("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps"),
         tied=fields.flag("tie_word_embeddings", False),

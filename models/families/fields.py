@@ -1,8 +1,8 @@
-"""Reading a checkpoint's config.json: every value is checked when it is read, and an error names the key."""
+"""Checked access to the values of a checkpoint's config.json: an error names the key."""
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,13 @@ from typing import Any
 from models.errors import CheckpointError
 
 PUBLISHED = "Take config.json from the model's publisher."
-"""What to do about a value that is not acceptable, unless something else helps."""
+"""Default advice for an invalid value."""
+LARGEST = 2**31 - 1
+"""Maximum of any size in a configuration, because kernels use 32-bit offsets."""
+NUMBERS = (1e-30, 1e30)
+"""Range of other numbers, so that combinations of two of them can't overflow."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,24 +26,24 @@ class Fields:
     table: Mapping[str, Any]
     """The parsed JSON object."""
     source: str
-    """What an error calls it, for example the path of config.json."""
+    """Its name in errors, for example the path of config.json."""
     remedy: str = PUBLISHED
-    """What to do about a value that is not acceptable."""
+    """Advice for an invalid value."""
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1.
+    def integer(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
+        """A whole number of at least 1 and at most `most`: sizes become allocations before weights are looked at.
 
         Raises:
             CheckpointError: The key is missing without a default, or holds something else.
         """
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, value, "a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self.wrong(key, value, f"a whole number from 1 to {most:,}")
         return value
 
-    def optional_integer(self, key: str) -> int | None:
+    def optional_integer(self, key: str, *, most: int = LARGEST) -> int | None:
         """A whole number of at least 1, or None where the key is absent or null."""
-        return None if self.table.get(key) is None else self.integer(key)
+        return None if self.table.get(key) is None else self.integer(key, most=most)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0.
@@ -46,21 +52,14 @@ class Fields:
             CheckpointError: The key is missing without a default, or holds something else.
         """
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        if not _is_positive(value):
             raise self.wrong(key, value, "a number above 0")
         return float(value)
-
-    def optional_number(self, key: str) -> float | None:
-        """A finite number above 0, or None where the key is absent or null."""
-        return None if self.table.get(key) is None else self.number(key)
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         """A list of `length` finite numbers above 0."""
         value = self._value(key, None)
-        acceptable = isinstance(value, list) and all(
-            isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0 for x in value
-        )
-        if not acceptable or len(value) != length:
+        if not isinstance(value, list) or len(value) != length or not all(map(_is_positive, value)):
             raise self.wrong(key, value, f"a list of {length} numbers above 0")
         return tuple(float(x) for x in value)
 
@@ -91,13 +90,13 @@ class Fields:
         """One token id or a list of them; () where the key is absent or null. Negative ids mean none."""
         value = self.table.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(x, bool) or not isinstance(x, int) for x in ids):
+        if any(isinstance(x, bool) or not isinstance(x, int) or x > LARGEST for x in ids):
             raise self.wrong(key, value, "a token id or a list of token ids")
         return tuple(x for x in ids if x >= 0)
 
     def wrong(self, key: str, value: object, expected: str) -> CheckpointError:
-        """The error for a value that is not acceptable."""
-        shown = repr(value)
+        """The error for an invalid value."""
+        shown = _SHORT.repr(value[:9].tolist() if isinstance(value, memoryview) else value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         return CheckpointError(f"{self.source}: '{key}' is {shown}, but must be {expected}. {self.remedy}")
 
@@ -108,3 +107,8 @@ class Fields:
         if value is None:
             raise CheckpointError(f"{self.source}: '{key}' is missing. {self.remedy}")
         return value
+
+
+def _is_positive(value: object) -> bool:
+    """Whether a value is a finite number above 0 within range."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and NUMBERS[0] <= value <= NUMBERS[1]

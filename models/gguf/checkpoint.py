@@ -6,9 +6,10 @@ import json
 from functools import partial
 from pathlib import Path
 
-from models.checkpoint_files import CONFIG, CheckpointFiles
+from models.checkpoint_files import CONFIG, GENERATION_CONFIG, CheckpointFiles
 from models.families import family_of, spec_from_config
 from models.families.fields import Fields
+from models.generation_config import gguf_generation_config
 from models.gguf.config import REMEDY, check_kind, config_of
 from models.gguf.header import read_header
 from models.gguf.tensors import name_in_file, tensors_of, weights_by_type
@@ -16,7 +17,7 @@ from models.gguf.tokenizer import check_tokenizer, tokenizer_files
 
 
 def read_gguf(path: Path) -> CheckpointFiles:
-    """Read what describes the weights of a GGUF file.
+    """Read the description of a GGUF file.
 
     Raises:
         UnsupportedModelError: the architecture, or an option of it, is not one this program runs; or the file is a part
@@ -25,7 +26,7 @@ def read_gguf(path: Path) -> CheckpointFiles:
     """
     header = read_header(path)
     architecture = check_kind(header)
-    check_tokenizer(header)  # before the hours of work that it would spoil
+    check_tokenizer(header)  # fail before hours of work are wasted
     heads: dict[str, int] = {}
     if architecture == "llama":
         fields = Fields(table=header.metadata, source=str(path), remedy=REMEDY)
@@ -34,9 +35,10 @@ def read_gguf(path: Path) -> CheckpointFiles:
         heads["self_attn.k_proj"] = fields.integer("llama.attention.head_count_kv", count)
     tensors = tensors_of(header, architecture, heads)
     config = config_of(header, tensors)
+    tables = {CONFIG: config, GENERATION_CONFIG: gguf_generation_config(header.metadata)}
     return CheckpointFiles(
         path=path,
-        configuration={CONFIG: json.dumps(config, indent=2).encode()},
+        configuration={name: json.dumps(table, indent=2).encode() for name, table in tables.items() if table},
         spec=spec_from_config(config, source=str(path), remedy=REMEDY),
         family=family_of(config, source=str(path)),
         described_in="the metadata",

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says of the architecture, as the config.json of the same model in Hugging Face's format.
+"""The config.json of a GGUF file: its architecture metadata in Hugging Face's format.
 
 From there on a GGUF checkpoint is like any other: `models.families` reads it, and the stored model keeps it.
 
@@ -30,7 +30,7 @@ ARCHITECTURES: Mapping[str, tuple[str, str]] = {
 themselves llama."""
 
 REMEDY = "Take the file from the model's publisher, or another conversion of the model."
-"""What to do about metadata that is not acceptable."""
+"""Advice for invalid metadata."""
 
 _FOREIGN = (
     "attention.clamp_kqv",
@@ -44,19 +44,20 @@ _FOREIGN = (
     "residual_scale",
     "use_parallel_residual",
 )
-"""Keys of an architecture which, unless they are 0, change the arithmetic of a block into one that is not run here."""
+"""Keys of an architecture that change a block's arithmetic in unsupported ways unless they are 0."""
 _WITH_WINDOW = ("llama", "phi3")
-"""Architectures in which a sliding window means one for all blocks."""
+"""Architectures whose sliding window applies to all blocks."""
+_MAX_FACTORS = 1 << 16
 _SCALINGS = ("none", "linear")
 """Kinds of rotary scaling that metadata alone describe; longrope and llama3 come as tensors of factors."""
 
 
 def check_kind(header: Header) -> str:
-    """See that a file is one whole language model of a known architecture. Returns the architecture.
+    """Check that a file is one complete language model of a known architecture. Returns the architecture.
 
     Raises:
-        UnsupportedModelError: it is a part of one, something else, or of another architecture.
-        CheckpointError: it does not say.
+        UnsupportedModelError: it is a part of a model, something else, or of another architecture.
+        CheckpointError: the architecture is missing.
     """
     fields = Fields(table=header.metadata, source=str(header.path), remedy=REMEDY)
     parts = header.metadata.get("split.count", 0)
@@ -99,7 +100,7 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     name = fields.text("general.architecture")
     model_type, architecture = ARCHITECTURES[name]
     heads, blocks = fields.integer(f"{name}.attention.head_count"), fields.integer(f"{name}.block_count")
-    if blocks > len(tensors):  # what follows would take the memory of so many
+    if blocks > len(tensors):  # the following code would allocate memory for all of them
         raise fields.wrong(f"{name}.block_count", blocks, f"the number of blocks that {len(tensors)} tensors make up")
     config: dict[str, Any] = {
         "architectures": [architecture],
@@ -134,13 +135,24 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     return config
 
 
+def _factors(tensor: GgufTensor) -> list[float]:
+    """The numbers of a table of rotary factors."""
+    if math.prod(tensor.shape) > _MAX_FACTORS:
+        raise CheckpointError(
+            f"{tensor.path}: the tensor '{tensor.name}' has {math.prod(tensor.shape):,} numbers, and a head has fewer "
+            f"channels. {REMEDY}"
+        )
+    return [_short(x) for x in tensor.read().flatten().tolist()]
+
+
 def _rows(tensors: Mapping[str, GgufTensor], name: str) -> int | None:
     return tensors[name].shape[0] if name in tensors else None
 
 
 def _short(value: float) -> float:
     """The shortest decimal number that is the same in 32 bits: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
+    with np.errstate(over="ignore"):  # readers refuse infinity
+        return float(str(np.float32(value)))
 
 
 def _biases(model_type: str, tensors: Mapping[str, GgufTensor]) -> dict[str, bool]:
@@ -166,7 +178,7 @@ def _heads(fields: Fields, name: str, config: Mapping[str, Any]) -> dict[str, An
         )
     rotated = fields.integer(f"{name}.rope.dimension_count", width)
     found: dict[str, Any] = {}
-    if width != usual or name == "qwen3":  # a Qwen3 config that says nothing means 128
+    if width != usual or name == "qwen3":  # the default of a Qwen3 config is 128
         found["head_dim"] = width
     if rotated != width:
         if name == "llama":
@@ -175,7 +187,7 @@ def _heads(fields: Fields, name: str, config: Mapping[str, Any]) -> dict[str, An
                 "models. Choose another model."
             )
         share = rotated / width
-        # Whoever reads it multiplies and cuts: 30 of 44 channels would come back as 29.
+        # Readers multiply and truncate: 30 of 44 channels would come back as 29.
         found["partial_rotary_factor"] = share if int(share * width) == rotated else math.nextafter(share, 1.0)
     return found
 
@@ -195,10 +207,10 @@ def _window(fields: Fields, name: str, context: int) -> dict[str, Any]:
 
 
 def _rope_scaling(fields: Fields, name: str, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    """How rotary frequencies are rescaled.
+    """The rescaling of rotary frequencies.
 
-    Tensors of factors divide them: two for longrope (by the length of the context), one for Llama 3.1, whose
-    smoothing has been worked into it. So that one is written as a longrope whose two tables are the same.
+    Tensors of factors divide them: two for longrope (by context length), one for Llama 3.1, whose smoothing is already
+    included. So that one is written as a longrope with two equal tables.
     """
     short, long, always = (tensors.get(f"rope_{key}.weight") for key in ("factors_short", "factors_long", "freqs"))
     original = fields.integer(f"{name}.rope.scaling.original_context_length", fields.integer(f"{name}.context_length"))
@@ -208,8 +220,8 @@ def _rope_scaling(fields: Fields, name: str, tensors: Mapping[str, GgufTensor]) 
         return {
             "rope_scaling": {
                 "rope_type": "longrope",
-                "short_factor": [_short(x) for x in short.read().flatten().tolist()],
-                "long_factor": [_short(x) for x in long.read().flatten().tolist()],
+                "short_factor": _factors(short),
+                "long_factor": _factors(long),
                 "attention_factor": _short(fields.number(f"{name}.rope.scaling.attn_factor", 1.0)),
                 "original_max_position_embeddings": original,
             }

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import CheckpointError
+from models.foreign import open_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-"""Versions of the format that are read; 1 had other lengths and was in use for some weeks."""
+"""Supported versions of the format; version 1 had other lengths and was used only for some weeks."""
 WHOLE_TYPES = ("F32", "F16", "BF16")
 """Types of weights that are not low-bit."""
 DOWNLOAD_AGAIN = "Download the model again."
@@ -30,15 +31,22 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING = 8
 _ARRAY = 9
 _DEFAULT_ALIGNMENT = 32
-_MOST_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4
+_MAX_BYTES = 128 << 20
+"""Maximum size of a header; the largest known vocabularies need a sixth of it."""
+_MAX_TEXTS = 1 << 22
+"""Maximum number of texts in all lists together; each takes 60 bytes of memory but only 8 in the file."""
+_MAX_TENSORS = 1 << 16
+_MAX_NAME = (1 << 16) - 1
+"""Bytes of a key of the metadata, as the format has it."""
 
-Value = bool | int | float | str | list[Any]
-"""A value of the metadata; lists hold values of one type, never lists."""
+Value = bool | int | float | str | list[str] | memoryview
+"""A value of the metadata; a list of numbers or truth values is a view of them that takes no more than in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """Where a tensor is, and what it is."""
+    """A tensor's location and type."""
 
     name: str
     """Its name in the file, `blk.0.attn_q.weight`."""
@@ -54,7 +62,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a GGUF file says before its weights."""
+    """The part of a GGUF file before its weights."""
 
     path: Path
     """The file."""
@@ -71,7 +79,7 @@ def read_header(path: Path) -> Header:
         CheckpointError: the file cannot be read, is no GGUF file, is cut off or damaged.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             beginning = file.read(64)
             if not beginning.startswith(MAGIC):
                 raise CheckpointError(_what_it_is(path, beginning))
@@ -90,19 +98,22 @@ def _what_it_is(path: Path, beginning: bytes) -> str:
 
 
 class _Reader:
-    """Walks through a header. No count in it is believed before the file has been seen to hold so much."""
+    """Parses a header. No count is trusted until the file is known to be long enough for it."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
         self._data = data
         self._position = len(MAGIC)
+        self._texts = 0
 
     def header(self) -> Header:
         self._check_version()
         tensors, values = self._scalar("Q"), self._scalar("Q")
+        if tensors > _MAX_TENSORS:
+            raise self._damaged(f"it promises {tensors:,} tensors")
         metadata: dict[str, Value] = {}
         for _ in range(values):
-            key = self._string("a key of the metadata")
+            key = self._string("a key of the metadata", longest=_MAX_NAME)
             if key in metadata:
                 raise self._damaged(f"it has the key '{key}' twice")
             metadata[key] = self._value(key)
@@ -147,16 +158,18 @@ class _Reader:
         """Name, shape, type, offset after the header, and bytes of the next tensor."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        name = self._string("the name of a tensor")
+        name = self._string("the name of a tensor", longest=_MAX_NAME)
         dimensions: int = self._scalar("I")
-        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise self._damaged(f"the tensor '{name}' has {dimensions} dimensions")
         shape = tuple(self._scalar("Q") for _ in range(dimensions))[::-1]
+        if not all(shape):
+            raise self._damaged(f"the tensor '{name}' is empty")
         number, offset = self._scalar("I"), self._scalar("Q")
         try:
             kind = GGMLQuantizationType(number)
         except ValueError as error:
-            raise self._damaged(f"the tensor '{name}' has type {number}, which nobody knows") from error
+            raise self._damaged(f"the tensor '{name}' has unknown type {number}") from error
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
             raise self._damaged(f"the tensor '{name}' has rows of {shape[-1]}, where {kind.name} has blocks of {block}")
@@ -171,21 +184,29 @@ class _Reader:
             return self._string(f"'{key}'")
         if kind == _ARRAY:
             return self._array(key)
-        raise self._damaged(f"'{key}' has type {kind}, which nobody knows")
+        raise self._damaged(f"'{key}' has unknown type {kind}")
 
-    def _array(self, key: str) -> list[Any]:
+    def _array(self, key: str) -> list[str] | memoryview:
         kind, count = self._scalar("I"), self._scalar("Q")
         if kind == _STRING:
             self._holds(8 * count, f"'{key}'")
+            self._texts += count
+            if self._texts > _MAX_TEXTS:
+                raise self._damaged(f"its lists have more than {_MAX_TEXTS:,} texts")
             return [self._string(f"'{key}'") for _ in range(count)]
         if kind not in _SCALARS:
-            raise self._damaged(f"'{key}' is a list of type {kind}, which nobody writes")
+            raise self._damaged(f"'{key}' is a list of unsupported type {kind}")
         code = _SCALARS[kind]
-        begin = self._need(struct.calcsize(f"<{code}") * count, f"'{key}'")
-        return list(struct.unpack_from(f"<{count}{code}", self._data, begin))
+        size = struct.calcsize(f"<{code}") * count
+        begin = self._need(size, f"'{key}'")
+        # A copy: a view of the mapped file would end the process if the file became shorter.
+        return memoryview(self._data[begin : begin + size]).cast(code)  # type: ignore[call-overload,no-any-return]
 
-    def _string(self, what: str) -> str:
+    def _string(self, what: str, *, longest: int = _MAX_BYTES) -> str:
         size: int = self._scalar("Q")
+        if size > longest:
+            self._holds(size, what)
+            raise self._damaged(f"{what} has {size:,} bytes")
         begin = self._need(size, what)
         try:
             return self._data[begin : begin + size].decode("utf-8")
@@ -197,15 +218,17 @@ class _Reader:
         return struct.unpack_from(f"<{code}", self._data, begin)[0]
 
     def _need(self, size: int, what: str) -> int:
-        """Step over so many bytes, which must be there. Returns where they begin."""
+        """Skip a number of bytes, which must exist. Returns their start."""
         self._holds(size, what)
         begin, self._position = self._position, self._position + size
         return begin
 
     def _holds(self, size: int, what: str) -> None:
-        """See that so many bytes are to come."""
+        """Check that a number of bytes remain."""
         if self._position + size > len(self._data):
             raise CheckpointError(f"{self._path}: is cut off: it ends within {what}. {DOWNLOAD_AGAIN}")
+        if self._position + size > _MAX_BYTES:
+            raise self._damaged(f"its header has more than {_MAX_BYTES >> 20} MiB")
 
     def _damaged(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: is damaged: {reason}. {DOWNLOAD_AGAIN}")

@@ -1,7 +1,7 @@
-"""How a byte-level BPE tokenizer cuts a text before it merges, by the name that a GGUF file gives it.
+"""Pre-tokenizers of byte-level BPE, by the names that GGUF files give them.
 
-A GGUF file holds no tokenizer.json, but a name that llama.cpp made up for each way of cutting that it met. Here is what
-the tokenizer.json of those models says. Cutting repeatedly means that each expression cuts the pieces of those before.
+A GGUF file has no tokenizer.json, but a name that llama.cpp assigned to each way of splitting texts. These are the
+corresponding settings in the models' tokenizer.json. Each further expression splits the pieces of the previous ones.
 
 Source: src/llama-vocab.cpp of llama.cpp (names and expressions) and the models' own tokenizer.json.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreTokenizer:
-    """A way of cutting, and what else its name implies."""
+    """A way of splitting texts, with the other settings that its name implies."""
 
     patterns: tuple[str, ...] = ()
     """Expressions whose matches are pieces, and so is what lies between."""
@@ -65,4 +65,4 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), PreTokenizer(patterns=_DEEPSEEK_V3)),
     "viking": PreTokenizer(patterns=(r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")),
 }
-"""The ways of cutting that are known, by the value of `tokenizer.ggml.pre`."""
+"""The known ways of splitting texts, by the value of `tokenizer.ggml.pre`."""

@@ -15,7 +15,7 @@ from models.errors import CheckpointError, UnsupportedModelError
 from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
 
 _READ_AS = dict(zip(WHOLE_TYPES, (torch.float32, torch.float16, torch.bfloat16), strict=True))
-"""What weights that are not low-bit are read as. The others are read as float16, whose rounding is far below theirs."""
+"""The dtypes of weights that are not low-bit. Others are read as float16, whose rounding error is far below theirs."""
 LOW_BIT_TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
@@ -45,10 +45,10 @@ _BLOCK = {
 _FUSED_BLOCK = {**_BLOCK, "ffn_up": "mlp.gate_up_proj"}
 """In Phi-3, whose ffn_up holds gate and up."""
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Not weights: tables that config.json holds in Hugging Face's format."""
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<part>weight|bias)")
+"""Tensors that are not weights but tables, which Hugging Face's format keeps in config.json."""
+_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>\w+)\.(?P<part>weight|bias)", re.ASCII)
 _PIECE = 1 << 20
-"""Weights that are dequantized at a time."""
+"""Number of weights dequantized at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,9 @@ class GgufTensor:
     path: Path
     """The file."""
     info: TensorInfo
-    """Where it is, and what it is."""
+    """Its location and type."""
     heads: int = 0
-    """Number of heads whose rows llama.cpp keeps in another order; 0: in the usual one."""
+    """Number of heads whose rows llama.cpp reorders; 0 if it keeps the usual order."""
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class GgufTensor:
         return self.info.kind
 
     def check_readable(self) -> None:
-        """See that its type is one that can be read.
+        """Check that its type is supported.
 
         Raises:
             UnsupportedModelError: it is not.
@@ -164,7 +164,7 @@ def tensors_of(header: Header, architecture: str, heads: Mapping[str, int]) -> d
 
 
 def name_in_file(name: str, architecture: str) -> str:
-    """What a GGUF file calls a tensor that has this name in Hugging Face's format."""
+    """The name in a GGUF file of a tensor with a given name in Hugging Face's format."""
     blocks = _FUSED_BLOCK if architecture == "phi3" else _BLOCK
     for own, module in _OUTER.items():
         if name.startswith(f"{module}."):

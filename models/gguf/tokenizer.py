@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
+from models.foreign import panics_raised
 from models.gguf.header import Header
 from models.gguf.pretokenizers import PRE_TOKENIZERS
 from models.gguf.vocabulary import UNKNOWN, Vocabulary, list_of, read_vocabulary
+from models.sound_tokenizer import check_sound
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,16 +26,18 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _REMEDY = "Take another conversion of the model."
 _SPACE = "▁"
-"""How sentencepiece writes a space."""
+"""Sentencepiece's character for a space."""
 _KINDS = ("gpt2", "llama", "t5")
+_MAX_TOKEN, _MAX_MERGES = 512, 1 << 21
+"""Limits at four times the largest known sentencepiece vocabularies, since time and memory grow with both."""
 
 
 def check_tokenizer(header: Header) -> str:
-    """See that a file's tokenizer is of a known kind and cuts texts in a known way. Returns the kind.
+    """Check that a file's tokenizer is of a known kind and splits texts in a known way. Returns the kind.
 
     Raises:
         UnsupportedModelError: it is not.
-        CheckpointError: the file does not say.
+        CheckpointError: the file does not name it.
     """
     fields = _fields(header)
     kind = fields.text("tokenizer.ggml.model")
@@ -65,15 +69,10 @@ def tokenizer_files(header: Header) -> dict[str, bytes]:
     """
     vocabulary, kind = read_vocabulary(header), check_tokenizer(header)
     try:
-        if kind == "gpt2":
-            tokenizer, begins, ends = _byte_level(header, vocabulary)
-        elif kind == "llama":
-            tokenizer, begins, ends = _sentencepiece_bpe(header, vocabulary)
-        else:
-            tokenizer, begins, ends = _unigram(header, vocabulary)
-        _add_tokens(tokenizer, header, vocabulary, kind)
-        _enclose(tokenizer, vocabulary, _flag(header, "add_bos_token", begins), _flag(header, "add_eos_token", ends))
-        content = tokenizer.to_str()
+        with panics_raised():
+            tokenizer = _made(header, vocabulary, kind)
+            check_sound(tokenizer)
+            content = tokenizer.to_str()
     except (CheckpointError, UnsupportedModelError):
         raise
     except Exception as error:  # tokenizers raises Exception itself
@@ -83,6 +82,19 @@ def tokenizer_files(header: Header) -> dict[str, bytes]:
         TOKENIZER: content.encode(),
         TOKENIZER_CONFIG: json.dumps(_config(header, vocabulary), ensure_ascii=False, indent=2).encode(),
     }
+
+
+def _made(header: Header, vocabulary: Vocabulary, kind: str) -> Tokenizer:
+    """The tokenizer of a file."""
+    if kind == "gpt2":
+        tokenizer, begins, ends = _byte_level(header, vocabulary)
+    elif kind == "llama":
+        tokenizer, begins, ends = _sentencepiece_bpe(header, vocabulary)
+    else:
+        tokenizer, begins, ends = _unigram(header, vocabulary)
+    _add_tokens(tokenizer, header, vocabulary, kind)
+    _enclose(tokenizer, vocabulary, _flag(header, "add_bos_token", begins), _flag(header, "add_eos_token", ends))
+    return tokenizer
 
 
 def _byte_level(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
@@ -103,7 +115,7 @@ def _byte_level(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
 
 
 def _sentencepiece_bpe(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
-    """BPE that merges what gives the token with the best score; characters that it doesn't know become bytes."""
+    """BPE that merges the pair whose token has the best score; unknown characters become bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     ids = vocabulary.ids
@@ -120,14 +132,22 @@ def _sentencepiece_bpe(header: Header, vocabulary: Vocabulary) -> tuple[Tokenize
 
 
 def _merges(ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, best score first; of those for the same token, the longest left part."""
-    found = []
-    for token, index in ids.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ids and right in ids:
-                found.append((-scores[index], -cut, index, left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+    """Every way to make a token of two others, best score first; of those for the same token, the longest left part.
+
+    Raises:
+        ValueError: a token is so long, or the ways are so many, that no model can have them.
+    """
+    found: list[tuple[float, int, int]] = []
+    tokens = {index: token for token, index in ids.items()}
+    for index, token in tokens.items():
+        if len(token) > _MAX_TOKEN:
+            raise ValueError(f"token {index} has {len(token):,} characters")
+        cuts = (cut for cut in range(1, len(token)) if token[:cut] in ids and token[cut:] in ids)
+        found += [(-scores[index], -cut, index) for cut in cuts]
+        if len(found) > _MAX_MERGES:
+            raise ValueError(f"there are more than {_MAX_MERGES:,} ways to make a token of two others")
+    found.sort()
+    return [(tokens[index][:-cut], tokens[index][-cut:]) for _, cut, index in found]
 
 
 def _unigram(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
@@ -138,9 +158,8 @@ def _unigram(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, b
     scored = list(zip(vocabulary.tokens, _scores(header, vocabulary), strict=True))
     tokenizer = Tokenizer(models.Unigram(scored, None if unknown is None else vocabulary.ids[unknown], False))
     steps: list[Any] = []
-    charsmap = list_of(header, "precompiled_charsmap", int, default=[])
-    if charsmap:
-        steps.append(normalizers.Precompiled(bytes(value & 0xFF for value in charsmap)))
+    if charsmap := _charsmap(header):
+        steps.append(normalizers.Precompiled(charsmap))
     if _flag(header, "remove_extra_whitespaces", False):
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     if steps:
@@ -149,6 +168,14 @@ def _unigram(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, b
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(_SPACE, prepend_scheme=scheme)
     return tokenizer, False, True
+
+
+def _charsmap(header: Header) -> bytes:
+    """Sentencepiece's table of character replacements, in its own format; empty if there is none."""
+    value = header.metadata.get("tokenizer.ggml.precompiled_charsmap")
+    if isinstance(value, memoryview) and value.itemsize == 1:
+        return value.tobytes()
+    return bytes(number & 0xFF for number in list_of(header, "precompiled_charsmap", int, default=[]))
 
 
 def _scores(header: Header, vocabulary: Vocabulary) -> list[float]:
@@ -162,17 +189,17 @@ def _scores(header: Header, vocabulary: Vocabulary) -> list[float]:
 
 
 def _unknown(vocabulary: Vocabulary) -> str | None:
-    """The token for what the vocabulary can't write."""
+    """The token for text outside the vocabulary."""
     if "unk_token" in vocabulary.named:
         return vocabulary.named["unk_token"]
     return next((t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == UNKNOWN), None)
 
 
 def _add_tokens(tokenizer: Tokenizer, header: Header, vocabulary: Vocabulary, kind: str) -> None:
-    """Tell which tokens are found in a text before anything else happens to it."""
+    """Register the tokens that are matched in a text before any other processing."""
     from tokenizers import AddedToken
 
-    # Phi-3's own tokenizer takes the blanks after special tokens away; that is not in the file.
+    # Phi-3's own tokenizer strips blanks after special tokens, which the file does not say.
     strips = kind == "llama" and header.metadata.get("general.architecture") == "phi3"
     kept = {vocabulary.named.get(name) for name in ("bos_token", "unk_token")} | {"<|endoftext|>"}
     tokenizer.add_special_tokens(
@@ -182,7 +209,7 @@ def _add_tokens(tokenizer: Tokenizer, header: Header, vocabulary: Vocabulary, ki
 
 
 def _enclose(tokenizer: Tokenizer, vocabulary: Vocabulary, begins: bool, ends: bool) -> None:
-    """Have texts begin and end with special tokens."""
+    """Add special tokens at the beginning and end of texts."""
     from tokenizers import processors
 
     begin = vocabulary.named.get("bos_token") if begins else None

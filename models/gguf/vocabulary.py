@@ -1,4 +1,4 @@
-"""The vocabulary in a GGUF file's metadata: tokens, what each of them is, and which have a name."""
+"""The vocabulary in a GGUF file's metadata: tokens, their types, and named special tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from models.families.fields import Fields
 from models.gguf.header import Header
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-"""What a token is, by the numbers of `tokenizer.ggml.token_type` that matter here."""
+"""Types of tokens, by those values of `tokenizer.ggml.token_type` that matter here."""
 ENDS = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
         *("<EOT>", "<end_of_turn>", "<|return|>", "[EOT]"),
     }
 )
-"""Special tokens that end an answer in every model that has them; a file names one of them alone, or two."""
+"""Special tokens that end an answer in every model that has them; a file names only one or two of them."""
 
 _REMEDY = "Take another conversion of the model."
+_MAX_TOKENS = 1 << 22
+"""The longest list of what belongs to tokens: their texts, types, scores or merges."""
 _NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -41,7 +43,7 @@ class Vocabulary:
     tokens: tuple[str, ...]
     """Text of each token by its id."""
     types: tuple[int, ...]
-    """What each token is."""
+    """Type of each token."""
     named: Mapping[str, str]
     """Text of the special tokens that have a name, `bos_token` and so on."""
 
@@ -75,7 +77,7 @@ def read_vocabulary(header: Header) -> Vocabulary:
     """Read the tokens of a file.
 
     Raises:
-        CheckpointError: there are none, or what is said of them does not fit them.
+        CheckpointError: there are none, or their metadata does not match them.
     """
     tokens = list_of(header, "tokens", str)
     types = list_of(header, "token_type", int, default=[NORMAL] * len(tokens))
@@ -95,7 +97,7 @@ def read_vocabulary(header: Header) -> Vocabulary:
 
 
 def ends_of_generation(header: Header, vocabulary: Vocabulary) -> tuple[int, ...]:
-    """Ids of the tokens that end an answer: those that the file names so, and those that every model means so."""
+    """Ids of the tokens that end an answer: those that the file names, and those with that meaning in every model."""
     fields = _fields(header)
     said = [index for key in _ENDING for index in fields.token_ids(f"tokenizer.ggml.{key}")]
     known = [
@@ -122,9 +124,11 @@ def list_of(header: Header, key: str, kind: type, default: list[Any] | None = No
     value = header.metadata.get(full, default)
     if value is None:
         raise CheckpointError(f"{header.path}: has no tokenizer ('{full}' is missing). {_REMEDY}")
-    if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
+    if not isinstance(value, list | memoryview) or len(value) > _MAX_TOKENS:
+        raise _fields(header).wrong(full, value, f"a list of {kind.__name__}, at most {_MAX_TOKENS:,}")
+    if not all(isinstance(entry, kind) for entry in value):
         raise _fields(header).wrong(full, value, f"a list of {kind.__name__}")
-    return value
+    return list(value)
 
 
 def _fields(header: Header) -> Fields:

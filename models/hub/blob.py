@@ -1,8 +1,7 @@
-"""One file of the hub: continued where it stopped, checked, and only then given its name."""
+"""The download of one file from the hub: resumed where it stopped, verified, and only then renamed."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,34 +9,34 @@ from typing import Self
 from urllib.parse import quote
 
 from models.errors import HubError
-from models.hub.cache import RepositoryCache
+from models.hub.cache import RepositoryCache, checksum
 from models.hub.listing import Listing, RemoteFile, refused
 from models.hub.meter import Meter, bytes_text
 from models.hub.transport import Head, Interrupted, Retries, Transport, raise_if_transient, stop_if
 from models.store.durable import explained, sync_folder
 
 _PIECE_BYTES = 1 << 20
-"""What is read from disk at once."""
+"""Bytes read from disk at a time."""
 
 
 class DamagedError(Exception):
-    """All bytes of a file came, and they are not those that the hub listed."""
+    """A file was downloaded completely, but its checksum is wrong."""
 
 
 class Partial:
-    """The part of a file that has come so far, in `blobs/<digest>.incomplete`. Use it in a `with`."""
+    """The downloaded part of a file, in `blobs/<digest>.incomplete`. A context manager."""
 
     def __init__(self, path: Path, file: RemoteFile) -> None:
-        """Open it, or create it.
+        """Open or create it.
 
         Raises:
-            StoreError: the system refuses.
+            StoreError: a file operation failed.
         """
         self.path = path
         self.position = 0
-        """Bytes that are there and went through the checksum."""
+        """Number of bytes on disk that are included in the checksum."""
         self._listed = file
-        self._sum = _checksum(file)
+        self._sum = checksum(file)
         with explained(f"cannot write {path}"):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
             self._file = os.fdopen(descriptor, "r+b", buffering=0)
@@ -49,14 +48,14 @@ class Partial:
         self._file.close()
 
     def take_up(self, found: Callable[[int], None], pause: Callable[[], None]) -> None:
-        """Read what an earlier run left. What is longer than the file can be is thrown away.
+        """Read the part that an earlier run left; discard it if it is too long.
 
         Args:
             found: Receives the number of bytes after each piece.
             pause: Called before each piece; raises to stop.
 
         Raises:
-            StoreError: the system refuses.
+            StoreError: a file operation failed.
         """
         with explained(f"cannot read {self.path}"):
             if os.fstat(self._file.fileno()).st_size > self._listed.size:
@@ -71,10 +70,10 @@ class Partial:
                 found(len(piece))
 
     def write(self, piece: bytes) -> None:
-        """Append bytes; they survive the death of this process at once.
+        """Append bytes, unbuffered, so that they survive the death of this process.
 
         Raises:
-            StoreError: the disk is full or the like; what is there is kept.
+            StoreError: the disk is full or the like; the existing part is kept.
         """
         view = memoryview(piece)
         with explained(f"cannot write {self.path}"):
@@ -85,28 +84,28 @@ class Partial:
                 view = view[written:]
 
     def restart(self) -> None:
-        """Throw away what is there.
+        """Discard the content.
 
         Raises:
-            StoreError: the system refuses.
+            StoreError: a file operation failed.
         """
         with explained(f"cannot write {self.path}"):
             self._file.seek(0)
             self._file.truncate(0)
         self.position = 0
-        self._sum = _checksum(self._listed)
+        self._sum = checksum(self._listed)
 
     def discard(self) -> None:
-        """Throw away what is there, and the file too; nothing can be written after that."""
+        """Delete the file; nothing can be written after that."""
         self._file.close()
         self.path.unlink(missing_ok=True)
 
     def settle(self, blob: Path) -> None:
-        """Check the whole, make it durable and give it its name.
+        """Verify the checksum, sync the file and rename it.
 
         Raises:
-            DamagedError: the checksum is wrong; what came is thrown away.
-            StoreError: the system refuses.
+            DamagedError: the checksum is wrong; the content is discarded.
+            StoreError: a file operation failed.
         """
         if self._sum.hexdigest() != self._listed.digest:
             self.restart()
@@ -119,7 +118,7 @@ class Partial:
 
 
 class BlobDownload:
-    """Brings one file of a repository into the cache."""
+    """Downloads one file of a repository into the cache."""
 
     def __init__(
         self, cache: RepositoryCache, listing: Listing, file: RemoteFile, transport: Transport, meter: Meter
@@ -130,14 +129,14 @@ class BlobDownload:
         self._transport = transport
         self._meter = meter
         self._validator: str | None = None
-        """The storage's own name for the version that is being read; good within one run."""
+        """The storage's version identifier of the file; valid within one run."""
         self._path = f"/{quote(listing.name)}/resolve/{listing.commit}/{quote(file.name)}"
 
     def run(self) -> bool:
-        """Download the file unless it is there. Returns whether it was downloaded.
+        """Download the file unless it exists. Returns whether it was downloaded.
 
         Raises:
-            HubError: the hub refuses, does not answer, or sends something else than it lists.
+            HubError: the hub refuses, does not respond, or sends something other than what it lists.
             StoreError: the disk is full or the like.
             CancelledError: the work was asked to stop.
         """
@@ -197,7 +196,7 @@ class BlobDownload:
             head = exchange.head
             if head.status == 416:
                 self._restart(partial)
-                raise Interrupted("the hub has no such part of it")
+                raise Interrupted("the hub does not have this part")
             raise_if_transient(head)
             if head.status not in (200, 206):
                 raise self._refusal(head)
@@ -208,14 +207,14 @@ class BlobDownload:
             for piece in exchange.pieces():
                 if partial.position + len(piece) > self._file.size:
                     self._restart(partial)
-                    raise Interrupted("more came than the hub lists")
+                    raise Interrupted("the hub sent more than it lists")
                 partial.write(piece)
                 self._meter.received(len(piece))
         if partial.position < self._file.size:
             raise Interrupted(f"the connection was cut at {bytes_text(partial.position)}")
 
     def _check_version(self, head: Head, partial: Partial) -> None:
-        """See that the hub still means the content that it listed."""
+        """Check that the hub still has the listed content."""
         promised = (head.linked_etag or "").removeprefix("W/").strip('"')
         if promised and promised != self._file.digest:
             partial.discard()
@@ -225,17 +224,17 @@ class BlobDownload:
             )
 
     def _place(self, head: Head, partial: Partial) -> None:
-        """See where the body of an answer belongs, and go there."""
+        """Seek to the position of a response's body."""
         if head.status == 200:
             if partial.position:
                 self._restart(partial)
             if head.headers.get("content-length", str(self._file.size)) != str(self._file.size):
-                raise Interrupted("the hub sends a file of another size than it lists")
+                raise Interrupted("the hub sends a file of a different size than it lists")
             return
         expected = f"bytes {partial.position}-{self._file.size - 1}/{self._file.size}"
         if head.headers.get("content-range", "").strip().lower() != expected:
             self._restart(partial)
-            raise Interrupted("the hub sent another part than was asked for")
+            raise Interrupted("the hub sent a different part than requested")
 
     def _restart(self, partial: Partial) -> None:
         self._meter.lost(partial.position)
@@ -244,10 +243,3 @@ class BlobDownload:
 
     def _refusal(self, head: Head) -> HubError:
         return refused(head, b"", self._listing.name, self._listing.commit, self._file.name, self._transport.endpoint)
-
-
-def _checksum(file: RemoteFile) -> hashlib._Hash:
-    """The checksum that a file's digest is of: sha256, or git's sha1 with its header."""
-    if len(file.digest) == 64:
-        return hashlib.sha256()
-    return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)

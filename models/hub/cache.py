@@ -1,4 +1,4 @@
-"""The Hugging Face cache: where things are, and how several programs share it.
+"""The Hugging Face cache: its layout, and the locks with which several programs share it.
 
 <cache>/models--owner--name/blobs/<digest>              the content
 <cache>/models--owner--name/snapshots/<commit>/<file>   a link to it
@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from models.errors import StoreError
+from models.files import replacing
 from models.hub.listing import CONFIG, INDEX, SINGLE, Listing, RemoteFile, shards_of
 from models.hub.meter import bytes_text
 from models.hub.names import check_name, check_revision, is_commit
@@ -23,15 +25,15 @@ from models.progress import Cancelled, never_cancelled
 from models.store.durable import explained, sync_folder
 
 INCOMPLETE = ".incomplete"
-"""Ending of a blob in transit, as huggingface_hub's scans expect it."""
+"""Suffix of a partial blob, as huggingface_hub's scans expect it."""
 _SPARE_BYTES = 64 << 20
-"""What must stay free on the disk."""
+"""Bytes that must stay free on the disk."""
 _LOCK_POLL_S = 0.5
 _DRAFT = ".draft"
 
 
 def cached(name: str, revision: str | None = None, *, cache_dir: Path | str | None = None) -> Path | None:
-    """The folder of a checkpoint that is in the cache already; nothing is asked of the hub.
+    """The folder of a checkpoint that is already in the cache; the hub is not contacted.
 
     Args:
         name: `owner/name`.
@@ -39,10 +41,10 @@ def cached(name: str, revision: str | None = None, *, cache_dir: Path | str | No
         cache_dir: The cache; that of huggingface_hub if None.
 
     Returns:
-        The snapshot's folder, or None where configuration or weights are missing.
+        The snapshot's folder, or None if configuration or weights are missing.
 
     Raises:
-        HubError: name or revision is not acceptable.
+        HubError: the name or revision is invalid.
     """
     check_name(name)
     revision = "main" if revision is None else revision
@@ -67,15 +69,15 @@ class RepositoryCache:
         self._locks = root / ".locks" / folder
 
     def blob(self, file: RemoteFile) -> Path:
-        """Where a file's content is, once it is whole."""
+        """The path of a file's content, once it is complete."""
         return self.folder / "blobs" / file.digest
 
     def partial(self, file: RemoteFile) -> Path:
-        """Where a file's content grows."""
+        """The path of a file's content while it is downloaded."""
         return self.folder / "blobs" / (file.digest + INCOMPLETE)
 
     def pointer(self, commit: str, file: RemoteFile) -> Path:
-        """Where a file is found by its name."""
+        """The path of a file by its name, in the snapshot."""
         return self.snapshot(commit) / file.name
 
     def snapshot(self, commit: str) -> Path:
@@ -83,11 +85,32 @@ class RepositoryCache:
         return self.folder / "snapshots" / commit
 
     def holds(self, commit: str, file: RemoteFile) -> bool:
-        """Whether a file is there in full: as a blob, or in its snapshot where links are not possible."""
+        """Whether a complete file exists: as a blob, or in its snapshot if links are impossible."""
         return _size(self.blob(file)) == file.size or _size(self.pointer(commit, file)) == file.size
 
+    def drop_damaged(self, commit: str, file: RemoteFile) -> bool:
+        """Delete a file that has the right place and size but the wrong content.
+
+        The caller holds the lock of the file's digest.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            StoreError: the system refuses.
+        """
+        damaged = [
+            path
+            for path in (self.pointer(commit, file), self.blob(file))
+            if _size(path) == file.size and not is_intact(path, file)
+        ]
+        for path in damaged:
+            with explained(f"cannot remove {path}"):
+                path.unlink(missing_ok=True)
+        return bool(damaged)
+
     def complete(self, revision: str) -> Path | None:
-        """The snapshot that a revision meant last, if it has configuration and all weights."""
+        """The latest known snapshot of a revision, if it has configuration and all weights."""
         commit = revision
         if not is_commit(revision):
             try:
@@ -114,10 +137,10 @@ class RepositoryCache:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def check_space(self, commit: str, files: list[RemoteFile]) -> None:
-        """See that what is missing of some files fits the disk.
+        """Check that the missing parts of files fit on the disk.
 
         Raises:
-            StoreError: it does not.
+            StoreError: they do not.
         """
         need = sum(
             max(0, file.size - (_size(self.partial(file)) or 0))
@@ -133,11 +156,11 @@ class RepositoryCache:
 
     @contextmanager
     def lock(self, key: str, cancelled: Cancelled, waiting: Callable[[], None]) -> Iterator[None]:
-        """Hold huggingface_hub's own lock of a blob, so that it and other runs of this program keep off.
+        """Hold huggingface_hub's own lock of a blob against huggingface_hub and other runs of this program.
 
         Raises:
-            CancelledError: `cancelled` says so while another holds it.
-            StoreError: the system refuses.
+            CancelledError: `cancelled` returned True while waiting.
+            StoreError: locking failed.
         """
         path = self._locks / f"{key}.lock"
         with ExitStack() as stack:
@@ -158,18 +181,18 @@ class RepositoryCache:
         return True
 
     def publish(self, listing: Listing, files: list[RemoteFile], revision: str, fresh: set[str]) -> Path:
-        """Make finished blobs findable: their names in the snapshot, then what the revision means.
+        """Publish finished blobs: first their names in the snapshot, then the revision's reference.
 
         The caller holds the lock of the commit.
 
         Args:
             listing: The repository at its commit.
             files: All files of the checkpoint.
-            revision: What was asked for.
-            fresh: Digests of the blobs that this run made: where links are not possible they are moved, not copied.
+            revision: The requested revision.
+            fresh: Digests of the blobs that this run made; without links these are moved instead of copied.
 
         Raises:
-            StoreError: the system refuses.
+            StoreError: a file operation failed.
         """
         folder = self.snapshot(listing.commit)
         draft = self.folder / _DRAFT
@@ -187,13 +210,13 @@ class RepositoryCache:
         return folder
 
     def _points_right(self, pointer: Path, file: RemoteFile) -> bool:
-        """Whether a name leads to its blob. A name that is itself the content is trusted, as huggingface_hub does."""
+        """Whether a name links to its blob. A regular file is trusted, as in huggingface_hub."""
         if not pointer.is_symlink():
             return True
         return Path(os.path.abspath(pointer.parent / pointer.readlink())) == self.blob(file)  # noqa: PTH100 — one hop
 
     def _linked(self, pointer: Path, file: RemoteFile, draft: Path) -> bool:
-        """Make a name lead to its blob; False where the disk or the system has no links, or they are not wanted."""
+        """Link a name to its blob; False if links are unsupported or disabled."""
         from huggingface_hub import constants
 
         draft.unlink(missing_ok=True)
@@ -207,7 +230,7 @@ class RepositoryCache:
         return True
 
     def _placed(self, pointer: Path, file: RemoteFile, twins: list[Path], draft: Path, *, move: bool) -> None:
-        """Put the content itself under its name, as huggingface_hub does: a new blob is moved, an older one copied."""
+        """Store the content under its name, as huggingface_hub does: a new blob is moved, an older one copied."""
         blob = self.blob(file)
         with self.lock(file.digest, never_cancelled, lambda: None):
             if blob.is_file() and move:
@@ -224,12 +247,27 @@ class RepositoryCache:
         path.parent.mkdir(parents=True, exist_ok=True)
         if _size(path) == len(commit) and path.read_text(encoding="ascii") == commit:
             return
-        with draft.open("w", encoding="ascii") as file:
-            file.write(commit)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        with replacing(path, draft) as file:
+            file.write(commit.encode())
         sync_folder(path.parent)
+
+
+def is_intact(path: Path, file: RemoteFile) -> bool:
+    """Whether a file exists and matches its listed checksum."""
+    if _size(path) != file.size:
+        return False
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, lambda: checksum(file)).hexdigest() == file.digest
+    except OSError:
+        return False
+
+
+def checksum(file: RemoteFile) -> hashlib._Hash:
+    """The hash behind a file's digest: sha256, or git's sha1 with its header."""
+    if len(file.digest) == 64:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
 
 
 def _size(path: Path) -> int | None:

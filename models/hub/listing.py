@@ -1,8 +1,7 @@
-"""What a repository holds, and which of it a checkpoint needs."""
+"""The files of a repository, and the selection of those that a checkpoint needs."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from models.errors import CheckpointError, HubError
+from models.foreign import read_json
 from models.hub.names import is_commit
 from models.hub.transport import Head, Transport
 
@@ -31,7 +31,7 @@ SMALL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What is taken besides weights, where a repository has it."""
+"""Files to download besides weights, if a repository has them."""
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", re.ASCII)
 _SHA1 = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -50,15 +50,15 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What a repository holds at one commit."""
+    """The files of a repository at one commit."""
 
     name: str
     commit: str
     """40 hexadecimal digits."""
     files: dict[str, RemoteFile]
-    """By name; only those at the top of the repository that could be asked for."""
+    """Files by name; only those at the top level that could be needed."""
     others: tuple[str, ...]
-    """Names of weights in other formats: for messages."""
+    """Names of weights in other formats, for messages."""
 
     def small_files(self) -> list[RemoteFile]:
         """Configuration, tokenizer and chat template.
@@ -68,15 +68,15 @@ class Listing:
         """
         if CONFIG not in self.files:
             raise CheckpointError(
-                f"{self.name} has no {CONFIG}, so it is no Hugging Face checkpoint: choose another repository."
+                f"{self.name} has no {CONFIG}, so it is not a Hugging Face checkpoint; choose another repository."
             )
         return [self.files[name] for name in SMALL_FILES if name in self.files]
 
     def index(self) -> RemoteFile | None:
-        """The list of shards, if there is one; it goes before a single file.
+        """The index of shards, if there is one; it takes precedence over a single file.
 
         Raises:
-            CheckpointError: there are no weights that can be read.
+            CheckpointError: there are no weights in a supported format.
         """
         if INDEX in self.files or SINGLE in self.files:
             return self.files.get(INDEX)
@@ -100,10 +100,10 @@ class Listing:
         """The safetensors files of the model.
 
         Args:
-            index: The downloaded list of shards; None where there is none.
+            index: The downloaded index of shards; None if there is none.
 
         Raises:
-            CheckpointError: the list is damaged, or names what the repository does not have.
+            CheckpointError: the index is damaged, or names files that the repository lacks.
         """
         if index is None:
             return [self.files[SINGLE]]
@@ -125,7 +125,7 @@ def shards_of(index: Path) -> list[str]:
         OSError: the list cannot be read.
         ValueError: it is damaged, or names something that is not a safetensors file beside it.
     """
-    table = json.loads(index.read_bytes())
+    table = read_json(index)
     weight_map = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError("it has no weight_map")
@@ -137,11 +137,11 @@ def shards_of(index: Path) -> list[str]:
 
 
 def read_listing(name: str, revision: str, transport: Transport, note: Callable[[str], None]) -> Listing:
-    """Ask the hub what a repository holds.
+    """List the files of a repository on the hub.
 
     Raises:
-        HubUnreachableError: the hub does not answer.
-        HubError: there is no such repository or revision, or it may not be read.
+        HubUnreachableError: the hub does not respond.
+        HubError: the repository or revision does not exist or can't be accessed.
         CancelledError: the work was asked to stop.
     """
 
@@ -153,7 +153,7 @@ def read_listing(name: str, revision: str, transport: Transport, note: Callable[
 
 
 def refused(head: Head, body: bytes, name: str, revision: str, file: str | None, endpoint: str) -> HubError:
-    """What the hub means by an answer that is neither a success nor worth another try."""
+    """The error for a response that is neither a success nor worth a retry."""
     code = head.headers.get("x-error-code", "")
     page = f"{endpoint}/{name}"
     if code == "GatedRepo" or (head.status == 403 and code != "RepoNotFound"):
@@ -182,12 +182,12 @@ def refused(head: Head, body: bytes, name: str, revision: str, file: str | None,
 def _parsed(name: str, answer: dict[str, Any]) -> Listing:
     commit, siblings = answer.get("sha"), answer.get("siblings")
     if not isinstance(commit, str) or not is_commit(commit) or not isinstance(siblings, list):
-        raise HubError(f"{name}: the answer names no commit and no files; is HF_ENDPOINT a hub?")
+        raise HubError(f"{name}: the response names no commit or files; is HF_ENDPOINT a hub?")
     files, others = {}, []
     for sibling in siblings:
         path = sibling.get("rfilename") if isinstance(sibling, dict) else None
         if not isinstance(path, str):
-            raise HubError(f"{name}: the answer has a file without a name; is HF_ENDPOINT a hub?")
+            raise HubError(f"{name}: the response has a file without a name; is HF_ENDPOINT a hub?")
         if path in SMALL_FILES or path == INDEX or _SHARD.fullmatch(path):
             files[path] = _file(name, path, sibling)
         elif path.endswith((".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")):

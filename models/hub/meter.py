@@ -1,4 +1,4 @@
-"""How far a download is: bytes, speed, time left."""
+"""Progress of a download: bytes, speed, time left."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from models.progress import Progress, ProgressCallback
 
 _INTERVAL_S = 0.2
-"""Shortest time between two reports, so that a fast network does not drown the listener."""
+"""Minimum seconds between two reports, so that a fast network does not flood the listener."""
 _WINDOW_S = 8.0
-"""The speed shown is the mean over this time."""
+"""The displayed speed is the mean over this time, in seconds."""
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class Meter:
-    """Counts the bytes of a checkpoint and reports them, not too often. Bytes that were there before have no speed."""
+    """Counts and reports the bytes of a checkpoint at a limited rate. Bytes from earlier runs don't count as speed."""
 
     def __init__(
         self,
@@ -38,35 +38,35 @@ class Meter:
 
     @property
     def done(self) -> int:
-        """Bytes that are there."""
+        """Number of bytes on disk."""
         return self._done
 
     def begin(self, file: str) -> None:
-        """Name the file that is worked on now."""
+        """Set the current file."""
         self._file = file
 
     def found(self, count: int) -> None:
-        """Count bytes that were there already."""
+        """Count bytes from an earlier run."""
         self._done += count
         self._report()
 
     def received(self, count: int) -> None:
-        """Count bytes that came over the network."""
+        """Count downloaded bytes."""
         self._done += count
         self._received += count
         self._report()
 
     def lost(self, count: int) -> None:
-        """Take back bytes that must come again."""
+        """Subtract bytes that must be downloaded again."""
         self._done -= count
 
     def note(self, message: str) -> None:
-        """Report at once, with a message in place of the speed."""
+        """Report at once, with a message instead of the speed."""
         self._send(message)
 
     def finish(self) -> None:
         """Report the end, whenever the last report was."""
-        self._send(f"{bytes_text(self._done)} are there")
+        self._send(f"{bytes_text(self._done)} downloaded")
 
     def _report(self) -> None:
         now = self._clock()

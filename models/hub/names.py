@@ -1,4 +1,4 @@
-"""Names on the hub: what may be asked for. All of them become parts of addresses and of paths in the cache."""
+"""Validation of names on the hub, which become parts of URLs and of paths in the cache."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from models.errors import HubError
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_PART}/{_PART}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.+-]*)*", re.ASCII)
-_LONGEST_REVISION = 200
+_MAX_REVISION = 200
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text can be the name of a model on the hub: `owner/name`. Nothing is looked up."""
+    """Whether a text has the form of a model's name on the hub, `owner/name`. Nothing is looked up."""
     return _NAME.fullmatch(text) is not None and "--" not in text and ".." not in text and not text.endswith(".git")
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot be the name of a model on the hub.
+    """Check that a text can be the name of a model on the hub.
 
     Raises:
         HubError: it is an address, a path, or has characters that the hub does not allow.
     """
     if not is_hub_name(name):
         raise HubError(
-            f"{name!r} is no name on the hub: give owner/name, as in Qwen/Qwen2.5-0.5B-Instruct (letters, digits, "
+            f"{name!r} is not a name on the hub; use owner/name, as in Qwen/Qwen2.5-0.5B-Instruct (letters, digits, "
             "'-', '_' and '.'; no address, no path)."
         )
 
 
 def check_revision(revision: str) -> None:
-    """Refuse what cannot be a branch, a tag or a commit.
+    """Check that a text can be a branch, a tag or a commit.
 
     Raises:
         HubError: it could lead out of the cache, or has characters that the hub does not allow.
     """
     parts = revision.split("/")
     if (
-        len(revision) > _LONGEST_REVISION
+        len(revision) > _MAX_REVISION
         or _REVISION.fullmatch(revision) is None
         or ".." in revision
         or any(part.endswith((".", ".lock")) for part in parts)
     ):
-        raise HubError(f"{revision!r} is no revision: give a branch, a tag or a commit, as in 'main'.")
+        raise HubError(f"{revision!r} is not a revision; use a branch, a tag or a commit, as in 'main'.")
 
 
 def is_commit(revision: str) -> bool:

@@ -1,8 +1,8 @@
-"""Pulling a checkpoint: which files, in which order, and what makes the result visible.
+"""The download of a checkpoint: its files, their order, and the step that makes the result visible.
 
-Configuration and the list of shards come first: a repository that is gated or has no safetensors says so before
-gigabytes move. Names and the revision's reference are written when every file is there and checked, so that nobody
-finds half a checkpoint.
+Configuration and the index of shards come first, so that a gated repository, or one without safetensors, is detected
+before gigabytes are downloaded. Names and the revision's reference are written after every file is complete and
+verified, so that nobody finds half a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ def pull(
     token: str | None = None,
     policy: Policy | None = None,
 ) -> Path:
-    """Download what a checkpoint needs into the Hugging Face cache, or find it there.
+    """Download a checkpoint's files into the Hugging Face cache unless they are there.
 
-    Taken are configuration, tokenizer, chat template and safetensors (of several sets that of
-    model.safetensors.index.json); never formats that can execute code. What an earlier run left is continued, even
-    inside a file. Where the hub does not answer, a complete copy in the cache will do.
+    These are configuration, tokenizer, chat template and safetensors (the set in model.safetensors.index.json if there
+    are several), never formats that can execute code. Earlier downloads are resumed, even within a file. If the hub
+    does not respond, a complete copy in the cache is used.
 
     Args:
         name: `owner/name`.
         revision: Branch, tag or commit; the default branch if None.
         progress: Receives reports in bytes.
-        cancelled: Asked several times a second.
+        cancelled: Called several times per second.
         endpoint: Address of the hub; HF_ENDPOINT or huggingface.co if None.
         cache_dir: The cache; HF_HUB_CACHE or HF_HOME/hub if None.
         token: For gated and private models; HF_TOKEN or the saved login if None.
-        policy: How long to wait and how often to try.
+        policy: Timeouts and retries.
 
     Returns:
         The folder of the snapshot: `<cache>/models--owner--name/snapshots/<commit>`.
 
     Raises:
-        HubError: name or revision is not acceptable, the hub refuses, or what it sent is not what it listed.
-        HubUnreachableError: the hub does not answer, or must not be asked (HF_HUB_OFFLINE).
+        HubError: the name or revision is invalid, the hub refuses, or it sent something other than it listed.
+        HubUnreachableError: the hub does not respond, or access is forbidden (HF_HUB_OFFLINE).
         CheckpointError: the repository has no checkpoint in safetensors.
-        StoreError: the disk is full, or the cache cannot be written.
-        CancelledError: `cancelled` said so; the same call continues.
+        StoreError: the disk is full, or the cache can't be written.
+        CancelledError: `cancelled` returned True; the same call continues.
     """
     from huggingface_hub import constants
 
@@ -84,7 +84,7 @@ def pull(
 
 
 class _Pull:
-    """One run on a repository whose content is known."""
+    """The download of a repository with a known listing."""
 
     def __init__(
         self,
@@ -133,14 +133,14 @@ def _offline(cache: RepositoryCache, name: str, revision: str) -> Path:
     folder = cache.complete(revision)
     if folder is None:
         raise HubUnreachableError(
-            f"{name} ({revision}) is not in the cache {cache.root}, and HF_HUB_OFFLINE forbids asking the hub: "
+            f"{name} ({revision}) is not in the cache {cache.root}, and HF_HUB_OFFLINE forbids access to the hub; "
             "unset it to download the model."
         )
     return folder
 
 
 def token_to_send(token: str | None) -> str | None:
-    """The token to send: the one given, or that of HF_TOKEN or of the saved login."""
+    """The token to send: the given one, HF_TOKEN, or the saved login's."""
     from huggingface_hub import constants, get_token
 
     if token is not None or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:

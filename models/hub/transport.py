@@ -1,12 +1,11 @@
-"""Requests to the hub that survive a bad network and can be stopped at any moment.
+"""Requests to the hub that survive a bad network and can be cancelled at any moment.
 
-A request runs in a thread of its own, so that the caller is never stuck in a read: it asks `cancelled` ten times a
-second, and the next bytes are on their way while it hashes and writes the last ones.
+A request runs in its own thread, so that the caller never blocks in a read: it checks `cancelled` ten times per second,
+and hashes and writes while the next bytes arrive.
 """
 
 from __future__ import annotations
 
-import json
 import queue
 import socket
 import threading
@@ -18,17 +17,18 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 from models.errors import CancelledError, HubError, HubUnreachableError
+from models.foreign import parse_json
 from models.progress import Cancelled
 
 if TYPE_CHECKING:
     import httpx
 
 _POLL_S = 0.1
-"""How often the caller looks whether to stop."""
+"""Interval in seconds at which the caller checks for cancellation."""
 _JOIN_S = 0.5
-"""How long to wait for the thread of a request that is given up; one stuck in a connect ends by itself later."""
+"""Seconds to wait for the thread of an abandoned request; one that blocks in a connect ends by itself later."""
 _QUEUE_PIECES = 16
-"""Pieces (64 KiB or less) that may wait to be written: what a kill can lose."""
+"""Maximum number of pieces (64 KiB or less) waiting to be written, which a kill loses."""
 _MAX_REDIRECTS = 8
 _MAX_JSON_BYTES = 64 << 20
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -37,20 +37,20 @@ _TRANSIENT_STATUS = frozenset({408, 425, 429})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How long to wait, and how often to try again."""
+    """Timeouts and retries."""
 
     connect_s: float = 10.0
-    """Time for a connection to be made."""
+    """Timeout of a connection attempt, in seconds."""
     stall_s: float = 30.0
-    """A connection on which nothing comes for this time is given up and made anew."""
+    """A connection without data for this many seconds is replaced by a new one."""
     first_attempts: int = 3
-    """Tries to reach the hub at all."""
+    """Number of attempts to reach the hub at all."""
     attempts: int = 10
-    """Tries in a row without a new byte, once a download is on its way."""
+    """Number of consecutive attempts without a new byte, once a download has started."""
     first_delay_s: float = 0.5
-    """Pause after a failed try; it doubles with every further one."""
+    """Pause in seconds after a failed attempt; it doubles with each further one."""
     longest_delay_s: float = 30.0
-    """The pause does not grow beyond this, nor does one that the hub asks for."""
+    """Maximum pause in seconds, also for one that the hub requests."""
 
     def __post_init__(self) -> None:
         if min(self.connect_s, self.stall_s, self.first_delay_s, self.longest_delay_s) <= 0:
@@ -59,13 +59,13 @@ class Policy:
             raise ValueError("there must be at least one try")
 
     def delay(self, failures: int, asked: float | None) -> float:
-        """Pause in seconds after so many failed tries; `asked` is what the hub wants (Retry-After)."""
+        """Pause in seconds after a number of failed attempts; `asked` is the hub's Retry-After."""
         backoff = self.first_delay_s * 2.0 ** (failures - 1)
         return min(self.longest_delay_s, max(backoff, asked or 0.0))
 
 
 class Interrupted(Exception):
-    """A try failed in a way that the next may not."""
+    """An attempt failed in a way that may succeed next time."""
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -74,19 +74,19 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What an answer says before its body."""
+    """Status and headers of an answer."""
 
     status: int
     headers: Mapping[str, str]
-    """Of the last answer, case-insensitive."""
+    """Headers of the last response, case-insensitive."""
     linked_etag: str | None
-    """The digest that the hub gives for the file, if it says one on the way."""
+    """The hub's digest of the file, if a response included one."""
     on_hub: bool
-    """Whether the hub itself answered, not the storage it redirects to."""
+    """Whether the hub itself responded, not the storage that it redirects to."""
 
 
 class Retries:
-    """Counts failed tries and waits between them."""
+    """Counts failed attempts and waits between them."""
 
     def __init__(self, policy: Policy, attempts: int, cancelled: Cancelled, note: Callable[[str], None]) -> None:
         self._policy = policy
@@ -96,15 +96,15 @@ class Retries:
         self._failures = 0
 
     def progressed(self) -> None:
-        """Something new came: the count begins anew."""
+        """Reset the count after progress."""
         self._failures = 0
 
     def failed(self, error: Interrupted, what: str) -> None:
-        """Wait for the next try.
+        """Wait for the next attempt.
 
         Raises:
-            HubUnreachableError: that was the last.
-            CancelledError: `cancelled` says so.
+            HubUnreachableError: that was the last one.
+            CancelledError: `cancelled` returned True.
         """
         self._failures += 1
         if self._failures >= self._attempts:
@@ -122,10 +122,10 @@ class Retries:
 
 
 class Transport:
-    """Talks to one hub. Close it, or use it in a `with`."""
+    """A connection to one hub. Close it, or use it as a context manager."""
 
     def __init__(self, endpoint: str, token: str | None, policy: Policy, cancelled: Cancelled) -> None:
-        """Nothing is sent yet.
+        """Prepare without sending anything.
 
         Raises:
             HubError: the endpoint is no web address, or the proxy settings cannot be used.
@@ -157,12 +157,12 @@ class Transport:
 
     @contextmanager
     def exchange(self, path: str, headers: Mapping[str, str] | None = None) -> Iterator[Exchange]:
-        """Send a GET for a path of the hub, and follow where it leads.
+        """Send a GET request for a path of the hub, and follow redirects.
 
         Raises:
-            Interrupted: the network failed before an answer came.
-            HubError: the hub leads somewhere it should not.
-            CancelledError: `cancelled` says so.
+            Interrupted: the network failed before a response arrived.
+            HubError: the hub redirects to an unsafe address.
+            CancelledError: `cancelled` returned True.
         """
         running = Exchange(self._client, self.endpoint, path, {**self._headers, **(headers or {})}, self.cancelled)
         try:
@@ -173,18 +173,18 @@ class Transport:
     def read_json(
         self, path: str, what: str, refuse: Callable[[Head, bytes], None], note: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Read a JSON object, with tries.
+        """Read a JSON object, with retries.
 
         Args:
             path: Below the endpoint, with its query.
             what: What is being read, for messages.
-            refuse: Called with every answer that is not 200 and not transient; raises what it means.
+            refuse: Called with each response that is neither 200 nor transient; raises the matching error.
             note: Receives a line before each pause.
 
         Raises:
-            HubUnreachableError: no try succeeded.
-            HubError: the answer is not what a hub says.
-            CancelledError: `cancelled` says so.
+            HubUnreachableError: no attempt succeeded.
+            HubError: the response is not a hub's.
+            CancelledError: `cancelled` returned True.
         """
         retries = Retries(self.policy, self.policy.first_attempts, self.cancelled, note)
         while True:
@@ -194,7 +194,7 @@ class Transport:
                     for piece in exchange.pieces():
                         body += piece
                         if len(body) > _MAX_JSON_BYTES:
-                            raise HubError(f"{what}: the answer is far too long; is HF_ENDPOINT a hub?")
+                            raise HubError(f"{what}: the response is far too long; is HF_ENDPOINT a hub?")
                     raise_if_transient(exchange.head)
                     if exchange.head.status != 200:
                         refuse(exchange.head, bytes(body))
@@ -207,7 +207,7 @@ class Transport:
 
 
 class Exchange:
-    """One answer of the hub, read by a thread of its own."""
+    """One response of the hub, read in its own thread."""
 
     def __init__(
         self, client: httpx.Client, endpoint: str, path: str, headers: dict[str, str], cancelled: Cancelled
@@ -232,21 +232,23 @@ class Exchange:
             raise
 
     def pieces(self) -> Iterator[bytes]:
-        """The body as it comes, up to where it ends: the caller checks whether that is the whole.
+        """The pieces of the body; the caller checks that it is complete.
 
         Raises:
             Interrupted: the network failed.
-            CancelledError: `cancelled` says so.
+            CancelledError: `cancelled` returned True.
         """
         while isinstance(piece := self._take(), bytes):
             yield piece
 
     def close(self) -> None:
-        """End the connection, if the body has not come to its end."""
+        """Close the connection if the body is incomplete."""
         self._stopped.set()
         if (connection := self._socket) is not None:
             with suppress(OSError):  # it may be closed already
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # wakes the thread; a TLS socket's own does not
+                socket.socket.shutdown(
+                    connection, socket.SHUT_RDWR
+                )  # wakes the thread; a TLS socket's own shutdown does not
         self._thread.join(timeout=_JOIN_S)
 
     def _take(self) -> Head | bytes | None:
@@ -288,7 +290,7 @@ class Exchange:
                             return
             finally:
                 response.close()
-                self._socket = None  # it may serve the next request by now
+                self._socket = None  # it may already serve the next request
         except HubError as error:
             outcome = error
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
@@ -317,7 +319,7 @@ class Exchange:
 
 
 def stop_if(cancelled: Cancelled) -> None:
-    """Raise `CancelledError` if `cancelled` says so."""
+    """Raise `CancelledError` if `cancelled` returns True."""
     if cancelled():
         raise CancelledError(
             "the download was stopped; what has come so far is kept, and the same command continues it"
@@ -331,7 +333,7 @@ def origin(url: str) -> tuple[str, str, int]:
 
 
 def raise_if_transient(head: Head) -> None:
-    """Raise `Interrupted` for an answer that another try may change."""
+    """Raise `Interrupted` for a response that a retry may change."""
     asked = head.headers.get("retry-after", "")
     retry_after_s = float(asked) if asked.isascii() and asked.isdigit() else None
     if head.status in _TRANSIENT_STATUS or head.status >= 500:
@@ -342,7 +344,7 @@ def raise_if_transient(head: Head) -> None:
 
 
 def explained(error: Exception, host: str) -> Interrupted | HubError:
-    """What a failure of the network means, in a few words."""
+    """The error for a network failure, with a short description."""
     import httpx
 
     text = str(error) or type(error).__name__
@@ -357,17 +359,17 @@ def explained(error: Exception, host: str) -> Interrupted | HubError:
     if isinstance(error, httpx.ConnectError):
         return Interrupted(f"no connection to {host} ({text})")
     if isinstance(error, httpx.TimeoutException):
-        return Interrupted(f"nothing comes from {host} any more")
+        return Interrupted(f"{host} stopped sending data")
     return Interrupted("the connection was cut")
 
 
 def _json_object(body: bytes, what: str) -> dict[str, Any]:
     try:
-        value = json.loads(body)
+        value = parse_json(body)
     except ValueError as error:
         raise HubError(
-            f"{what}: the answer is not JSON; is HF_ENDPOINT a hub, or is a login page in between?"
+            f"{what}: the response is not JSON; is HF_ENDPOINT a hub, or is a login page in between?"
         ) from error
     if not isinstance(value, dict):
-        raise HubError(f"{what}: the answer is no JSON object; is HF_ENDPOINT a hub?")
+        raise HubError(f"{what}: the response is not a JSON object; is HF_ENDPOINT a hub?")
     return value

@@ -25,9 +25,9 @@ def quantize(
 
     The work proceeds block by block: the calibration and the evaluation text pass through each block in full
     precision, its matrices are quantized, the evaluation text passes through the low-bit block, and the result is
-    written and synced. AWQ's methods first fold scales into the block, which leave what it computes as it is. A run
-    that was killed or cancelled goes on after the last finished block when called again with the same arguments; the
-    result is byte for byte that of an undisturbed run. The finished model appears in the store at once.
+    written and synced. AWQ's methods first fold scales into the block without changing its function. A killed or
+    cancelled run continues after the last finished block when called again with the same arguments; the result is
+    byte for byte that of an uninterrupted run. The finished model appears in the store atomically.
 
     Memory stays below the largest block in float32 + the map of one shard + 1.5 GiB. Methods with second moments take
     4 bytes more for each pair of input channels of the block's linear layers, and those with error feedback another 16
@@ -44,7 +44,7 @@ def quantize(
             tokens of it are used. None measures none.
         force: Whether to replace a model of that name.
         progress: Receives reports.
-        cancelled: Asked between pieces of work whether to stop.
+        cancelled: Whether to stop; called between pieces of work.
 
     Returns:
         The new model.
@@ -53,8 +53,8 @@ def quantize(
         UnsupportedModelError: the architecture is not one this program runs.
         CheckpointError: the checkpoint is incomplete or damaged, or has no tokenizer.
         QuantizationError: the recipe, the texts and the checkpoint do not go together.
-        StoreError: the name is taken or not acceptable, the disk is full or read-only.
-        CancelledError: `cancelled` said so; what is done is kept.
+        StoreError: the name is taken or invalid, or the disk is full or read-only.
+        CancelledError: `cancelled` returned True; progress is kept.
     """
     from models.quantize.pipeline import Pipeline
 

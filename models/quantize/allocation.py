@@ -1,4 +1,4 @@
-"""Which blocks get 4 bits where the recipe asks for an average between 3 and 4.
+"""The choice of the blocks that get 4 bits where the recipe asks for an average between 3 and 4.
 
 A block is as sensitive as the model's next-token distribution changes when that block alone is at 3 bits and everything
 else in full precision: the Kullback-Leibler divergence, averaged over the tokens of the calibration text. The most
@@ -30,19 +30,19 @@ from models.quantizers import rtn
 from models.recipe import LARGEST_BITS, SMALLEST_BITS, Recipe
 from models.spec import LAYER_TYPES, ModelSpec
 
-MOST_TOKENS = 2048
-"""Most tokens of the calibration text that are used."""
+MAX_TOKENS = 2048
+"""Maximum number of calibration tokens."""
 ENOUGH_TOKENS = 512
-"""Tokens that large models make do with."""
-MOST_WORK = 6e12
-"""Multiplications that more tokens than those may take, some minutes of two cores."""
+"""Number of tokens for large models."""
+MAX_WORK = 6e12
+"""Maximum number of multiplications for more tokens than that, a few minutes on two cores."""
 STATES_BYTES = 384 << 20
-"""Room for the hidden states of all copies of the model; with many wide blocks fewer tokens are used."""
+"""Maximum bytes for the hidden states of all copies of the model; many wide blocks use fewer tokens."""
 _FEWEST_TOKENS = 16
 _BATCH = 4
-"""Copies that pass a block together."""
+"""Number of copies that pass a block together."""
 _PIECE = 1 << 23
-"""Weights handled at a time."""
+"""Number of weights processed at a time."""
 
 
 def allocate(
@@ -90,7 +90,7 @@ def divergences(
     Args:
         checkpoint: The full-precision model.
         group_size: Input channels that share a scale in the 3-bit block.
-        windows: int64 [B, S] token windows; sequences from all over them are used, see `MOST_TOKENS`.
+        windows: int64 [B, S] token windows; sequences from all over them are used, see `MAX_TOKENS`.
         watch: Called with the share that is done; may raise to stop.
 
     Returns:
@@ -104,7 +104,7 @@ def divergences(
     if not tokens:
         raise QuantizationError("an average number of bits needs a calibration text; give one, or choose 3 or 4 bits")
     states = _embed(checkpoint, tokens)
-    passes = [layer + 2 for layer in range(spec.num_layers)]  # through each block: every copy, and the new one
+    passes = [layer + 2 for layer in range(spec.num_layers)]  # per block: all copies and the new one
     total = sum(passes) + spec.num_layers + 1
     for layer in range(spec.num_layers):
         _advance(checkpoint, group_size, layer, states)
@@ -117,7 +117,7 @@ def divergences(
 
 
 def _large_blocks(bits: float, blocks: int) -> int:
-    """How many blocks get 4 bits."""
+    """Number of blocks that get 4 bits."""
     exact = (bits - SMALLEST_BITS) * blocks
     return min(blocks, math.floor(round(exact, 6) + 0.5))
 
@@ -126,8 +126,8 @@ def _token_limit(spec: ModelSpec) -> int:
     """Tokens for which time and memory suffice."""
     fitting = STATES_BYTES // (4 * (spec.num_layers + 1) * spec.hidden_size)
     weights = sum(math.prod(spec.linear_shape(kind)) for kind in LAYER_TYPES)
-    affordable = int(MOST_WORK / (weights * spec.num_layers * (spec.num_layers + 1) / 2))
-    return max(_FEWEST_TOKENS, min(MOST_TOKENS, max(ENOUGH_TOKENS, affordable), fitting))
+    affordable = int(MAX_WORK / (weights * spec.num_layers * (spec.num_layers + 1) / 2))
+    return max(_FEWEST_TOKENS, min(MAX_TOKENS, max(ENOUGH_TOKENS, affordable), fitting))
 
 
 def _sample(windows: Batches, limit: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a chat gets of the low-bit model: prompts without compensation, what is decoded with it.
+"""Quality of a low-bit model in chat: prompts without compensation, decoded tokens with it.
 
 While a model is quantized, the evaluation text passes through it once for every *trial*: so many salient channels
 compensated, or more bits. The first half of a sequence is the prompt, the second half what is decoded and scored.
@@ -29,7 +29,7 @@ class Trial:
 
 
 def trials(recipe: Recipe) -> tuple[Trial, ...]:
-    """How a fresh model is tried, in the order of its streams.
+    """The trials of a new model, in the order of its streams.
 
     The recipe's levels, and where it has less than 4 bits, what 4 bits would give by plain rounding. The one that the
     default budget is about to buy is `usual`.
@@ -46,7 +46,7 @@ def usual(recipe: Recipe) -> int:
 
 
 def finer(recipe: Recipe) -> Recipe | None:
-    """What a recipe of less than 4 bits is held against: 4 bits by plain rounding, which takes little time."""
+    """The comparison for recipes of less than 4 bits: 4 bits by plain rounding, which takes little time."""
     if recipe.bits >= LARGEST_BITS or recipe.codebook:
         return None
     return replace(recipe, method="rtn", bits=LARGEST_BITS, block_bits=None)

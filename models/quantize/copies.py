@@ -1,9 +1,9 @@
-"""What each layer type loses at low bits: copies of the model pass through it together while it is quantized.
+"""Losses of low-bit layer types, measured on copies of the model that are computed while it is quantized.
 
 Beside the untouched model there is one copy for every type of a block's linear layers and every `K_CHUNK`. In a copy
 the layers of its type are low-bit, with so many salient channels compensated, and everything else is in full precision.
 How far its next-token distribution is from the untouched model's (KL divergence) is what the type loses. Added up, such
-losses predict the loss of the whole low-bit model within some percent, also where types are compensated differently, so
+losses predict the loss of the whole low-bit model within a few percent, even if types are compensated differently, so
 the tuner can weigh them against time (`docs/decisions.md` has the measurement).
 
 The head comes last, so its losses need no copies: the untouched model's states meet its low-bit weights.
@@ -34,16 +34,16 @@ from models.salience import without_salient
 from models.spec import LAYER_TYPES
 
 K_CHUNKS = (0, 4, 32, 256)
-"""Where losses are measured. Between 4 and 256 they fall about evenly with the logarithm of k_chunk; the first few
-channels are most of what there is to win."""
+"""The k_chunk at which losses are measured. Between 4 and 256 losses fall about linearly with the logarithm of k_chunk;
+the first few channels recover most of the loss."""
 TOKENS = 256
-"""Most tokens of the calibration text that the copies see."""
+"""Maximum number of calibration tokens that the copies see."""
 LENGTH = 32
-"""Tokens of a sequence: many short ones see more kinds of text than a few long ones."""
+"""Tokens per sequence; many short sequences cover more kinds of text than a few long ones."""
 STATES_BYTES = 128 << 20
-"""Most room for the hidden states of all copies; wide models use fewer tokens."""
+"""Maximum bytes for the hidden states of all copies; wide models use fewer tokens."""
 _PIECE = 1 << 23
-"""Weights of the head handled at a time."""
+"""Number of the head's weights processed at a time."""
 _DECIMALS = 7
 
 
@@ -65,9 +65,9 @@ def start(checkpoint: Checkpoint, windows: Batches) -> Batches:
     copies = 1 + len(LAYER_TYPES) * len(K_CHUNKS)
     fitting = max(2, min(TOKENS, STATES_BYTES // (4 * copies * table.shape[1])))
     length = min(LENGTH, fitting, max(map(len, sequences)))
-    whole = [sequence[:length] for sequence in sequences if len(sequence) >= length]
-    wanted = min(len(whole), fitting // length)
-    chosen = [whole[index * len(whole) // wanted] for index in range(wanted)]
+    complete = [sequence[:length] for sequence in sequences if len(sequence) >= length]
+    wanted = min(len(complete), fitting // length)
+    chosen = [complete[index * len(complete) // wanted] for index in range(wanted)]
     return [table[tokens].to(torch.float32).repeat(copies, 1, 1) for tokens in chosen]
 
 
@@ -98,7 +98,7 @@ def _pass(
     untouched: torch.Tensor,
     watch: Callable[[], None],
 ) -> None:
-    """`advance`, with the untouched model's states [B, S, C] together."""
+    """`advance`, with the untouched model's states [B, S, C] stacked."""
     oracle = Oracle(working, resident=False)
     for states, passed in zip(copies, oracle.block(layer, untouched), strict=True):
         states[0] = passed
@@ -107,8 +107,8 @@ def _pass(
         own = slice(1 + index * len(K_CHUNKS), 1 + (index + 1) * len(K_CHUNKS))
         name = f"layers.{layer}.{kind}"
         oracle.replace = {name: partial(_compensated, linears[name])}
-        together = torch.stack([states[own] for states in copies], 1)  # [K_CHUNKS, B, S, C]
-        passed = oracle.block(layer, together.flatten(0, 1)).view_as(together)
+        stacked = torch.stack([states[own] for states in copies], 1)  # [K_CHUNKS, B, S, C]
+        passed = oracle.block(layer, stacked.flatten(0, 1)).view_as(stacked)
         for states, part in zip(copies, passed.unbind(1), strict=True):
             states[own] = part
 
@@ -116,7 +116,7 @@ def _pass(
 def losses(
     checkpoint: Checkpoint, head: PackedLinear, norm: torch.Tensor, copies: Batches, watch: Callable[[float], None]
 ) -> TypeLosses:
-    """What each layer type loses, once the copies have passed the last block.
+    """The losses of the layer types, once the copies have passed the last block.
 
     Args:
         checkpoint: The full-precision model.

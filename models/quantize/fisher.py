@@ -1,4 +1,4 @@
-"""How much the loss minds an error of each weight: the diagonal of the Fisher information, token by token.
+"""The diagonal of the Fisher information, token by token: how sensitive the loss is to an error of each weight.
 
 With x_t the input of a linear layer at token t and δ_t the gradient of the summed next-token cross-entropy by its
 output there, F[n, k] = Σ_t δ_t[n]² x_t[k]². One pass forwards keeps the input of every block in the work folder; then
@@ -31,9 +31,9 @@ from models.store.tensors import Array, MappedTensors, PiecewiseTensor, tensor_f
 
 _SENSITIVITY, _INPUT, _GRADIENT = "sensitivity", "fisher-input", "fisher-gradient"
 _LOGITS = 1 << 24
-"""Most logits in memory."""
+"""Maximum number of logits in memory."""
 _BACKWARD = 3
-"""What a block costs backwards (run again, gradients, squares), in units of a pass forwards."""
+"""Cost of a block's backward pass (recomputation, gradients, squares) in units of a forward pass."""
 
 
 def sensitivities(checkpoint: Checkpoint, windows: Batches, work: Work, watch: Callable[[float], None]) -> None:
@@ -42,12 +42,12 @@ def sensitivities(checkpoint: Checkpoint, windows: Batches, work: Work, watch: C
     Args:
         checkpoint: The full-precision model.
         windows: int64 [B, S] token windows of the calibration text, S >= 2.
-        work: Where they are kept, and what a killed run left.
+        work: The work folder, which may have results of a killed run.
         watch: Called with the share that is done; may raise to stop.
 
     Raises:
         QuantizationError: an activation or a gradient is NaN or infinite.
-        StoreError: the disk refuses.
+        StoreError: a disk operation failed.
     """
     run = _Run(checkpoint, windows, work, watch)
     layers = checkpoint.spec.num_layers
@@ -68,7 +68,7 @@ def load(work: Work, name: str) -> npt.NDArray[np.float16]:
     """Sensitivities of a linear layer, float16 [N, K] mapped from its file; the largest of every row is 1.
 
     Raises:
-        StoreError: they are not there, or damaged.
+        StoreError: they are missing or damaged.
     """
     array: npt.NDArray[np.float16] = MappedTensors(_path(work, _owner(name)))[name]
     return array

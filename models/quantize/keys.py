@@ -1,4 +1,4 @@
-"""Gathering what a KV cache of few bits wants to know of a block's keys and queries."""
+"""Statistics of a block's keys and queries, gathered for a KV cache of few bits."""
 
 from __future__ import annotations
 

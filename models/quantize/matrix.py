@@ -1,4 +1,4 @@
-"""One weight matrix: rows are quantized piece by piece, so that a head of a billion weights needs no second copy."""
+"""Quantization of one weight matrix, piece by piece: a head of a billion weights needs no second copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands around the blocks: embedding table, last norm, output head, and the perplexities measured at its end."""
+"""The parts around the blocks: embedding table, last norm and output head, and the perplexities measured there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Outer:
     """The result for embedding, norm and head."""
 
     tensors: dict[str, Array | PiecewiseTensor]
-    """What outer.safetensors holds."""
+    """The content of outer.safetensors."""
     head: PackedLinear
     """The head among them."""
     norm: torch.Tensor

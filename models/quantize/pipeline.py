@@ -1,4 +1,4 @@
-"""The way from a checkpoint to a stored model: check, tokenizer, block after block, head, verify, publish."""
+"""The quantization pipeline: check, tokenizer, blocks, head, verification, publication in the store."""
 
 from __future__ import annotations
 

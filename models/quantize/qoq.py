@@ -88,7 +88,7 @@ def _inputs(working: WorkingBlock, batches: Batches) -> dict[str, torch.Tensor]:
 
 
 def smoothing(working: WorkingBlock, kind: str, x: torch.Tensor, recipe: Recipe) -> FloatArray:
-    """What to divide the inputs of `o` or `down` by, so that the layer's output error is least.
+    """Divisors for the inputs of `o` or `down` that make the layer's output error least.
 
     Args:
         working: The block.

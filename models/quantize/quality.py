@@ -1,4 +1,4 @@
-"""Judging a fresh low-bit model, and the numbers that a listing shows of it."""
+"""Quality of a new low-bit model, and the numbers that a listing shows of it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Quality:
 
 
 def _warning(before: float, measured: Mapping[Trial, float], recipe: Recipe) -> str:
-    """What is lost, and what would lose less, with the numbers that were measured."""
+    """A sentence on the loss and on recipes that would lose less, with the measured numbers."""
     after = measured[Trial(k_chunk=usual(recipe))]
     grown = f"from {before:.2f} to {_shown(after)}" if math.isfinite(after) else "beyond all numbers"
     with_it = f" with {usual(recipe)} of 1024 channels compensated" if usual(recipe) else " without compensation"

@@ -1,8 +1,9 @@
-"""A checkpoint whose residual stream is rotated: it computes the same, and no channel of the stream stands out.
+"""A checkpoint with a rotated residual stream: the same function, without outlier channels in the stream.
 
-The stream x becomes x Q with an orthogonal Q. What writes to it (embedding table, `o`, `down`, with their biases) is
-multiplied by Q, what reads from it (`qkv`, `gate_up`, the head) by its transpose, once the weights of the norms in
-between, which act on single channels, are folded into what reads. A norm's root mean square is that of x Q as well.
+The stream x becomes x Q with an orthogonal Q. Layers that write to it (embedding table, `o`, `down`, with their biases)
+are multiplied by Q. Layers that read from it (`qkv`, `gate_up`, the head) are multiplied by its transpose, after the
+weights of the norms in between, which act on single channels, are folded into them. The root mean square in a norm is
+the same for x Q.
 
 Source: QServe App. B.2.1, Fig. 14.
 """

@@ -1,4 +1,4 @@
-"""AWQ's scales: input channels that matter are made larger before rounding, and their inputs smaller.
+"""AWQ's scales, which enlarge important input channels before rounding and shrink their inputs.
 
 A channel's weights keep the rounding step of their group, so multiplying them by s divides by s what their rounding
 does to the output, as long as the group's range does not grow. What makes a channel matter is the magnitude m of its
@@ -25,12 +25,12 @@ from models.recipe import Recipe
 
 GRID = 10
 """Values of α tried, 0 to 1 - 1 / GRID."""
-MOST_ROWS, MOST_WEIGHTS = 256, 1 << 19
+MAX_ROWS, MAX_WEIGHTS = 256, 1 << 19
 """Output channels and weights whose errors are looked at; in wide matrices 32 output channels at least."""
 _RATIOS = RATIOS[::4]
 SMALLEST_SHARE = 1e-3
-"""The least that a channel's m or u counts, in units of the mean over channels: what is silent in the calibration text
-need not be so in others."""
+"""Minimum of a channel's m or u in units of the mean over channels, since a channel that is silent in the calibration
+text may not be silent in others."""
 
 
 def scale_block(
@@ -93,7 +93,7 @@ def search(
 
 def sample(rows: int, width: int) -> npt.NDArray[np.intp]:
     """Output channels that are enough for `search`, from all over a matrix of so many rows and columns."""
-    count = min(rows, MOST_ROWS, max(32, MOST_WEIGHTS // max(1, width)))
+    count = min(rows, MAX_ROWS, max(32, MAX_WEIGHTS // max(1, width)))
     return np.arange(count) * rows // max(1, count)
 
 

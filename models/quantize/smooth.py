@@ -1,4 +1,4 @@
-"""SmoothAttention: key channels made even, so that a KV cache of few bits loses less of them.
+"""SmoothAttention: smoothed key channels, which lose less in a low-bit KV cache.
 
 Keys tend to have a few channels much larger than the rest, always the same ones. Where a token's key shares one scale
 over its channels, these take the range and the others are rounded away. So every channel of the keys is divided by
@@ -20,12 +20,12 @@ from models.spec import ModelSpec
 ALPHA = 0.5
 """Power of a channel's magnitude that its keys are divided by."""
 SMALLEST_SHARE = 1e-3
-"""The least that a channel's magnitude counts, in units of its head's largest: what is silent in the calibration text
-need not be so in others."""
+"""Minimum of a channel's magnitude in units of its head's largest, since a channel that is silent in the calibration
+text may not be silent in others."""
 
 
 def smooth_attention(working: WorkingBlock, magnitude: FloatArray) -> None:
-    """Even out the keys of a block.
+    """Smooth the keys of a block.
 
     Args:
         working: The block; changed in place.
@@ -43,7 +43,7 @@ def smooth_attention(working: WorkingBlock, magnitude: FloatArray) -> None:
 
 
 def smoothing(spec: ModelSpec, magnitude: FloatArray) -> FloatArray:
-    """What to divide each channel of the keys by.
+    """Divisors of the key channels.
 
     Channels that rotate together get the same, so that scaling and rotation can change places; where keys pass a norm,
     whose weight all heads share, so do the heads. The largest times the smallest of a head is 1: the largest magnitude

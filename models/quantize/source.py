@@ -1,4 +1,4 @@
-"""What a model is made from: the checkpoint's files by sha256, and the texts."""
+"""The source of a stored model: the checkpoint's files by sha256, and the texts."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def read_source(checkpoint: CheckpointFiles, earlier: Mapping[str, Any], watch: 
         StoreError: a file cannot be read.
     """
     small = (layout.CONFIG, layout.GENERATION_CONFIG, *TOKENIZER_FILES)
-    beside = [checkpoint.path / name for name in small] if checkpoint.path.is_dir() else []
-    paths = [path for path in beside if path.is_file()] + list(checkpoint.weights)
+    present = [checkpoint.path / name for name in small] if checkpoint.path.is_dir() else []
+    paths = [path for path in present if path.is_file()] + list(checkpoint.weights)
     status = {path.name: path.stat() for path in paths}
     stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in status.items()}
     known: Mapping[str, Any] = earlier.get("identity", {}).get("source", {}).get("files", {})

@@ -1,4 +1,4 @@
-"""The hidden states that pass through the model, block by block, while it is quantized.
+"""The hidden states of the calibration text, block by block, while a model is quantized.
 
 Four streams: the calibration text and the evaluation text in full precision, the evaluation text through the low-bit
 blocks as a chat would, and a part of the calibration text through copies of the model of which one layer type is

@@ -10,21 +10,22 @@ from typing import Any
 import torch
 
 from models.errors import CheckpointError, QuantizationError
+from models.foreign import check_folder, panics_raised
 from models.plain_tokenizer import PLAIN_FILES, plain_tokenizer
 from models.quantizers import SECOND_MOMENTS, SENSITIVITIES
 from models.spec import ModelSpec
 from models.store.durable import TEMPORARY, explained, private_folder, remove_folder
 
 WINDOW = 256
-"""Tokens of a sequence."""
+"""Tokens per sequence."""
 _BATCH = 4
 CALIBRATION_TOKENS = 2048
-"""Most tokens of the calibration text that are used."""
+"""Maximum number of calibration tokens."""
 SECOND_MOMENT_TOKENS = 4096
-"""The same for methods that need more than one number a channel: how channels go together, or what each weight does.
-Twice as many are no better (docs/decisions.md)."""
+"""The same for methods that need more than one number per channel, such as a Hessian or sensitivities. Twice as many
+are no better (docs/decisions.md)."""
 EVALUATION_TOKENS = 1024
-"""Most tokens of the evaluation text that are used."""
+"""Maximum number of evaluation tokens."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,14 +39,14 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a checkpoint that can belong to its tokenizer."""
+"""Files of a checkpoint that may belong to its tokenizer."""
 _DESCRIBING_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 LAST_TOKENIZER_FILE = "tokenizer_config.json"
-"""Saved after the others, so that it tells whether all are there."""
+"""Saved last, so that its existence shows that all are complete."""
 
 
 def calibration_limit(method: str) -> int:
-    """Most tokens of the calibration text that a method uses."""
+    """Maximum number of calibration tokens that a method uses."""
     return SECOND_MOMENT_TOKENS if method in SECOND_MOMENTS | SENSITIVITIES else CALIBRATION_TOKENS
 
 
@@ -70,7 +71,8 @@ def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes
     remove_folder(scratch)
     private_folder(scratch)
     try:
-        tokenizer = None if plain_tokenizer(checkpoint) else _load_tokenizer(checkpoint)
+        with panics_raised():
+            tokenizer = None if plain_tokenizer(checkpoint) else _load_tokenizer(checkpoint)
     except Exception as error:  # tokenizers and transformers let through whatever their parsers raise
         shutil.rmtree(scratch, ignore_errors=True)
         reason = " ".join(str(error).split())[:300]
@@ -104,6 +106,7 @@ def _copy_plain(checkpoint: Path, folder: Path) -> None:
 def _load_tokenizer(checkpoint: Path) -> Any:
     from transformers import AutoTokenizer, LlamaTokenizer
 
+    check_folder(checkpoint)
     bare = all((checkpoint / name).exists() == (name == "tokenizer.model") for name in _DESCRIBING_FILES)
     if bare:
         # A sentencepiece model alone, as the first Llama and Mistral checkpoints had, does not say that texts begin
@@ -136,7 +139,12 @@ def token_windows(
         CheckpointError: the tokenizer knows tokens that the model does not.
     """
     # A token is seldom longer than 16 characters; without the cut a book would be encoded for its first page.
-    tokens = _encode(folder, text[: limit * (64 if spread else 16)])
+    try:
+        with panics_raised():
+            tokens = _encode(folder, text[: limit * (64 if spread else 16)])
+    except Exception as error:  # as above
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"the tokenizer of the model cannot encode the {purpose} text: {reason}") from error
     tokens = tokens if spread else tokens[:limit]
     if len(tokens) < 2:
         raise QuantizationError(f"the {purpose} text is too short: it has {len(tokens)} tokens, 2 are needed")

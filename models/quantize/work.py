@@ -1,19 +1,19 @@
-"""The folder in which a model is being made, and how far it has come.
+"""The working folder of a quantization, and its progress on disk.
 
-Every file is written whole and followed by an entry (`<file>.entry`) with its checksums, so what has an entry is done.
-`state.json` says what is being made from what; a folder that says otherwise is thrown away.
+Every file is written atomically and followed by an entry (`<file>.entry`) with its checksums; a file with an entry is
+complete. `state.json` records the inputs; a folder with different inputs is discarded.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from models.errors import StoreError
+from models.foreign import read_json
 from models.store.durable import private_folder, remove_folder, write_file
 from models.store.layout import MANIFEST, RECIPE, block_file
 from models.store.manifest import FileEntry, Manifest, json_bytes, sample
@@ -28,7 +28,7 @@ _DONE = ".done"
 
 
 class Work:
-    """The state of one model's making. The caller holds the store's lock on its name.
+    """The state of one quantization. The caller holds the store's lock on the model's name.
 
     Args:
         folder: The work folder; created by `begin`.
@@ -38,18 +38,18 @@ class Work:
         self.folder = folder
 
     def state(self) -> dict[str, Any]:
-        """What `begin` wrote last time; empty if there is nothing usable."""
+        """The state that `begin` wrote last time; empty if there is none."""
         return _read_object(self.folder / STATE)
 
     def begin(self, identity: Mapping[str, Any], stamps: Mapping[str, Any]) -> None:
-        """Go on with what is here if it was made from the same things, else start over.
+        """Continue with existing files if they have the same inputs, otherwise start over.
 
         Args:
             identity: Everything that decides the result, JSON values only.
             stamps: Size and time of each source file, to save hashing them again.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: a disk operation failed.
         """
         if identity not in (self.state().get("identity"), self._finished_identity(identity)):
             remove_folder(self.folder)
@@ -58,7 +58,7 @@ class Work:
             write_file(self.folder / STATE, [json_bytes({"identity": identity, "stamps": stamps})])
 
     def _finished_identity(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """What recipe.json says the model was made from. Bits of blocks that were not asked for are left out."""
+        """The source of the model, as recipe.json names it. Bits of blocks that were not asked for are left out."""
         found = _read_object(self.folder / RECIPE)
         found.pop(_QUALITY, None)
         if found and "block_bits" not in wanted["recipe"]:
@@ -69,7 +69,7 @@ class Work:
         """Write a file of the model and its entry.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: a disk operation failed.
         """
         digest, size = hashlib.sha256(), 0
 
@@ -89,7 +89,7 @@ class Work:
         """Write a safetensors file of the model and its entry.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: a disk operation failed.
         """
         self.save(file, tensor_file(tensors))
 
@@ -97,12 +97,12 @@ class Work:
         """Keep the bits that were allocated to the blocks.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: a disk operation failed.
         """
         write_file(self.folder / _ALLOCATION, [json_bytes({"block_bits": list(bits)})])
 
     def block_bits(self) -> tuple[int, ...] | None:
-        """What `save_block_bits` kept; None if nothing."""
+        """The bits that `save_block_bits` kept; None if there are none."""
         found = _read_object(self.folder / _ALLOCATION).get("block_bits")
         return None if found is None else tuple(found)
 
@@ -110,7 +110,7 @@ class Work:
         """Note that a phase before the blocks is done.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: a disk operation failed.
         """
         write_file(self.folder / f"{phase}{_DONE}", [json_bytes({})])
 
@@ -122,7 +122,7 @@ class Work:
         """Keep the hidden states before block `layer`, and drop those of earlier blocks.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: a disk operation failed.
         """
         write_file(self._streams(layer), tensor_file(tensors))
         for path in self.folder.glob(f"{_STREAMS}*"):
@@ -157,7 +157,7 @@ class Work:
         return {path.name.removesuffix(_ENTRY): FileEntry(**_read_object(path)) for path in paths}
 
     def saved_recipe(self) -> dict[str, Any]:
-        """What recipe.json holds; empty if it is not written yet."""
+        """The content of recipe.json; empty if it is not written yet."""
         return _read_object(self.folder / RECIPE) if self.has(RECIPE) else {}
 
     def complete(self) -> bool:
@@ -168,7 +168,7 @@ class Work:
         """Remove everything that is not part of the finished model.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: a disk operation failed.
         """
         manifest = Manifest.read(self.folder)
         extra = [path for path in self.folder.iterdir() if path.name not in manifest.files]
@@ -188,7 +188,7 @@ def recipe_file(identity: Mapping[str, Any], quality: Mapping[str, Any]) -> byte
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
+        data = read_json(path)
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}

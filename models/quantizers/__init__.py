@@ -18,9 +18,9 @@ from models.quantizers.progressive import ProgressiveCodes, Rounding
 from models.recipe import METHODS
 
 Codes = GroupCodes | CodebookCodes | ProgressiveCodes
-"""What a base method makes of a matrix."""
+"""The result of a base method."""
 Quantizer = Callable[[FloatArray, slice, int, int], Codes]
-"""A base method: weight float32 [n, K], which rows of the layer these are, bits, group_size -> codes."""
+"""A base method: weight float32 [n, K], the layer's rows that these are, bits, group_size -> codes."""
 
 SECOND_MOMENTS = frozenset({"gptq", "awq", "awq-gptq", "qoq"})
 """The methods that need the layer's Hessian, the second moments of its inputs."""

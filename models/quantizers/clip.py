@@ -1,4 +1,4 @@
-"""Rounding to nearest with the clipping that changes the layer's output least.
+"""Round-to-nearest with clipping that minimizes the layer's output error.
 
 As in `models.quantizers.rtn` the range of every group is shrunk by each ratio of a grid. Here a weight's squared error
 counts by the second moment of its input channel, so the ratio wins whose errors move the output least, as far as errors
@@ -14,7 +14,7 @@ import numpy as np
 from models.quantizers.groups import FloatArray, GroupCodes, round_to_grid, search
 
 FLOOR = np.float32(0.01)
-"""Added to every channel's second moment, in units of their mean: silent in the calibration text is not silent."""
+"""Added to every channel's second moment, in units of their mean, since silent ones may be active elsewhere."""
 
 
 def quantize(weight: FloatArray, bits: int, group_size: int, hessian: FloatArray) -> GroupCodes:

@@ -1,4 +1,4 @@
-"""Codebook quantization: what every non-uniform base method produces."""
+"""Codebook quantization, the result of every non-uniform base method."""
 
 from __future__ import annotations
 

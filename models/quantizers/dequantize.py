@@ -1,4 +1,4 @@
-"""From stored matrices back to float32, in plain numpy: for references, tests and inspection."""
+"""Stored matrices as float32, in plain numpy: for references, tests and inspection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uniform group quantization: what every asymmetric base method produces, and the search for its scales."""
+"""Uniform group quantization, the result of every asymmetric base method, and the search for its scales."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def by_size(weight: FloatArray, group_size: int) -> FloatArray:
 
 
 BASE_IMPORTANCE = np.float32(4)
-"""What an error at a weight of zero counts, in units of the group's mean square."""
+"""Importance of an error at a weight of zero, in units of the group's mean square."""
 
 
 def to_fp16_scale(scale: FloatArray) -> FloatArray:

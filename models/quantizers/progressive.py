@@ -54,8 +54,8 @@ class ProgressiveCodes:
     group_size: int
     """Input channels that share a group scale; the last group may be shorter."""
 
-    def whole(self) -> npt.NDArray[np.int32]:
-        """The whole numbers between the levels, int32 [N, K]."""
+    def integers(self) -> npt.NDArray[np.int32]:
+        """The integers between the levels, int32 [N, K]."""
         width = self.codes.shape[1]
         scales, zeros = (
             np.repeat(values.astype(np.int32), self.group_size, axis=1)[:, :width]
@@ -65,12 +65,12 @@ class ProgressiveCodes:
 
     def dequantize(self) -> FloatArray:
         """Ŵ as float32 [N, K]."""
-        return self.whole().astype(np.float32) * self.scales.astype(np.float32)
+        return self.integers().astype(np.float32) * self.scales.astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """How a matrix is rounded."""
+    """The settings of the rounding."""
 
     two_levels: bool = True
     """Whether there are groups; else one scale in half precision and one zero-point for each output channel."""

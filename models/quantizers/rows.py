@@ -1,4 +1,4 @@
-"""Row by row work on all cores: rows are independent, so the result does not depend on how they are shared out."""
+"""Row-wise work on all cores: rows are independent, so the result does not depend on how they are split."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from models.threads import each
 
 CHUNK = 1 << 18
-"""Weights handled at a time by a thread, so that the search stays in the processor's cache."""
+"""Weights processed at a time per thread, so that the search stays in the processor's cache."""
 
 
 def each_chunk(rows: int, width: int, work: Callable[[slice], None]) -> None:

@@ -1,4 +1,4 @@
-"""Round-to-nearest with clip search: the plainest base quantizer, which looks at the weights alone.
+"""Round-to-nearest with clip search: the simplest base quantizer, which uses only the weights.
 
 The range of every group is shrunk by each ratio of a grid; the ratio wins whose squared errors, weighted by the size of
 the weights (`models.quantizers.groups.by_size`), are the least.

@@ -96,10 +96,10 @@ def quantize(
             for _ in range(_ROUNDS):
                 places = _improve(line, places)
             entries, mass = _lloyd(line, line.means(places))
-            scales, whole = _to_whole(entries, mass)
+            scales, integers = _to_integers(entries, mass)
             result.scales[part] = scales
-            result.codebook[part] = whole
-            result.codes[part] = _nearest(weight[part], scales, whole)
+            result.codebook[part] = integers
+            result.codes[part] = _nearest(weight[part], scales, integers)
 
     each_chunk(rows, width, work)
     return result
@@ -294,7 +294,7 @@ def _lloyd(line: _Line, entries: Doubles) -> tuple[Doubles, Doubles]:
     return entries, line.sums(places)[0]
 
 
-def _to_whole(entries: Doubles, mass: Doubles) -> tuple[FloatArray, npt.NDArray[np.int8]]:
+def _to_integers(entries: Doubles, mass: Doubles) -> tuple[FloatArray, npt.NDArray[np.int8]]:
     """The scale that moves entries least when they become whole multiples of it.
 
     Args:

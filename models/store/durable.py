@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, whatever happens: written beside, synced, renamed."""
+"""Atomic and durable changes of files and folders, which survive a power cut."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from models import files
 from models.errors import StoreError
 
 TEMPORARY = ".tmp"
-"""Ending of a file that is being written."""
+"""Suffix of a file that is being written."""
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space and try again",
     errno.EDQUOT: "the disk quota is used up; free some space and try again",
@@ -24,24 +25,16 @@ _REASONS = {
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file so that `path` holds either what it held before or all of `pieces`, even after a power cut.
+    """Write a file so that `path` has either its old content or all of `pieces`, even after a power cut.
 
     Raises:
-        StoreError: the disk is full, the folder read-only, or the like. Nothing half-written stays.
+        StoreError: the disk is full, the folder read-only, or the like. No partial file remains.
     """
-    temporary = path.with_name(path.name + TEMPORARY)
-    try:
-        with explained(f"cannot write {path}"):
-            with temporary.open("wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            sync_folder(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with explained(f"cannot write {path}"):
+        with files.replacing(path, path.with_name(path.name + TEMPORARY)) as file:
+            for piece in pieces:
+                file.write(piece)
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -56,16 +49,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def private_folder(folder: Path) -> None:
-    """Create a folder and its missing parents, open to their owner alone.
+    """Create a folder and its missing parents, private to their owner.
 
     Raises:
-        StoreError: it cannot be created.
+        StoreError: it can't be created.
     """
     with explained(f"cannot create {folder}"):
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        for path in reversed(missing):
-            path.mkdir(mode=0o700, exist_ok=True)
-        if not folder.is_dir():
+        if not files.private_folder(folder).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "there is a file of that name")
 
 
@@ -73,7 +63,7 @@ def move_folder(source: Path, target: Path) -> None:
     """Rename a folder durably. `target` must not exist, or be an empty folder.
 
     Raises:
-        StoreError: the system refuses.
+        StoreError: a file operation failed.
     """
     with explained(f"cannot move {source} to {target}"):
         source.rename(target)
@@ -83,10 +73,10 @@ def move_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder with all it holds, or the link in its place. Nothing happens if it does not exist.
+    """Delete a folder with its content, or a link in its place. Does nothing if it does not exist.
 
     Raises:
-        StoreError: the system refuses.
+        StoreError: a file operation failed.
     """
     with explained(f"cannot remove {folder}"):
         if folder.is_symlink() or folder.is_file():
@@ -97,7 +87,7 @@ def remove_folder(folder: Path) -> None:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn an operating system's refusal into a `StoreError` that says what was tried and what to do."""
+    """Turn an OSError into a `StoreError` that says what failed and what to do."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which files a stored model has, and which tensors with which types and shapes stand in each."""
+"""The layout of a stored model: its files, and the tensors in each with their types and shapes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from models.spec import LAYER_TYPES, ModelSpec
 MANIFEST = "manifest.json"
 """Sizes and checksums of all other files, and the summary that a listing shows."""
 RECIPE = "recipe.json"
-"""How the model was made: recipe, source shards, texts, perplexities."""
+"""The model's origin: recipe, source shards, texts, perplexities."""
 LOSSES = "losses.json"
-"""What each layer type loses, by k_chunk; absent where there is nothing to compensate with, and in older models."""
+"""Losses of each layer type by k_chunk; absent without residuals, and in older models."""
 CONFIG = "config.json"
 """The checkpoint's own, unchanged."""
 GENERATION_CONFIG = "generation_config.json"
@@ -31,7 +31,7 @@ TensorTypes = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 _CODES = frozenset({"codes", "scales", "zeros", "codebook", "group_scales"})
 _NOT_ON_DEVICE = frozenset({"embed", "rank_maximum", "mean_square"})
-"""Last parts of tensors' names: those that hold weights, and those that no device needs."""
+"""Last parts of tensors' names: those of weights, and those that no device needs."""
 _I32, _F32, _F16 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.float16)
 _U8, _I8 = np.dtype(np.uint8), np.dtype(np.int8)
 
@@ -95,9 +95,9 @@ def file_tensors(spec: ModelSpec, recipe: Recipe, file: str) -> TensorTypes:
 
 
 def optional_tensors(spec: ModelSpec, file: str) -> TensorTypes:
-    """Tensors of one of `tensor_files` that a model may lack, all or none of them.
+    """Optional tensors of one of `tensor_files`; a model has all of them or none.
 
-    It does where it was quantized without a calibration text, or before there were statistics of keys.
+    It has none if it was quantized without a calibration text, or before statistics of keys existed.
     """
     if file == OUTER:
         return {}
@@ -112,13 +112,13 @@ class Sizes:
     codes: int
     """Codes of all linear layers, with scales, zero-points and codebooks."""
     device: int
-    """What a device needs: these, norms, biases and scales of residuals."""
+    """Device memory: `codes`, norms, biases and scales of residuals."""
     residuals: int
     """Codes of the residuals."""
 
 
 def sizes(spec: ModelSpec, recipe: Recipe) -> Sizes:
-    """What a model of this architecture takes by this recipe, exactly; its files need not be there.
+    """The exact sizes of a model of this architecture by this recipe; its files need not exist.
 
     Args:
         spec: The architecture.

@@ -1,7 +1,7 @@
 """The manifest: sizes and checksums of a stored model's files, and a summary for listings.
 
-Two checks exist. `check_quickly` looks at sizes, a sample of each file and nothing else, so that a load costs no time;
-`verify` reads every byte. The manifest carries the sha256 of its own content, so damage to itself is noticed too.
+There are two checks. `check_quickly` checks only sizes and a sample of each file, so that loading stays fast; `verify`
+reads every byte. The manifest contains the sha256 of its own content, so damage to it is detected too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import StoreError
+from models.foreign import open_file, read_json
 from models.store.durable import explained, write_file
 from models.store.layout import MANIFEST
 
@@ -25,6 +26,15 @@ _EDGE = 64 * 1024
 _PAGE = 4096
 _PAGES = 14
 _PIECE = 1 << 20
+_MAX_REASON = 200
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "str": (str,),
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "str | None": (str, type(None)),
+}
+"""The accepted value types for each annotation of a field."""
 _AGAIN = "quantize the model again"
 
 
@@ -42,7 +52,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a listing shows of a model."""
+    """The summary of a model in a listing."""
 
     family: str
     """`llama`, `mistral`, `qwen2`, `qwen3` or `phi3`."""
@@ -64,7 +74,7 @@ class Summary:
     perplexity_after: float | None
     """The same of the low-bit model: prompts without compensation, then about what the default budget buys."""
     warning: str | None
-    """What a person should know before using the model, for example that it collapsed."""
+    """A warning to read before using the model, for example that it collapsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +109,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            body = json.loads(path.read_bytes())
+            body = read_json(path)
         except FileNotFoundError as error:
             raise StoreError(f"{folder} is not a stored model: it has no {MANIFEST}") from error
         except OSError as error:
@@ -124,7 +134,11 @@ class Manifest:
 
 def _read(kind: type[Any], data: dict[str, Any]) -> Any:
     if data.keys() != {field.name for field in fields(kind)}:
-        raise ValueError(f"keys of {kind.__name__}: {', '.join(sorted(data))}")
+        raise ValueError(f"keys of {kind.__name__}: {', '.join(sorted(data))}"[:_MAX_REASON])
+    for field in fields(kind):
+        value = data[field.name]
+        if type(value) not in _KINDS[str(field.type)]:
+            raise ValueError(f"{field.name} is {value!r}"[:_MAX_REASON])
     return kind(**data)
 
 
@@ -148,7 +162,7 @@ def describe(path: Path, watch: Callable[[int], None] | None = None) -> FileEntr
         StoreError: it cannot be read.
     """
     digest, size = hashlib.sha256(), 0
-    with explained(f"cannot read {path}"), path.open("rb") as file:
+    with explained(f"cannot read {path}"), open_file(path) as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
             size += len(piece)
@@ -163,7 +177,7 @@ def sample(path: Path) -> str:
     Raises:
         StoreError: it cannot be read.
     """
-    with explained(f"cannot read {path}"), path.open("rb") as file:
+    with explained(f"cannot read {path}"), open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= _PIECE:
             return f"{zlib.crc32(file.read()):08x}"
@@ -178,11 +192,18 @@ def sample(path: Path) -> str:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Check that every file is there with its size.
+    """Check that every file exists in the folder with its size.
 
     Raises:
-        StoreError: a file is missing, truncated or too long.
+        StoreError: a file is missing, truncated or too long; or there is a link, a pipe or a device.
     """
+    with explained(f"cannot list {folder}"), os.scandir(folder) as found:
+        plain = {
+            entry.name: entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False) for entry in found
+        }
+    odd = sorted(name for name, is_plain in plain.items() if not is_plain)
+    if odd:
+        raise StoreError(f"{folder / odd[0]} is a link or a device; a stored model is files in a folder; {_AGAIN}")
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -196,7 +217,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_quickly(folder: Path, manifest: Manifest) -> None:
-    """Check sizes and samples of all files: what a load can afford.
+    """Check sizes and samples of all files, quickly enough for a load.
 
     Raises:
         StoreError: a file is missing, truncated or visibly damaged.
@@ -230,3 +251,11 @@ def verify(folder: Path, manifest: Manifest, watch: Callable[[int, int], None] |
         if describe(folder / name, advance) != entry:
             raise StoreError(f"{folder / name} is damaged (its sha256 does not match); {_AGAIN}")
         done += entry.bytes
+
+
+def content_of(folder: Path) -> str | None:
+    """The checksum of a folder's manifest, which identifies its weights; None if it can't be read."""
+    try:
+        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -1,8 +1,7 @@
-"""`StoredModel`: a low-bit model on disk, checked when opened, its tensors mapped when asked for."""
+"""`StoredModel`: a low-bit model on disk, checked when opened, with tensors mapped on demand."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from models.catalogue import KNOWN
 from models.errors import ModelError, StoreError
+from models.foreign import read_file, read_json
+from models.generation_config import recommended_sampling
 from models.keys import KeyStatistics, tensor_names
 from models.losses import TypeLosses
 from models.packed import PackedLinear, PackedResidual
@@ -24,14 +26,14 @@ from models.store.tensors import MappedTensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModelInfo:
-    """What is known of a stored model without opening its weights."""
+    """A stored model's description, known without opening its weights."""
 
     name: str
     """Its name in the store (`name` or `org/name`)."""
     path: Path
     """Its folder."""
     recipe: Recipe
-    """How it was quantized."""
+    """The recipe it was quantized by."""
     source: str
     """The checkpoint it was made from: `org/name`, a short name, or a folder's or file's name."""
     summary: Summary
@@ -56,9 +58,9 @@ class StoredModelInfo:
                 recipe=Recipe.from_json(recipe["recipe"]),
                 source=str(recipe["source"]["name"]),
                 summary=manifest.summary,
-                source_types=recipe["source"].get("types"),
+                source_types=_counts(recipe["source"].get("types")),
             )
-        except (ModelError, KeyError, TypeError) as error:
+        except (ModelError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"{path / layout.RECIPE} is damaged ({error}); quantize the model again") from error
 
 
@@ -75,6 +77,7 @@ class StoredModel:
         self.info = info
         self.spec = spec
         self._files = files
+        self._linear_names = frozenset(spec.linear_names())
 
     @classmethod
     def open_folder(cls, path: Path, name: str | None = None) -> StoredModel:
@@ -84,7 +87,7 @@ class StoredModel:
 
         Args:
             path: The folder.
-            name: What the model is called; the folder's name unless given.
+            name: The model's name; by default the folder's.
 
         Raises:
             StoreError: the folder is damaged, incomplete or foreign.
@@ -105,13 +108,26 @@ class StoredModel:
         """Folder with tokenizer.json and what belongs to it."""
         return self.path
 
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The sampling that its maker recommends, by the keys of generation_config.json; empty where none is known.
+
+        Raises:
+            StoreError: the file is damaged.
+        """
+        path = self.path / layout.GENERATION_CONFIG
+        if path.exists() and (found := recommended_sampling(_read_json(path))):
+            return found
+        known = KNOWN.get(self.info.source)
+        return {} if known is None else dict(known.sampling)
+
     def linear(self, name: str) -> PackedLinear:
         """A linear layer by its name in `ModelSpec.linear_names()`; q, k, v and gate, up are fused.
 
         Raises:
             KeyError: the model has no linear layer of that name.
         """
-        if name not in self.spec.linear_names():
+        if name not in self._linear_names:
             raise KeyError(name)
         file = self._files[layout.file_of(name)]
         shape = self.spec.linear_shape(name.rsplit(".", 1)[-1])
@@ -147,7 +163,7 @@ class StoredModel:
         return self._files[layout.file_of(name)][name]
 
     def key_statistics(self, layer: int) -> KeyStatistics | None:
-        """What is known of a block's keys and queries; None where it was not gathered."""
+        """Statistics of a block's keys and queries; None where they were not gathered."""
         mean, axis = (self._files[layout.block_file(layer)].get(name) for name in tensor_names(layer))
         return None if mean is None or axis is None else KeyStatistics(mean, axis)
 
@@ -155,16 +171,21 @@ class StoredModel:
         """The embedding table, float16 [V, C]."""
         return self._files[layout.OUTER]["embed"]
 
+    def release(self) -> None:
+        """See `models.weights.Weights.release`."""
+        for file in self._files.values():
+            file.release()
+
     @property
     def losses(self) -> TypeLosses | None:
-        """What each layer type loses, by k_chunk; None where it was not measured.
+        """Losses of the layer types, by k_chunk; None where they were not measured.
 
         Raises:
             StoreError: losses.json is damaged.
         """
         path = self.path / layout.LOSSES
         try:
-            return TypeLosses.from_json(path.read_bytes())
+            return TypeLosses.from_json(read_file(path))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -193,6 +214,10 @@ def _check_tensors(file: MappedTensors, expected: layout.TensorTypes, optional: 
         )
 
 
+def _counts(types: Mapping[str, Any] | None) -> dict[str, int] | None:
+    return None if types is None else {str(kind): int(count) for kind, count in types.items()}
+
+
 def _read_spec(path: Path) -> ModelSpec:
     from models.families import spec_from_config
 
@@ -205,7 +230,7 @@ def _read_spec(path: Path) -> ModelSpec:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
+        data = read_json(path)
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Names of stored models, and the folders they map to. A name can never point outside the store."""
+"""Names of stored models and their folders. A name can never point outside the store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models.recipe import QOQ_STEPS, Recipe
 
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?")
 _SEPARATOR = "--"
-"""Stands for the slash of `org/name` in a folder's name, as in the Hugging Face cache."""
+"""Replaces the slash of `org/name` in a folder's name, as in the Hugging Face cache."""
 GGUF = ".gguf"
 """Ending of a GGUF file."""
 _SNAPSHOT = re.compile(r"models--(?P<name>.+)")
@@ -48,7 +48,7 @@ def name_of(folder: str) -> str:
 
 
 def source_name(checkpoint: Path) -> str:
-    """What a checkpoint is called: its short name, or `org/name` in the Hugging Face cache, else its own name."""
+    """The name of a checkpoint: its short name, or `org/name` in the Hugging Face cache, else its file name."""
     for known in KNOWN.values():
         if checkpoint.name == known.file:
             return known.name

@@ -20,12 +20,12 @@ _REPLACED = ".replaced"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedModel:
-    """A folder of the store that is no usable model."""
+    """A folder of the store that is not a usable model."""
 
     folder: str
     """Its name."""
     reason: str
-    """What is wrong with it."""
+    """The problem with it."""
 
 
 Infos = list[StoredModelInfo]
@@ -35,7 +35,7 @@ Damages = list[DamagedModel]
 class Store:
     """The models under one folder: `<root>/<name>/`, `<root>/<org>--<name>/`.
 
-    Unfinished work lies in `<root>/.work/`, locks in `<root>/.locks/`. Nothing is created before the first write.
+    Unfinished work is in `<root>/.work/`, locks are in `<root>/.locks/`. Nothing is created before the first write.
     """
 
     def __init__(self, root: Path) -> None:
@@ -50,10 +50,10 @@ class Store:
         return self._scan()[1]
 
     def info(self, name: str) -> StoredModelInfo:
-        """What is known of one model without opening its weights.
+        """The description of one model, known without opening its weights.
 
         Raises:
-            ModelNotFoundError: there is none of that name.
+            ModelNotFoundError: no model has that name.
             StoreError: it is damaged.
         """
         return StoredModelInfo.read(self._existing(name), name)
@@ -62,7 +62,7 @@ class Store:
         """Open a model: sizes, headers and sampled checksums are checked, weights are mapped.
 
         Raises:
-            ModelNotFoundError: there is none of that name.
+            ModelNotFoundError: no model has that name.
             StoreError: it is damaged.
         """
         return StoredModel.open_folder(self._existing(name), name)
@@ -75,14 +75,14 @@ class Store:
             watch: Called with bytes read and bytes in all; may raise to stop.
 
         Raises:
-            ModelNotFoundError: there is none of that name.
+            ModelNotFoundError: no model has that name.
             StoreError: it is damaged.
         """
         folder = self._existing(name)
         verify(folder, Manifest.read(folder), watch)
 
     def remove(self, name: str) -> None:
-        """Delete a model, usable or not, and what unfinished work there is of that name.
+        """Delete a model, usable or not, and any unfinished work of that name.
 
         Raises:
             ModelNotFoundError: there is neither.
@@ -101,10 +101,10 @@ class Store:
             remove_folder(work)
 
     def path(self, name: str) -> Path:
-        """Where a model of that name lies or would lie.
+        """The folder of a model of that name, whether or not it exists.
 
         Raises:
-            StoreError: the name is not acceptable.
+            StoreError: the name is invalid.
         """
         return self.root / folder_of(name)
 
@@ -113,7 +113,7 @@ class Store:
         return _exists(self.path(name))
 
     def work_folder(self, name: str) -> Path:
-        """Where a model of that name is being made."""
+        """The folder in which a model of that name is made."""
         return self.root / _WORK / folder_of(name)
 
     @contextmanager
@@ -165,10 +165,10 @@ class Store:
         return folder
 
     def _recover(self, name: str) -> None:
-        """Put a model back whose replacement was interrupted between the two renames; taking the lock does it."""
+        """Restore a model whose replacement was interrupted between the two renames, by taking the lock."""
         if not self._replaced(name).exists() or _exists(self.path(name)):
             return
-        # A failure means that somebody is replacing it right now, or the store is read-only: the name stays missing.
+        # On failure another process is replacing it, or the store is read-only; the name stays missing.
         with suppress(StoreError), self.lock(name):
             pass
 

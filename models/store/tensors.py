@@ -1,15 +1,15 @@
 """Safetensors files, mapped without a copy and written in bounded memory.
 
-The safetensors library copies every tensor it hands to numpy, so mapped access has a small reader of its own. What is
-written here the library reads: a little-endian length, a JSON header padded with spaces so that the data begins at a
-multiple of 64 bytes, then the tensors one after another, largest item size first.
+The safetensors library copies every tensor for numpy, so mapped access uses its own small reader. The library can read
+the files written here: a little-endian length, a JSON header padded with spaces so that the data starts at a multiple
+of 64 bytes, then the tensors one after another, largest item size first.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import StoreError
+from models.foreign import open_file
+from models.tensor_table import read_table
 
 Array = npt.NDArray[Any]
 
@@ -32,7 +34,6 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 """Types that a stored model uses, by their safetensors names."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 64
-_LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +45,12 @@ class TensorEntry:
     shape: tuple[int, ...]
     """Shape."""
     offset: int
-    """Where its bytes begin, counted from the start of the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def count(self) -> int:
         """Number of items."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -64,42 +65,23 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         StoreError: the file is missing, foreign, truncated or damaged.
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise StoreError(f"{path} is not a safetensors file, or it is truncated")
-            header = json.loads(file.read(length))
+        places = read_table(path)
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise StoreError(f"{path}: the safetensors header is damaged ({error})") from error
-    if not isinstance(header, dict):
-        raise StoreError(f"{path}: the safetensors header is damaged (not an object)")
-    header.pop("__metadata__", None)
-    try:
-        entries = {name: _entry(fields, 8 + length) for name, fields in header.items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(f"{path}: the safetensors header is damaged ({error!r})") from error
-    end = 8 + length
-    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
-        if entry.offset != end:
-            raise StoreError(f"{path}: the safetensors header is damaged (tensors overlap or leave holes)")
-        end += entry.nbytes
-    if end != size:
-        raise StoreError(f"{path} has {size:,} bytes where its header promises {end:,}; it is truncated or damaged")
-    return entries
-
-
-def _entry(fields: dict[str, Any], base: int) -> TensorEntry:
-    begin, end = fields["data_offsets"]
-    shape = tuple(fields["shape"])
-    if fields["dtype"] not in DTYPES or not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
-        raise ValueError(f"{fields['dtype']} {shape}")
-    entry = TensorEntry(dtype=DTYPES[fields["dtype"]], shape=shape, offset=base + begin)
-    if entry.nbytes != end - begin:
-        raise ValueError(f"{end - begin} bytes for {shape}")
-    return entry
+        raise StoreError(
+            f"{path} is truncated, or its safetensors header is damaged: {error}; quantize the model again"
+        ) from error
+    foreign = sorted({place.dtype for place in places.values()} - DTYPES.keys())
+    if foreign:
+        kind = foreign[0][:20]
+        raise StoreError(
+            f"{path}: the safetensors header is damaged: no stored model holds {kind}; quantize the model again"
+        )
+    return {
+        name: TensorEntry(dtype=DTYPES[place.dtype], shape=place.shape, offset=place.offset)
+        for name, place in places.items()
+    }
 
 
 class MappedTensors:
@@ -109,7 +91,7 @@ class MappedTensors:
         self.path = path
         self.entries = read_header(path)
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise StoreError(f"cannot map {path}: {error.strerror}") from error
@@ -117,6 +99,11 @@ class MappedTensors:
     def get(self, name: str) -> Array | None:
         """The tensor of that name, or None."""
         return self[name] if name in self.entries else None
+
+    def release(self) -> None:
+        """Leave the pages that were read to the system's cache of the file; they come back when they are touched."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # on Windows there is none
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def __getitem__(self, name: str) -> Array:
         entry = self.entries.get(name)
@@ -129,14 +116,14 @@ class MappedTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PiecewiseTensor:
-    """A tensor to be written that need not be in memory as a whole."""
+    """A tensor to be written in pieces, without being in memory as a whole."""
 
     dtype: np.dtype[Any]
     """Type of the items."""
     shape: tuple[int, ...]
     """Shape."""
     pieces: Callable[[], Iterator[Array]]
-    """Gives consecutive ranges of the first axis, together the whole tensor."""
+    """Yields consecutive ranges of the first axis that make up the whole tensor."""
 
 
 def tensor_file(tensors: Mapping[str, Array | PiecewiseTensor]) -> Iterator[memoryview]:

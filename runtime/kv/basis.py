@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from models.keys import KeyStatistics
 from models.spec import ModelSpec
+from models.weights import Weights
 from runtime.kv.kinds import CacheKind
-from runtime.weights import Weights
 
 Float32Array = npt.NDArray[np.float32]
 

@@ -122,7 +122,7 @@ class KVCache(Protocol):
         that.
 
         Args:
-            slots: int32 [M] as in `runtime.decoder.Step`.
+            slots: int32 [M] as in `runtime.backends.decoder.Step`.
             positions: int32 [M], consecutive in each slot.
             flush: Whether pages may be cut off. Speculation says no from its second drafted token on, so that drafts
                 and their verification see the same pages and no drafted token is quantized before it is verified.

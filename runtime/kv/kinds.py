@@ -271,3 +271,21 @@ def cache_bytes(
     """
     windows = slots * kind.window_capacity(max_rows) * window_token_bytes(kind, spec)
     return (slots * kind.max_pages(context) if pages is None else pages) * page_bytes(kind, spec) + windows
+
+
+DEFAULT_KV: KVKind = "int4"
+"""The kind of cache where nobody asks for another: QServe's KV4, within 0.6 % of `fp16`'s perplexity (docs/kv.md)."""
+CHAT_KINDS: tuple[KVKind, ...] = (DEFAULT_KV, "int8", "fp16", "hierarchical")
+"""The kinds that the settings screen offers; the others are for comparison with the papers."""
+SPECULATIVE_KV: KVKind = "hierarchical"
+"""The kind of cache of which drafts of the model read less than verification does."""
+
+
+def cache_for(kv: KVKind | None, *, drafts: bool) -> KVKind:
+    """The kind of cache that a model gets.
+
+    Args:
+        kv: What was asked for; None leaves it open.
+        drafts: Whether the model is to draft for itself.
+    """
+    return kv or (SPECULATIVE_KV if drafts else DEFAULT_KV)

@@ -15,9 +15,10 @@ from runtime.errors import RuntimeFailure
 from runtime.server.answer import error_answer
 from runtime.server.errors import ApiError, api_error
 from runtime.server.management import ManagementInterface
-from runtime.server.public import PublicInterface
+from runtime.server.openai.public import PublicInterface
+from runtime.server.reading import Reader
 from runtime.server.security import Guard, Security
-from runtime.server.service import Service
+from runtime.server.service.service import Service
 from runtime.server.streaming import Disconnected
 
 PING_S = 5.0
@@ -35,9 +36,10 @@ def create_app(
         ping_s: Seconds between comments in a silent stream.
         shutdown: Ends the server, for `POST /runtime/shutdown`.
     """
-    routes = PublicInterface(service, ping_s).routes()
+    reader = Reader()
+    routes = PublicInterface(service, ping_s, reader).routes()
     if security.management_token is not None:
-        routes += ManagementInterface(service, ping_s, shutdown).routes()
+        routes += ManagementInterface(service, ping_s, reader, shutdown).routes()
     app = Starlette(
         routes=routes,
         exception_handlers={

@@ -19,6 +19,8 @@ from runtime.errors import (
 from runtime.wire.answers import STATUS_OF_CODE, ErrorRecord
 
 INVALID, SERVER = "invalid_request_error", "server_error"
+MOST_WORDS = 1000
+"""Characters of a message, at most: one that repeats what was wrong must not be as long as that."""
 logger = logging.getLogger(__name__)
 
 
@@ -45,9 +47,10 @@ class ApiError(RuntimeFailure):
             code: Short name of the error.
             headers: Headers that belong to the answer.
         """
+        message = _short(message)
         super().__init__(message)
         self.status = status
-        self.record = ErrorRecord(message=message, type=kind, param=param, code=code)
+        self.record = ErrorRecord(message=message, type=kind, param=param and _short(param), code=code)
         self.headers = dict(headers or {})
 
 
@@ -100,6 +103,12 @@ def api_error(error: BaseException, *, prompt: str | None = None) -> ApiError:
         return ApiError(400, text, code="model_refused")
     logger.error("unexpected error", exc_info=error)
     return ApiError(500, f"internal error ({type(error).__name__}); the log has more", kind=SERVER, code="internal")
+
+
+def _short(text: str) -> str:
+    """A text without its middle, where it is too long: what happened and what to do stand at its ends."""
+    half = MOST_WORDS // 2
+    return text if len(text) <= MOST_WORDS else f"{text[:half]} … {text[-half:]}"
 
 
 def _not_found(message: str) -> ApiError:

@@ -15,7 +15,7 @@ import uvicorn
 from runtime.errors import RequestError
 from runtime.server.app import create_app
 from runtime.server.security import Security
-from runtime.server.service import Service
+from runtime.server.service.service import Service
 
 GRACE_S = 3
 """Seconds that running requests get to end when the server stops."""

@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from models.catalogue import CATALOGUE
 from models.progress import Progress
-from models.shelf import SHELF
 from runtime.errors import RequestError
 from runtime.server.answer import json_answer
 from runtime.server.errors import unknown_model
-from runtime.server.requests import INVALID, MISSING, read_object, refused
-from runtime.server.service import Service
+from runtime.server.reading import INVALID, MISSING, Reader, read_object, refused
+from runtime.server.service.service import Service
 from runtime.server.streaming import Events, sse
 from runtime.wire.answers import Caches, Loaded, ModelEntry, ModelList, Pulled, Quantized
 from runtime.wire.codec import WireError, from_json, to_json
@@ -44,6 +44,7 @@ class ManagementInterface:
 
     service: Service
     ping_s: float
+    reader: Reader
     shutdown: Callable[[], None]
     """Ends the server, once the answer is sent."""
 
@@ -77,14 +78,14 @@ class ManagementInterface:
 
     async def load(self, request: Request) -> Response:
         """POST /runtime/load."""
-        wanted = await _read(request, LoadRequest)
+        wanted = await self._read(request, LoadRequest)
         if await asyncio.to_thread(self.service.catalogue.find, wanted.model) is None:
             raise unknown_model(wanted.model)
         return await self._stream(self._done(self.service.load(wanted)))
 
     async def tune(self, request: Request) -> Response:
         """POST /runtime/tune."""
-        wanted = await _read(request, TuneRequest)
+        wanted = await self._read(request, TuneRequest)
         try:
             _ = wanted.compensation
         except RequestError as error:
@@ -100,9 +101,9 @@ class ManagementInterface:
         return json_answer(to_json(ProspectList(prospects=await asyncio.to_thread(self._prospects))))
 
     def _prospects(self) -> Sequence[Prospect]:
-        from runtime.prospects import prospects, room_of
+        from runtime.load.prospects import prospects, room_of
 
-        return prospects(SHELF, room_of(self.service.device(), self.service.status()))
+        return prospects(CATALOGUE, room_of(self.service.device(), self.service.status()))
 
     async def unload(self, _request: Request) -> Response:
         """POST /runtime/unload."""
@@ -111,15 +112,15 @@ class ManagementInterface:
 
     async def quantize(self, request: Request) -> Response:
         """POST /runtime/quantize."""
-        return await self._stream(self._quantizing(await _read(request, QuantizeRequest)))
+        return await self._stream(self._quantizing(await self._read(request, QuantizeRequest)))
 
     async def pull(self, request: Request) -> Response:
         """POST /runtime/pull."""
-        return await self._stream(self._pulling(await _read(request, PullRequest)))
+        return await self._stream(self._pulling(await self._read(request, PullRequest)))
 
     async def remove(self, request: Request) -> Response:
         """POST /runtime/remove."""
-        name = (await _read(request, RemoveRequest)).name
+        name = (await self._read(request, RemoveRequest)).name
         if self.service.holds(name):
             await self.service.unload()
         await asyncio.to_thread(self.service.catalogue.remove, name)
@@ -132,17 +133,32 @@ class ManagementInterface:
 
     async def forget(self, request: Request) -> Response:
         """POST /runtime/forget: delete what caches hold of the conversation `chat`, or of all."""
-        return json_answer(to_json(await self.service.forget((await _read(request, ForgetRequest)).chat)))
+        return json_answer(to_json(await self.service.forget((await self._read(request, ForgetRequest)).chat)))
 
     async def inspect(self, request: Request) -> Response:
         """POST /runtime/inspect: what the model thought at each token of an answer."""
-        return await self._stream(_reported(self.service.inspect(await _read(request, InspectRequest))))
+        return await self._stream(_reported(self.service.inspect(await self._read(request, InspectRequest))))
 
     async def stop(self, _request: Request) -> Response:
         """POST /runtime/shutdown."""
         logger.warning("ends: a program asked for it (POST /runtime/shutdown)")
         asyncio.get_running_loop().call_later(0.05, self.shutdown)
         return json_answer({"stopping": True})
+
+    async def _read(self, request: Request, kind: type[R]) -> R:
+        """The body of a request. The program itself is the only client here, so an unknown field is a mistake.
+
+        Raises:
+            ApiError: it is no JSON object, or a field is missing, unknown, of a wrong type or out of range.
+        """
+
+        def record(body: bytes) -> R:
+            try:
+                return from_json(kind, read_object(body), strict=True)
+            except WireError as error:
+                raise refused(error.field, str(error), code=MISSING if error.missing else INVALID) from error
+
+        return await self.reader.read(request, record)
 
     async def _stream(self, events: Events) -> Response:
         return await sse(events, ping_s=self.ping_s, done=False)
@@ -173,18 +189,6 @@ class ManagementInterface:
 
     def _entry(self, entry: ModelEntry) -> ModelEntry:
         return replace(entry, loaded=self.service.holds(entry.name))
-
-
-async def _read(request: Request, kind: type[R]) -> R:
-    """The body of a request. The program itself is the only client here, so an unknown field is a mistake.
-
-    Raises:
-        ApiError: it is no JSON object, or a field is missing, unknown, of a wrong type or out of range.
-    """
-    try:
-        return from_json(kind, read_object(await request.body()), strict=True)
-    except WireError as error:
-        raise refused(error.field, str(error), code=MISSING if error.missing else INVALID) from error
 
 
 async def _reported(work: AsyncGenerator[Progress, None] | AsyncGenerator[Progress | Inspection, None]) -> Events:

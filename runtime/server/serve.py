@@ -11,7 +11,7 @@ from contextlib import aclosing
 from models.progress import ProgressCallback, ignore_progress
 from runtime.server.listening import bind, listen, stopped_by_signals
 from runtime.server.security import Security
-from runtime.server.service import Service
+from runtime.server.service.service import Service
 from runtime.wire.requests import LoadRequest
 
 INTERRUPTED = 130
@@ -32,7 +32,7 @@ def run(
     """Serve `/v1/*` until Ctrl-C or SIGTERM. There is no `/runtime/*`: nothing can be pulled, made or deleted.
 
     Args:
-        service: What is served, from `runtime.server.loading.open_service`; closed at the end.
+        service: What is served, from `runtime.server.store.loading.open_service`; closed at the end.
         host: Address to listen on. Beyond loopback a token is needed.
         port: TCP port; 0 takes a free one.
         token: Bearer token that requests need; None demands none.

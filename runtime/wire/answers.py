@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from models.recipe import DEFAULT_METHOD
+from runtime.wire.codec import Count, Number
 
 State = Literal["empty", "loading", "ready", "generating", "failed"]
 
@@ -75,8 +76,10 @@ class Status:
     """Bytes of weights read for one token."""
     kv_bytes: int | None = None
     """Bytes of the KV cache."""
+    sampling: Mapping[str, float] | None = None
+    """The sampling that its maker recommends, by the keys of generation_config.json."""
     speculates: bool = False
-    """Whether tokens are drafted and verified several at a time."""
+    """Whether the model drafts tokens and verifies several at a time."""
     running: int = 0
     """Requests that are being answered."""
     waiting: int = 0
@@ -200,11 +203,12 @@ class Caches(Holding):
 class SpeculationRecord:
     """What speculation did in an answer."""
 
-    gamma: int
-    """Tokens drafted a round at the end; 0: rounds did not pay, so decoding went on without."""
-    acceptance_rate: float
+    gamma: Count
+    """Tokens that the model drafts a round at the end; 0: that did not pay. Where it drafts none, how many were copied
+    a round, on average."""
+    acceptance_rate: Number
     """Part of the drafted tokens that stayed."""
-    tokens_per_verify: float
+    tokens_per_verify: Number
     """Tokens that a round gave."""
 
 
@@ -212,23 +216,23 @@ class SpeculationRecord:
 class Timings:
     """What an answer cost: `timings` beside the last of what OpenAI's protocol has."""
 
-    ttft_s: float
+    ttft_s: Number
     """Seconds from the request to the first token."""
-    prefill_tokens_per_s: float
+    prefill_tokens_per_s: Number
     """Speed of reading the prompt."""
-    decode_tokens_per_s: float
+    decode_tokens_per_s: Number
     """Speed of writing the answer."""
-    prompt_tokens: int
+    prompt_tokens: Count
     """Tokens of the prompt."""
-    cached_tokens: int
+    cached_tokens: Count
     """Of these, tokens that were in the cache still."""
-    completion_tokens: int
+    completion_tokens: Count
     """Tokens of the answer."""
-    k_chunk: Mapping[str, int] | None
+    k_chunk: Mapping[str, Count] | None
     """Compensated channels per 1024, by layer type."""
     slowdown_percent: float | None
     """Slowdown of decoding by that compensation, where it was measured."""
     prompt_slowdown_percent: float | None = None
     """How much longer the prompt took by compensation, as it was measured when the model was tuned."""
     speculation: SpeculationRecord | None = None
-    """What speculation did; None where nothing was to be drafted."""
+    """What speculation did; None where nothing was drafted, nor was to be by the model."""

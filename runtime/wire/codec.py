@@ -1,12 +1,13 @@
 """Records as JSON and back. What a record's fields are annotated with is all that is known of them.
 
 Fields may be texts, numbers, truth values, records, `Mapping`, `Sequence`, tuples, `Literal`, unions of these, `Any`,
-and texts and numbers as `Annotated` with one `Within` or `OneOf`.
+and texts, numbers and sequences as `Annotated` with one `Within` or `OneOf`. Reading ends at the first mistake.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -15,6 +16,10 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 R = TypeVar("R")
+LARGEST_INT = 2**63 - 1
+"""Largest whole number that is read, either way from 0: whatever counts, counts in 64 bits."""
+_SHOWN = 60
+"""Most characters of a wrong value that an error repeats."""
 _WORDS: dict[Any, str] = {
     str: "a text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"
 }  # fmt: skip
@@ -38,16 +43,16 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """The range of an annotated number, or of an annotated text's length."""
+    """The range of an annotated number, or of the length of an annotated text or sequence."""
 
     low: float
     high: float = math.inf
 
     def __contains__(self, value: Any) -> bool:
-        return self.low <= (len(value) if isinstance(value, str) else value) <= self.high
+        return self.low <= (len(value) if isinstance(value, str | list | tuple) else value) <= self.high
 
     def __str__(self) -> str:
-        return f"{self.low:g} or more" if self.high == math.inf else f"{self.low:g} to {self.high:g}"
+        return f"{self.low:g} or more" if self.high == math.inf else f"{self.low:g} to {self.high:.12g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,10 @@ class OneOf:
 
     def __str__(self) -> str:
         return f"one of {', '.join(self.values)}"
+
+
+Count = Annotated[int, Within(0)]
+Number = Annotated[float, Within(0)]
 
 
 def to_json(value: Any) -> Any:
@@ -103,6 +112,8 @@ def _read(kind: Any, value: Any, where: str, strict: bool) -> Any:
     if kind is Any:
         return value
     if origin is Annotated:
+        if isinstance(value, list) and value not in arguments[1]:  # before its items are read
+            _refuse(kind, value, where)
         found = _read(arguments[0], value, where, strict)
         return found if found in arguments[1] else _refuse(kind, value, where)
     if origin in (Union, UnionType):
@@ -167,16 +178,23 @@ def _read_scalar(kind: Any, value: Any, where: str) -> Any:
     assert kind in _WORDS, f"a field is annotated with {kind}, which cannot be read"
     if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
-    return value if type(value) is kind else _refuse(kind, value, where)
+    if type(value) is not kind or (kind is int and abs(value) > LARGEST_INT):
+        _refuse(kind, value, where)
+    return value
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 2 * _SHOWN
 
 
 def _inside(where: str, name: str) -> str:
+    name = name if len(name) <= _SHOWN else f"{name[: _SHOWN - 1]}…"
     return f"{where}.{name}" if where else name
 
 
 def _refuse(kind: Any, value: Any, where: str) -> NoReturn:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:59]}…"
+    shown = _REPR.repr(value)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 1]}…"
     raise WireError(f"{where or 'it'} must be {_words(kind)}, not {shown}", where)
 
 
@@ -187,7 +205,8 @@ def _words(kind: Any) -> str:
         limit = arguments[1]
         if isinstance(limit, OneOf):
             return str(limit)
-        return f"{_words(arguments[0])} of {limit}{' characters' if arguments[0] is str else ''}"
+        counted = {str: " characters", int: "", float: ""}.get(arguments[0], " items")
+        return f"{_words(arguments[0])} of {limit}{counted}"
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(map(_words, arguments)))
     if origin is Literal:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.compensation import CHUNK
-from runtime.problem import Problem
+from runtime.errors import Problem
 from tuner.curve import Curve
 
 

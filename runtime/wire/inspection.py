@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 
 from runtime.wire.codec import OneOf, Within
 
+MOST_MESSAGES = 16_384
+"""Messages of a conversation, at most: more than fit any context."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
@@ -25,7 +28,7 @@ class InspectRequest:
 
     model: Annotated[str, Within(1, 300)]
     """The model that reads it; loaded first if it is another one."""
-    messages: Sequence[Said]
+    messages: Annotated[Sequence[Said], Within(0, MOST_MESSAGES)]
     """What was said before the answer."""
     answer: Annotated[str, Within(1)]
     """The answer."""

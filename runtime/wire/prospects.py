@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from models.shelf import Form
+from models.catalogue import Form
 
 Fits = Literal["yes", "tight", "no"]
 

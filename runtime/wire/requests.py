@@ -34,10 +34,10 @@ class LoadRequest:
     prompt_budget: Budget | None = None
     """How much longer, in percent, a prompt may take by compensation; 0 is none."""
     speculate: bool | None = None
-    """Whether tokens are drafted and verified several at a time; the cache is hierarchical then. None: where the cache
-    is that and it was measured to pay."""
+    """Whether the model drafts tokens and verifies several at a time, with a hierarchical cache if `kv` is None. None:
+    where the cache is that and it was measured to pay. Drafts are copied from the text unless this is False."""
     gamma: Annotated[int, Within(1, LARGEST_GAMMA)] | None = None
-    """Tokens to draft in each round of speculation; None is the best by what steps cost and what is accepted."""
+    """Tokens that the model drafts in each round; None is the best by what steps cost and what is accepted."""
     context: Annotated[int, Within(1)] | None = None
     """Tokens of context."""
     num_parallel: Annotated[int, Within(1, 64)] | None = None
@@ -47,7 +47,7 @@ class LoadRequest:
 
     @property
     def speculation(self) -> Speculate | None:
-        """How tokens are to be drafted whatever was measured; None: see `speculate`."""
+        """How the model is to draft whatever was measured; None: see `speculate`."""
         return Speculate(gamma=self.gamma) if self.speculate else None
 
     @property

@@ -25,7 +25,7 @@ def test_nothing_is_told_of_a_step_that_has_just_begun() -> None:
         estimate.take(float(second), "quantize", second, 30)
         assert estimate.words == ""
     estimate.take(3.0, "quantize", 3, 30)
-    assert estimate.words == "about 27 s left in this step"
+    assert estimate.words == "about 27 s left"
 
 
 def test_a_few_seconds_are_not_counted_down() -> None:

@@ -53,6 +53,22 @@ def test_another_one_is_empty_and_leaves_the_first_as_it_is() -> None:
     assert len(conversation) == 1
 
 
+def test_branches_are_walked_to_their_newest_ends() -> None:
+    conversation = Conversation()
+    first = conversation.add("user", "a", parent=None)
+    one = conversation.add("assistant", "b", parent=first.id)
+    conversation.add("user", "older", parent=one.id)
+    newer = conversation.add("user", "newer", parent=one.id)
+    other = conversation.add("assistant", "c", parent=first.id)
+    assert conversation.walk(other.id, -1)
+    assert conversation.head == newer.id
+    assert not conversation.walk(one.id, -1)
+    assert conversation.head == newer.id
+    assert conversation.walk(one.id, 1)
+    assert conversation.head == other.id
+    assert conversation.branches()[first.id] == [one.id, other.id]
+
+
 def test_the_prompt_has_turns() -> None:
     conversation = Conversation()
     for role, text in (("user", "a"), ("assistant", ""), ("user", "b"), ("assistant", "c"), ("user", "d")):

@@ -9,7 +9,10 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -26,9 +29,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def history(tmp_path: Path) -> History:
+def history(tmp_path: Path) -> Iterator[History]:
     """An empty one."""
-    return History(tmp_path / "home" / "history.db")
+    with closing(History(tmp_path / "home" / "history.db")) as history:
+        yield history
+
+
+def texts_in(path: Path, chat: str) -> list[str]:
+    """What was said in a chat that a file keeps."""
+    with closing(History(path)) as history:
+        return [message.text for message in history.messages(chat)]
 
 
 def said(history: History, *texts: str, model: str | None = None) -> Conversation:
@@ -142,7 +152,7 @@ def test_a_deleted_chat_comes_back_or_is_overwritten(history: History) -> None:
     with pytest.raises(HistoryError, match="no chat"):
         history.restore(conversation.id)
     history.close()
-    with sqlite3.connect(history.path) as database:  # checkpoints the log
+    with closing(sqlite3.connect(history.path)) as database:  # checkpoints the log
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     assert b"xyzzy" not in history.path.read_bytes()
 
@@ -154,13 +164,28 @@ def test_a_chat_is_found_by_the_beginning_of_its_id(history: History) -> None:
     for wrong in ("", "%", "nothing", "_"):
         with pytest.raises(HistoryError, match="no chat"):
             history.find(wrong)
+    for chat in ("alike-1", "alike-2"):
+        history.note(chat, None, Extras(draft="a draft"))
+    with pytest.raises(HistoryError, match="several chats begin with alike; write more of it"):
+        history.find("alike")
+    assert history.find("ALIKE-2").id == "alike-2"
+
+
+def test_what_fails_half_way_leaves_nothing(history: History) -> None:
+    whole = Message(id="a", parent=None, role="user", text="Hi")
+    broken = Message(id="b", parent="a", role=None, text="Hello")  # type: ignore[arg-type]
+    with pytest.raises(HistoryError, match="NOT NULL"):
+        history.record("c", "b", [whole, broken])
+    assert history.chats() == history.messages("c") == []
+    history.record("c", "a", [whole])
+    assert [chat.id for chat in history.chats()] == ["c"]
 
 
 def test_two_programs_write_at_once(history: History) -> None:
-    other = History(history.path)
-    for turn in range(20):
-        said(history if turn % 2 else other, f"turn {turn}")
-    assert len(history.chats()) == len(other.chats()) == 20
+    with closing(History(history.path)) as other:
+        for turn in range(20):
+            said(history if turn % 2 else other, f"turn {turn}")
+        assert len(history.chats()) == len(other.chats()) == 20
 
 
 def test_a_damaged_file_is_told_and_left(tmp_path: Path) -> None:
@@ -174,7 +199,7 @@ def test_a_damaged_file_is_told_and_left(tmp_path: Path) -> None:
 def test_a_newer_file_is_left_alone(history: History) -> None:
     said(history, "Hi")
     history.close()
-    with sqlite3.connect(history.path) as database:
+    with closing(sqlite3.connect(history.path)) as database:
         database.execute("PRAGMA user_version = 99")
     with pytest.raises(HistoryError, match="newer version"):
         History(history.path)
@@ -188,11 +213,12 @@ def test_a_migration_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     )
     with pytest.raises(HistoryError, match="already exists"):
         open_database(path)
-    with sqlite3.connect(path) as database:
+    with closing(sqlite3.connect(path)) as database:
         assert version_of(database) == before
         assert not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'more'").fetchall()
     monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS[:before], "CREATE TABLE more (a TEXT);"))
-    assert version_of(open_database(path)) == before + 1
+    with closing(open_database(path)) as database:
+        assert version_of(database) == before + 1
 
 
 def test_an_unwritable_place_is_told(tmp_path: Path) -> None:
@@ -214,8 +240,7 @@ def test_a_recorder_writes_what_it_was_told_last(tmp_path: Path) -> None:
     recorder.close()
     recorder.close()
     assert errors == []
-    messages = History(tmp_path / "history.db").messages(conversation.id)
-    assert [message.text for message in messages] == ["Hi", "x" * 99]
+    assert texts_in(tmp_path / "history.db", conversation.id) == ["Hi", "x" * 99]
 
 
 def test_a_recorder_tells_once_why_it_cannot_write(tmp_path: Path) -> None:
@@ -228,6 +253,78 @@ def test_a_recorder_tells_once_why_it_cannot_write(tmp_path: Path) -> None:
         time.sleep(0.01)
     recorder.close()
     assert len(errors) == 1
+
+
+def flushed(recorder: Recorder) -> None:
+    """Flush, which must not hang."""
+    thread = threading.Thread(target=recorder.flush, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "flush hangs"
+
+
+def test_half_a_character_stops_nothing(tmp_path: Path) -> None:
+    errors: list[str] = []
+    recorder = Recorder(tmp_path / "history.db", errors.append)
+    for number, text in enumerate(("a \ud83d b", "after")):
+        recorder.record("chat", None, Message(id=str(number), parent=None, role="user", text=text, error="\udcff"))
+        flushed(recorder)
+    recorder.note("chat", "1", Extras(draft="\ud83d"))
+    recorder.close()
+    assert errors == []
+    with closing(History(tmp_path / "history.db")) as history:
+        assert [message.text for message in history.messages("chat")] == ["a \ufffd b", "after"]
+        assert history.search("\udcff") == history.search("\ufffd")
+
+
+def test_a_message_that_cannot_be_written_is_told_and_the_others_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[str] = []
+    recorder, record = Recorder(tmp_path / "history.db", errors.append), History.record
+
+    def failing(self: History, chat: str, head: str | None, messages: list[Message]) -> None:
+        if any(message.text == "poison" for message in messages):
+            raise TypeError("no such thing")
+        record(self, chat, head, messages)
+
+    monkeypatch.setattr(History, "record", failing)
+    for text in ("one", "poison", "two", "poison"):
+        recorder.record("chat", None, Message(id=text, parent=None, role="user", text=text))
+    flushed(recorder)
+    recorder.record("chat", None, Message(id="three", parent=None, role="user", text="three"))
+    flushed(recorder)
+    recorder.close()
+    assert errors == ["it cannot be written (TypeError: no such thing)"]
+    assert texts_in(tmp_path / "history.db", "chat") == ["one", "two", "three"]
+
+
+def test_what_could_not_be_written_is_written_when_it_can_be(tmp_path: Path) -> None:
+    place, errors = tmp_path / "place", list[str]()
+    place.write_text("")
+    recorder = Recorder(place / "history.db", errors.append)
+    recorder.record("chat", "a", Message(id="a", parent=None, role="user", text="one"))
+    flushed(recorder)
+    assert len(errors) == 1
+    place.unlink()
+    recorder.record("chat", "b", Message(id="b", parent="a", role="assistant", text="two"))
+    flushed(recorder)
+    assert texts_in(place / "history.db", "chat") == ["one", "two"]
+    recorder.close()
+    assert len(errors) == 1
+
+
+def test_somebody_who_fails_to_be_told_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def gone(_reason: str) -> None:
+        raise RuntimeError("the screen is gone")
+
+    recorder = Recorder(tmp_path / "file" / "history.db", gone)
+    for text in ("one", "two"):
+        recorder.record("chat", None, Message(id=text, parent=None, role="user", text=text))
+        flushed(recorder)
+    recorder.close()
 
 
 WRITER = """
@@ -252,8 +349,8 @@ while True:
 
 LOOK = """
 import sqlite3, sys
-with sqlite3.connect(sys.argv[1]) as database:
-    print(*(text for (text,) in database.execute("SELECT text FROM messages ORDER BY number")))
+database = sqlite3.connect(sys.argv[1])
+print(*(text for (text,) in database.execute("SELECT text FROM messages ORDER BY number")))
 database.close()
 """
 
@@ -294,17 +391,15 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
             writer.wait()
             if writer.stdout is not None:
                 writer.stdout.close()
-        history = History(path)
-        for chat in history.chats():
-            seen: set[str | None] = {None}
-            for message in history.messages(chat.id):
-                assert message.parent in seen
-                seen.add(message.id)
-            assert chat.head in seen
-        with sqlite3.connect(path) as database:
+        with closing(History(path)) as history, closing(sqlite3.connect(path)) as database:
+            for chat in history.chats():
+                seen: set[str | None] = {None}
+                for message in history.messages(chat.id):
+                    assert message.parent in seen
+                    seen.add(message.id)
+                assert chat.head in seen
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
             database.execute("INSERT INTO words (words) VALUES ('integrity-check')")
-        history.close()
 
 
 @pytest.mark.parametrize(
@@ -362,3 +457,18 @@ def test_prompts_are_the_newest_ones_each_once(history: History) -> None:
         said(history, text)
     assert history.prompts() == ["b", "a", "c"]
     assert history.prompts(1) == ["c"]
+
+
+@pytest.mark.parametrize(
+    "statistics",
+    ['{"tokens": "x"}', '{"tokens": 5, "tokens_per_s": "x"}', '{"tokens": -1}', '{"tokens": 5, "k_chunk": ["x"]}', "3"],
+)
+def test_what_an_earlier_version_took_from_a_file_does_no_harm(history: History, statistics: str) -> None:
+    """It checked neither statistics nor whether a moment has a zone: the screen that showed them ended the program."""
+    chat = said(history, "Hi", "Hello").id
+    history._database.execute("UPDATE messages SET statistics = ?, created = '2026-01-02T10:42:00'", (statistics,))
+    history._database.execute("UPDATE chats SET created = '2026-01-02T10:42:00', extras = '[3]'")
+    assert [message.statistics for message in history.messages(chat)] == [None, None]
+    moments = [history.find(chat).created, *(message.created for message in history.messages(chat))]
+    assert all(moment < datetime.now().astimezone() for moment in moments)
+    assert history.find(chat).extras == Extras()

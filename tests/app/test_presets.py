@@ -41,7 +41,7 @@ def test_every_text_comes_back(tmp_path: Path, kept: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("a = [", "not valid TOML"), ("a = 3", "'a', which is no text"), (b"\xff", "cannot read")]
+    ("text", "told"), [("a = [", "not valid TOML"), ("a = 3", "'a', which is not text"), (b"\xff", "cannot read")]
 )
 def test_a_wrong_file_is_told_and_left(tmp_path: Path, text: str | bytes, told: str) -> None:
     file = tmp_path / "presets.toml"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import json
 import sys
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "server"))
 from fake_engine import make_service
 
-from app.errors import ClientError, ConnectionLostError, ContextLengthError
+from app.errors import ClientError, ConnectionLostError, ContextLengthError, RequestRefusedError
 from app.protocol import ChatOptions
 from app.remote import RemoteClient, RemoteSupervisor, endpoint_problem
 from runtime.server.listening import bind, listen
 from runtime.server.security import Security
+from runtime.wire.answers import Timings
 from runtime.wire.requests import LoadRequest
 
 MODELS = {"object": "list", "data": [{"id": "big-70b", "max_model_len": 32768}, {"id": "small"}]}
@@ -32,7 +36,7 @@ def server(asked: list[httpx.Request], *events: Any, models: Any = MODELS) -> Ca
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request)
         if request.url.path.endswith("/v1/models"):
-            return httpx.Response(200, json=models)
+            return httpx.Response(200, text=json.dumps(models))
         lines = [f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n" for event in events]
         return httpx.Response(200, text=": ping\n\n" + "".join(lines), headers={"content-type": "text/event-stream"})
 
@@ -83,7 +87,7 @@ async def test_a_path_before_v1_and_no_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(401, "gpu:8000 refuses the token"), (404, "does not speak OpenAI's protocol"), (500, "boom")]
+    ("status", "said"), [(401, "gpu:8000 rejected the token"), (404, "is not OpenAI-compatible"), (500, "boom")]
 )
 async def test_errors_are_told_in_words(status: int, said: str) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(status, json={"error": {"message": "boom"}}))
@@ -94,7 +98,7 @@ async def test_errors_are_told_in_words(status: int, said: str) -> None:
 
 async def test_an_answer_that_breaks_off_names_the_server() -> None:
     client = server([], chunk("Hel"), "[DONE]")()
-    with pytest.raises(ConnectionLostError, match="broke off: the server at gpu:8000 stopped before the end"):
+    with pytest.raises(ConnectionLostError, match="was cut off: the server at gpu:8000 stopped before the end"):
         await text_of(client, model="big-70b")
     await client.aclose()
 
@@ -104,24 +108,60 @@ async def test_nobody_there() -> None:
     address = f"127.0.0.1:{port.getsockname()[1]}"
     port.close()
     supervisor = RemoteSupervisor(f"http://{address}", "")
-    with pytest.raises(ConnectionLostError, match=f"the server at {address} cannot be reached"):
+    with pytest.raises(ConnectionLostError, match=f"the server at {address} can't be reached"):
         await supervisor.ensure()
-    with pytest.raises(ClientError, match="begins with http"):
+    with pytest.raises(ClientError, match="enter http"):
         await RemoteSupervisor("gpu:8000", "").ensure()
 
 
 @pytest.mark.parametrize(
     ("url", "problem"),
-    [("http://h", None), ("https://h:1/v1", None), ("ftp://h", "begins with"), ("http://u:p@h", "password"),
+    [("http://h", None), ("https://h:1/v1", None), ("ftp://h", "enter http"), ("http://u:p@h", "password"),
      ("http://h:x", "not an address")],
 )  # fmt: skip
 def test_addresses(url: str, problem: str | None) -> None:
-    found = endpoint_problem(url)
+    found = endpoint_problem(url, "")
     assert found is None if problem is None else problem in (found or "")
 
 
-async def test_our_own_server_is_one_too() -> None:
-    """Without a management token, as `serve` runs: what the UI needs of it is OpenAI's protocol alone."""
+@pytest.mark.parametrize("url", ["https://gpu/v1", "http://localhost:8000", "http://127.0.0.1/v1", "http://[::1]:1"])
+def test_a_token_may_travel_where_nobody_reads_it(url: str) -> None:
+    assert endpoint_problem(url, "secret") is None
+
+
+@pytest.mark.parametrize(
+    "url", ["http://gpu:8000/v1", "HTTP://192.0.2.1", "http://localhost.gpu", "http://[2001:db8::1]"]
+)
+async def test_a_token_is_not_sent_unencrypted(url: str) -> None:
+    with pytest.raises(ClientError, match="unencrypted; use https://, a tunnel from localhost, or no token"):
+        await RemoteSupervisor(url, "secret").ensure()
+
+
+async def test_it_does_not_follow_to_another_address() -> None:
+    asked: list[httpx.Request] = []
+
+    def elsewhere(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(307, headers={"location": f"https://user:word@evil:1{request.url.path}"})
+
+    client = RemoteClient("https://gpu/v1", "secret", transport=httpx.MockTransport(elsewhere))
+    said = "the server at gpu redirects to https://evil:1, which is not followed"
+    with pytest.raises(ClientError, match=said):
+        await client.status()
+    with pytest.raises(ClientError, match=said):
+        await text_of(client, model="big-70b")
+    assert {request.url.host for request in asked} == {"gpu"}
+    await client.aclose()
+
+
+async def test_our_own_server_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a management token, as `serve` runs: what the UI needs of it is OpenAI's protocol alone.
+
+    On this machine it is reached without a proxy, which would read the token.
+    """
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
     service, _ = make_service()
     listener = bind("127.0.0.1", 0)
     stop, started = asyncio.Event(), asyncio.Event()
@@ -157,3 +197,139 @@ async def test_what_does_not_fit_is_known_by_the_words_of_servers(told: dict[str
     await client.status()
     with pytest.raises(ContextLengthError):
         await text_of(client)
+
+
+@contextlib.asynccontextmanager
+async def foreign(answer: Iterator[bytes], pause_s: float = 0.0) -> AsyncIterator[RemoteClient]:
+    """A client of a server that answers every request with these bytes, as far as they are read."""
+
+    served = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            for part in answer:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(pause_s)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        served.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = RemoteClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "")
+    client.silence_s = client.patience_s = 0.5
+    try:
+        yield client
+    finally:
+        await client.aclose()
+        await served.wait()
+        server.close()
+        await server.wait_closed()
+
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+EVENT = f"data: {json.dumps(chunk('x' * 50_000))}\n\n".encode()
+MUCH = 64 * 16  # times 64 KiB: what would be endless ends there, lest a test that fails fill the memory
+
+
+def endless(head: bytes, part: bytes, times: int = MUCH) -> Iterator[bytes]:
+    yield head
+    for _ in range(times):
+        yield part
+
+
+STREAMS: dict[str, tuple[Callable[[], Iterator[bytes]], str]] = {
+    "a line": (lambda: endless(OK + b"data: ", b"x" * 65536), "a line of more than 1,048,576 bytes"),
+    "no line": (lambda: endless(OK, b"x" * 65536), "a line of more than 1,048,576 bytes"),
+    "comments": (lambda: endless(OK, b": ping\n\n", 300), "keep-alives but no answer"),
+    "names": (lambda: endless(OK, b"event: ping\n", 300), "keep-alives but no answer"),
+    "text": (lambda: endless(OK, EVENT), "sent an endless answer: more than 1,000,000 characters"),
+    "a header": (lambda: endless(b"HTTP/1.1 200 OK\r\nx: ", b"y" * 65536), "can't be reached"),
+    "promises": (lambda: endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 300), "does not respond"),
+    "an error": (lambda: endless(b"HTTP/1.1 500 No\r\n\r\n", b"z" * 65536), "status 500"),
+    "packed": (
+        lambda: endless(OK[:-2] + b"content-encoding: gzip\r\n\r\n", gzip.compress(b"data: " + bytes(10**7)), 9),
+        "compresses its responses",
+    ),
+    "nesting": (lambda: iter([OK, b"data: " + b"[" * 100_000 + b"\n\n"]), "more than 200 deep"),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+async def test_a_stream_without_end_is_one_error_and_takes_little_memory(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("app.client.MAX_BYTES", 2**20)
+    monkeypatch.setattr("app.client.MAX_TEXT", 10**6)
+    answer, said = STREAMS[kind]
+    async with foreign(answer(), 0.01 if kind in ("comments", "names", "promises") else 0) as client:
+        tracemalloc.start()
+        try:
+            with pytest.raises(ClientError, match=said) as failure:
+                async with asyncio.timeout(60):
+                    await text_of(client, model="m")
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert len(str(failure.value)) < 300
+    assert peak < 12e6, f"{peak / 1e6:.0f} MB"
+
+
+async def test_a_short_answer_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.client.MAX_BYTES", 2**20)
+    async with foreign(endless(b"HTTP/1.1 200 OK\r\n\r\n", b" " * 65536)) as client:
+        with pytest.raises(ClientError, match="exceeds 1,048,576 bytes"):
+            await client.status()
+
+
+async def test_nothing_is_kept_for_a_server() -> None:
+    reply = b"HTTP/1.1 200 OK\r\nset-cookie: a=b\r\ncontent-length: 12\r\n\r\n" + b'{"data": []}'
+    async with foreign(iter([reply])) as client:
+        await client.status()
+        assert not client._http.cookies
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"timings": 3},
+        {"timings": {"ttft_s": "x"}},
+        {"timings": {"ttft_s": float("nan")}, "usage": "x"},
+        {"timings": dict.fromkeys(Timings.__dataclass_fields__, -1)},
+        {"timings": dict.fromkeys(Timings.__dataclass_fields__, 10**30)},
+        {"timings": dict.fromkeys(Timings.__dataclass_fields__, float("inf"))},
+        {"tokens_per_s": "x", "usage": {"completion_tokens": -1e300}, "model": 5, "id": []},
+        {"error_": None, "model": "y" * 10_000},
+    ],
+    ids=lambda more: str(more)[:40],
+)
+async def test_what_a_server_tells_beside_its_answer_does_not_spoil_it(more: dict[str, Any]) -> None:
+    client = server([], {**chunk("he"), "choices": [{"delta": None}]}, chunk("hello", "stop", **more))()
+    deltas = [delta async for delta in client.chat(HELLO, ChatOptions(model="m"))]
+    assert "".join(delta.text for delta in deltas) == "hello"
+    assert deltas[-1].timings is None
+    assert len(deltas[-1].model or "") <= 300
+
+
+async def test_half_characters_and_odd_line_ends_in_an_answer() -> None:
+    told = ['{"choices": [{"delta": {"content": "a\\ud83d \u2028b"}, "finish_reason": "stop"}]}\r']
+    assert await text_of(server([], *told)(), model="m") == "a\ufffd \u2028b"
+
+
+@pytest.mark.parametrize("length", [True, -5, 0, 10**30, 1e300, "many", None, [8]])
+async def test_a_context_that_is_none_is_unknown(length: Any) -> None:
+    odd = [{"id": name} for name in ([1], "", None, {}, "x" * 301)]
+    listed = {"data": [*odd, {"id": "small \ud83d", "max_model_len": length}]}
+    client = server([], models=listed)()
+    assert [(model.name, model.context) for model in await client.models()] == [("small \ufffd", 0)]
+    assert (await client.status()).context is None
+
+
+async def test_what_a_server_says_is_not_told_at_any_length() -> None:
+    told = {"error": {"message": "m" * 10**6, "code": "c" * 10**6, "param": "p" * 10**6}}
+    transport = httpx.MockTransport(lambda _: httpx.Response(400, json=told))
+    with pytest.raises(RequestRefusedError) as failure:
+        await text_of(RemoteClient("http://gpu:8000", "", transport=transport), model="m")
+    assert max(map(len, (str(failure.value), failure.value.code or "", failure.value.param or ""))) <= 1000

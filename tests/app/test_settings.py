@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app import paths, settings
-from app.settings import RULES, Settings, SettingsError
+from app.settings import RULES, SAMPLING_DEFAULTS, Settings, SettingsError
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,14 @@ def test_flag_beats_environment_beats_file(monkeypatch: pytest.MonkeyPatch) -> N
     assert (loaded.temperature, loaded.top_k, loaded.kv) == (0.3, 12, "int8")
 
 
+def test_sampling_is_the_persons_then_the_makers_then_the_programs() -> None:
+    write("top_p = 0.5\n")
+    recommended = {"temperature": 0.2, "top_p": 0.9, "max_length": 20}
+    found = {"temperature": 0.2, "top_p": 0.5, "top_k": 40, "min_p": 0.0, "repetition_penalty": 1.05}
+    assert settings.load().sampling(recommended) == found
+    assert settings.load().sampling(None) == {**SAMPLING_DEFAULTS, "top_p": 0.5}
+
+
 def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     write("top_p = 0.5\n")
     monkeypatch.setenv("LOWBIT_CHAT_TOP_P", "")
@@ -48,11 +56,11 @@ def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     ("line", "allowed"),
     [
         ('kv = "int5"', "fp16, int8, int4, hierarchical, kcvt4, kivi2, gear4, gear2, gear-l4, gear-l2"),
-        ('temperature = "warm"', "a number from 0 to 2"),
-        ("temperature = nan", "a number from 0 to 2"),
-        ("top_p = 0", "a number above 0 to 1"),
-        ("top_k = 1.5", "a whole number from 0"),
-        ("top_k = true", "a whole number from 0"),
+        ('temperature = "warm"', "a number from 0 to 2, or auto"),
+        ("temperature = nan", "a number from 0 to 2, or auto"),
+        ("top_p = 0", "a number above 0 to 1, or auto"),
+        ("top_k = 1.5", "a whole number from 0, or auto"),
+        ("top_k = true", "a whole number from 0, or auto"),
         ("k_chunk = 1025", "a whole number from 0 to 1024, or auto"),
         ("budget = 101", "a number from 0 to 100, or auto"),
         ("budget = -1", "a number from 0 to 100, or auto"),
@@ -86,7 +94,7 @@ def test_an_unknown_key_is_an_error_with_a_hint() -> None:
     with pytest.raises(SettingsError, match="did you mean temperature") as raised:
         settings.load()
     assert str(file) in str(raised.value)
-    with pytest.raises(SettingsError, match="known are model, kv"):
+    with pytest.raises(SettingsError, match="known: model, kv"):
         settings.check("zzz", 1)
 
 

@@ -18,7 +18,7 @@ import pytest
 from app.errors import ConnectionLostError, StartError
 from app.protocol import ChatOptions
 from app.supervisor import OLD_LOG_NAME, Supervisor, own_command
-from runtime.lock import is_alive, lock_path, read_lock, write_lock
+from runtime.server.lock import is_alive, lock_path, read_lock, write_lock
 
 COMMAND = [sys.executable, str(Path(__file__).parents[1] / "runtime" / "server" / "fake_runtime.py")]
 UI = """
@@ -59,6 +59,7 @@ async def supervise(home: Path) -> AsyncIterator[Callable[..., Supervisor]]:
 def damage(path: Path, content: str) -> None:
     path.parent.mkdir()
     path.write_text(content)
+    path.chmod(0o600)
 
 
 def ended(pid: int) -> bool:
@@ -142,7 +143,7 @@ async def test_a_crash_is_explained_and_the_next_one_starts(supervise: Callable[
     assert (await again.status()).pid != before
     assert not supervisor.attached
     old = supervisor.log_file.with_name(OLD_LOG_NAME).read_text()
-    assert f"the process {before} was killed (SIGKILL); out of memory, perhaps" in old
+    assert f"the process {before} was killed (SIGKILL); possibly out of memory" in old
     assert old.count("was killed") == 1
 
 
@@ -202,7 +203,7 @@ async def test_a_program_that_is_not_there(supervise: Callable[..., Supervisor])
 async def test_a_runtime_that_never_answers_is_ended(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
     script = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
     supervisor = supervise([sys.executable, "-c", script, str(tmp_path / "pid")], start_timeout_s=1.0)
-    with pytest.raises(StartError, match="did not answer within 1 s"):
+    with pytest.raises(StartError, match="did not respond within 1 s"):
         await supervisor.ensure()
     assert ended(int((tmp_path / "pid").read_text()))
 
@@ -235,7 +236,7 @@ async def test_a_runtime_of_another_version_is_left_alone(
 ) -> None:
     await supervise().ensure()
     monkeypatch.setattr("app.supervisor.program_version", lambda: "9.9")
-    with pytest.raises(StartError, match="did not answer"):  # what it starts is not of that version either
+    with pytest.raises(StartError, match="did not respond"):  # what it starts is not of that version either
         await supervise(start_timeout_s=0.1).ensure()
 
 
@@ -262,6 +263,18 @@ def test_killing_the_ui_ends_the_runtime(home: Path) -> None:
 
 def test_the_own_command_names_files_that_are_there() -> None:
     command = own_command()
-    assert command[1:3] == ["-m", "runtime.process"]
+    assert "runtime.server.process" in command
     for flag in ("--calibration", "--evaluation"):
         assert Path(command[command.index(flag) + 1]).is_file()
+
+
+async def test_the_own_runtime_takes_nothing_from_the_current_folder(
+    home: Path, planted: Callable[[], list[str]]
+) -> None:
+    supervisor = Supervisor(home)
+    try:
+        status = await (await supervisor.ensure()).status()
+    finally:
+        await supervisor.close()
+    assert status.state == "empty"
+    assert planted() == []

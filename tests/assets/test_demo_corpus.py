@@ -27,7 +27,9 @@ def test_no_question_twice() -> None:
 
 
 def test_no_held_out_question_in_training() -> None:
-    assert corpus.asked_twice() == []
+    train = {question_key(exchange.ask) for exchange in corpus.exchanges("train") if not exchange.key}
+    held_out = [exchange.ask for exchange in corpus.exchanges("held_out") if not exchange.key]
+    assert [ask for ask in held_out if question_key(ask) in train] == []
 
 
 def test_conversations_for_training_hold_no_held_out_question(drawn: list[corpus.Conversation]) -> None:
@@ -190,7 +192,7 @@ def test_stories_are_sound_and_about_what_was_asked() -> None:
         lambda text: text + " And it went",
         lambda text: text.split(". ", 1)[1],
         lambda text: text.replace("lived in", "lived lived in"),
-        lambda text: text.replace(" the fox ", " the the fox "),
+        lambda text: text.replace(" the door", " the the door"),
     ],
     ids=["cut", "beginning lost", "word twice", "article twice"],
 )
@@ -199,12 +201,14 @@ def test_broken_stories_are_not_sound(change: object) -> None:
     text = "Once there was a shy fox named Pia who lived in a garden. " + tale.text.split(". ", 1)[1]
     assert tales.is_sound(text)
     broken = change(text)  # type: ignore[operator]
-    assert broken == text or not tales.is_sound(broken)
+    assert broken != text
+    assert not tales.is_sound(broken)
 
 
 def test_a_story_with_two_names_is_not_sound() -> None:
     text = tales.tell(random.Random(5), {"name": "Pia"}).text
-    assert not tales.is_sound(text[::-1].replace("aiP", "odO", 1)[::-1]) or text.count("Pia") == 1
+    assert text.count("Pia") > 1
+    assert not tales.is_sound(text[::-1].replace("aiP", "odO", 1)[::-1])
 
 
 def test_slots_are_filled_everywhere() -> None:

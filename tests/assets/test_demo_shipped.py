@@ -114,6 +114,7 @@ def test_answers_at_four_bits(low: LowBit, question: str, words: str) -> None:
     assert normalised(words) in normalised(ask(low, question))
 
 
+@pytest.mark.slow
 def test_share_of_right_answers_to_held_out_questions(full: FullPrecision) -> None:
     right, _ = score(full, questions(10, seed=2, kinds=tuple(LEAST)))
     share = {kind: sum(found) / len(found) for kind, found in right.items()}

@@ -24,10 +24,10 @@ import numpy.typing as npt
 
 from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.control import CONTROL_WORDS
+from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES
 from runtime.backends.cpu.link import link, most_scratch
-from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.pool import Pool, default_threads
 from runtime.backends.cpu.tiles import padded
@@ -80,7 +80,7 @@ class Product:
         self.bytes += self._group_scales.nbytes
         self.operations = 2 * N * K * rows
         self.copies = copies
-        self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        self._control = aligned_zeros((CONTROL_WORDS,), np.int64)
         step = parameters_of(self._control)
         step["rows"] = rows
         books = _address(self._codebooks) if codebook else 0

@@ -20,10 +20,10 @@ from assets.demo_model.pack import pack
 from assets.demo_model.questions import KINDS, questions
 from assets.demo_model.score import LONGEST_ANSWER, FullPrecision, score
 from models.store import StoredModel
-from runtime.decoder import DecoderOptions
-from runtime.engine import Engine
-from runtime.open import open_engine
-from runtime.sampling import SamplingOptions
+from runtime.backends.decoder import DecoderOptions
+from runtime.engine.engine import Engine
+from runtime.load.open import open_engine
+from runtime.text.sampling import SamplingOptions
 
 
 class LowBit:

@@ -19,8 +19,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tests.bench.reporting.markdown import between
+from tests.bench.table_3 import Row, order_breaks, quantile, simulate
 from tuner.simulate import FITTED, Constants
-from tuner.table_3 import Row, order_breaks, quantile, simulate
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tuner.md"
 LIMITS = {

@@ -21,7 +21,7 @@ import numpy as np
 
 from app.conversation import Conversation
 from app.history.store import History
-from app.tui.warm import warm
+from app.tui.preload import preload
 from tests.bench.streaming import scripted_runtime
 
 _WORDS = 20_000
@@ -90,7 +90,7 @@ async def _on_screen(path: Path) -> list[float]:
     async with app.run_test(size=(120, 40)) as pilot:
         stage = scripted.Stage(app, pilot, runtime)
         await stage.ready()
-        await asyncio.to_thread(warm, freeze=True)  # as the program does outside tests
+        await asyncio.to_thread(preload, freeze=True)  # as the program does outside tests
         for chat, end in zip(chats, ends, strict=True):
             begin, looking = time.perf_counter(), 0.0
             await app.chat.open_chat(chat)

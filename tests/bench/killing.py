@@ -34,6 +34,7 @@ from typing import Any
 import psutil
 
 from assets import demo_path
+from tests.bench.reporting.origin import ROOMS, stamp
 
 OUT = Path(__file__).parent / "results" / "killing.json"
 MODELS = ("demo", "twin")
@@ -206,7 +207,7 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = kill_at_random(Path(folder), asked.rounds, asked.seed)
-    found = {"date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), **found}
+    found = {"date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), **stamp(("app", *ROOMS)), **found}
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(found, indent=1, ensure_ascii=False))

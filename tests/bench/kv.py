@@ -24,14 +24,14 @@ import torch
 from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.control import CONTROL_WORDS
+from runtime.backends.cpu.data.sizes import RUN_ROWS
 from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.link import link, most_scratch
-from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.pool import Pool, default_threads
 from runtime.backends.cpu.tiles import padded
-from runtime.backends.cpu.units.attention import RUN_ROWS
-from runtime.decoder import DecoderOptions
+from runtime.backends.decoder import DecoderOptions
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.kv.oracle.page import quantize
 
@@ -54,7 +54,7 @@ class Attention:
         self.cache = CpuCache(spec, DecoderOptions(kv=kind, context=tokens + 256, slots=1, max_rows=1), threads)
         self._fill(tokens)
         H = KV_HEADS * SHARE
-        self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        self._control = aligned_zeros((CONTROL_WORDS,), np.int64)
         step = parameters_of(self._control)
         self._inputs = aligned_zeros((3, 2), np.int32)
         self._inputs[1, 0], self._inputs[2] = tokens - 1, (0, 1)

@@ -23,11 +23,11 @@ from app.settings import Settings
 from assets import evaluation_text
 from models.store import StoredModel
 from runtime.backends.cpu.decoder import CpuDecoder
-from runtime.decoder import DecoderOptions
-from runtime.engine import Engine
-from runtime.generation import Piece
-from runtime.sampling import Sampler, SamplingOptions
-from runtime.tokenizer import Tokenizer
+from runtime.backends.decoder import DecoderOptions
+from runtime.engine.engine import Engine
+from runtime.engine.generation import Piece
+from runtime.text.sampling import Sampler, SamplingOptions
+from runtime.text.tokenizer import Tokenizer
 from tests.bench.reporting.run import about_run
 
 QUESTIONS = (

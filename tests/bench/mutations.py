@@ -2,8 +2,7 @@
 
 The breaks stand in mutations.toml, each with the test files that are to catch it. All is done in a copy, never in the
 working tree: the tests are run there once as they are and have to pass, then once for each break until the first of
-them fails. A break that no test notices is a gap in the suite. To compare two versions, give one as `--commit`: files
-that were renamed since are found by git, and a break may say how it reads in several versions.
+them fails. A break that no test notices is a gap in the suite.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,27 +37,19 @@ class MutationError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One edit: a text that stands in a file exactly once, and what takes its place."""
+class Break:
+    """One defect: a text that stands in a file exactly once, and what takes its place."""
 
+    name: str
+    """What is wrong then, in a few words; unique."""
+    room: str
+    """Part of the program."""
     file: str
     """Path in the repository."""
     old: str
     """The text."""
     new: str
     """What it becomes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Break:
-    """One defect."""
-
-    name: str
-    """What is wrong then, in a few words; unique."""
-    room: str
-    """Part of the program."""
-    places: tuple[Place, ...]
-    """How it reads in different versions of the code; the first that fits is used."""
     tests: tuple[str, ...]
     """Files of tests that are to notice it."""
 
@@ -86,9 +77,7 @@ def read_breaks(file: Path = LIST) -> tuple[Break, ...]:
     found = []
     for entry in tomllib.loads(file.read_text(encoding="utf-8"))["break"]:
         try:
-            versions = [{key: entry.pop(key) for key in ("file", "old", "new")}, *entry.pop("also", ())]
-            places = tuple(Place(**version) for version in versions)
-            found.append(Break(**{**entry, "places": places, "tests": tuple(entry["tests"])}))
+            found.append(Break(**{**entry, "tests": tuple(entry["tests"])}))
         except (KeyError, TypeError) as error:
             raise MutationError(
                 f"{file.name}: the break {entry.get('name', '?')!r} is not complete: {error}"
@@ -99,52 +88,28 @@ def read_breaks(file: Path = LIST) -> tuple[Break, ...]:
     return tuple(found)
 
 
-def fitting(one: Break, folder: Path, renamed: Mapping[str, str]) -> Place:
-    """The place of a break in a copy of the repository.
-
-    Args:
-        one: The break.
-        folder: The copy.
-        renamed: What files are called there, by their present path.
+def check(one: Break, folder: Path) -> None:
+    """See that a break fits a copy of the repository.
 
     Raises:
-        MutationError: its text stands nowhere, or more than once.
+        MutationError: its text stands nowhere, or more than once, or a file of its tests is not there.
     """
-    reasons = []
-    for place in one.places:
-        file = renamed.get(place.file, place.file)
-        text = (folder / file).read_text(encoding="utf-8") if (folder / file).is_file() else None
-        count = -1 if text is None else text.count(place.old)
-        if count == 1 and place.new != place.old:
-            return Place(file=file, old=place.old, new=place.new)
-        reasons.append(f"{file} {'is not there' if count < 0 else f'holds it {count} times'}")
-    raise MutationError(f"the break {one.name!r} fits nowhere: {'; '.join(reasons)}. Bring {LIST.name} up to date")
+    if absent := [name for name in (one.file, *one.tests) if not (folder / name).is_file()]:
+        reason = f"{absent[0]} is not there"
+    elif (count := (folder / one.file).read_text(encoding="utf-8").count(one.old)) != 1:
+        reason = f"{one.file} holds its text {count} times"
+    elif one.new == one.old:
+        reason = "it changes nothing"
+    else:
+        return
+    raise MutationError(f"the break {one.name!r} does not fit: {reason}. Bring {LIST.name} up to date")
 
 
-def tests_of(one: Break, folder: Path, renamed: Mapping[str, str]) -> tuple[str, ...]:
-    """The test files of a break, as they are called in a copy of the repository.
-
-    Raises:
-        MutationError: one is not there.
-    """
-    files = []
-    for file in (renamed.get(file, file) for file in one.tests):
-        # Git does not take a file that changed much for the renamed one; its name is the same.
-        alike = [file] if (folder / file).is_file() else list((folder / "tests").rglob(Path(file).name))
-        if len(alike) != 1:
-            raise MutationError(
-                f"the break {one.name!r} names {file}, which is not there. Bring {LIST.name} up to date"
-            )
-        files.append(str(Path(folder, alike[0]).relative_to(folder)))
-    return tuple(files)
-
-
-def make_copy(folder: Path, commit: str | None) -> Path:
-    """A copy of the working tree, or of a commit, with nothing that was built; compiled kernels of earlier runs stay.
+def make_copy(folder: Path) -> Path:
+    """A copy of the working tree with nothing that was built; compiled kernels of earlier runs stay.
 
     Args:
         folder: Where; its former copy is replaced.
-        commit: The commit; None for the working tree as it is.
 
     Returns:
         The copy. The real models and texts, where they lie beside the repository, lie beside it too.
@@ -153,27 +118,15 @@ def make_copy(folder: Path, commit: str | None) -> Path:
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir(parents=True)
     kept.mkdir(exist_ok=True)
-    if commit is not None:
-        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
-        subprocess.run(["tar", "-x"], cwd=copy, input=archive, check=True)
-    else:
-        for name in filter(None, _git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")):
-            if (ROOT / name).is_file():
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, copy / name)
+    for name in filter(None, _git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
     subprocess.run(["git", "init", "-q"], cwd=copy, check=True)  # some tests ask git for the files of a clone
     (copy / ".pytest_cache").symlink_to(kept)
     if (ROOT.parent / "shared").is_dir() and not (folder / "shared").exists():
         (folder / "shared").symlink_to((ROOT.parent / "shared").resolve())
     return copy
-
-
-def renames(commit: str | None) -> dict[str, str]:
-    """What files were called in a commit, by their present path; those that were never renamed are left out."""
-    if commit is None:
-        return {}
-    lines = _git("diff", "--name-status", "-M40%", "-l0", "--diff-filter=R", commit).splitlines()
-    return {now: before for _, before, now in (line.split("\t") for line in lines)}
 
 
 def run_tests(copy: Path, files: Sequence[str]) -> tuple[bool, str]:
@@ -199,15 +152,14 @@ def run_tests(copy: Path, files: Sequence[str]) -> tuple[bool, str]:
     return done.returncode == 0, done.stdout[-4000:]
 
 
-def try_break(one: Break, copy: Path, renamed: Mapping[str, str]) -> Outcome:
+def try_break(one: Break, copy: Path) -> Outcome:
     """Break a copy in one place, run the tests, and mend it again."""
-    place, tests = fitting(one, copy, renamed), tests_of(one, copy, renamed)
-    file = copy / place.file
+    file = copy / one.file
     stamp, whole = file.stat(), file.read_text(encoding="utf-8")
     begin = time.monotonic()
     try:
-        file.write_text(whole.replace(place.old, place.new), encoding="utf-8")
-        passed, said = run_tests(copy, tests)
+        file.write_text(whole.replace(one.old, one.new), encoding="utf-8")
+        passed, said = run_tests(copy, one.tests)
     finally:
         file.write_text(whole, encoding="utf-8")
         os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # what was compiled of it fits again
@@ -215,23 +167,23 @@ def try_break(one: Break, copy: Path, renamed: Mapping[str, str]) -> Outcome:
     return Outcome(
         name=one.name,
         room=one.room,
-        file=place.file,
-        tests=tests,
+        file=one.file,
+        tests=one.tests,
         caught=not passed,
         by="" if passed else by[1] if by else "(no summary)",
         seconds=round(time.monotonic() - begin, 1),
     )
 
 
-def measure(breaks: Sequence[Break], copy: Path, renamed: Mapping[str, str]) -> list[Outcome]:
+def measure(breaks: Sequence[Break], copy: Path) -> list[Outcome]:
     """Try all breaks, one after the other.
 
     Raises:
-        MutationError: a break fits nowhere, or the tests fail without one.
+        MutationError: a break does not fit, or the tests fail without one.
     """
     for one in breaks:
-        fitting(one, copy, renamed)
-    files = list(dict.fromkeys(file for one in breaks for file in tests_of(one, copy, renamed)))
+        check(one, copy)
+    files = list(dict.fromkeys(file for one in breaks for file in one.tests))
     for file in files:
         passed, said = run_tests(copy, [file])
         print(f"unbroken: {file}: {said.splitlines()[-1] if said else ''}", flush=True)
@@ -239,20 +191,20 @@ def measure(breaks: Sequence[Break], copy: Path, renamed: Mapping[str, str]) -> 
             raise MutationError(f"{file} fails without any break:\n{said}")
     outcomes = []
     for number, one in enumerate(breaks, 1):
-        outcome = try_break(one, copy, renamed)
+        outcome = try_break(one, copy)
         outcomes.append(outcome)
         verdict = f"caught by {outcome.by}" if outcome.caught else "SURVIVED"
         print(f"{number:3}/{len(breaks)} {outcome.seconds:6.1f} s  {one.room}: {one.name}: {verdict}", flush=True)
     return outcomes
 
 
-def report(outcomes: Sequence[Outcome], commit: str | None) -> dict[str, object]:
+def report(outcomes: Sequence[Outcome]) -> dict[str, object]:
     """What is written down of a run."""
-    named = _git("rev-parse", "--short", commit or "HEAD").strip()
-    changed = commit is None and bool(_git("status", "--porcelain").strip())
+    changed = bool(_git("status", "--porcelain").strip())
     return {
-        "command": "python -m tests.bench.mutations" + (f" --commit {named}" if commit else ""),
-        "commit": named + (" and changes that were not committed" if changed else ""),
+        "command": "python -m tests.bench.mutations",
+        "commit": _git("rev-parse", "--short", "HEAD").strip()
+        + (" and changes that were not committed" if changed else ""),
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         "caught": sum(outcome.caught for outcome in outcomes),
@@ -269,7 +221,6 @@ def _git(*words: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.mutations", description=__doc__)
-    parser.add_argument("--commit", help="break this version instead of the working tree")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="breaks whose room or name holds one of these")
     parser.add_argument("--out", type=Path, help="the result file (JSON)")
     parser.add_argument(
@@ -283,12 +234,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         breaks = read_breaks()
         if given.only:
             breaks = tuple(one for one in breaks if any(part in f"{one.room}: {one.name}" for part in given.only))
-        copy = make_copy(given.folder.resolve(), given.commit)
-        outcomes = measure(breaks, copy, renames(given.commit))
+        outcomes = measure(breaks, make_copy(given.folder.resolve()))
     except MutationError as error:
         print(error, file=sys.stderr)
         return 2
-    found = report(outcomes, given.commit)
+    found = report(outcomes)
     print(f"{found['caught']} of {len(outcomes)} breaks caught in {found['seconds']} s", *found["survived"], sep="\n")
     out = given.out or RESULTS / f"mutations-{found['date']}.json"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from models.store import StoredModel
+from models.weights import Weights
 from runtime.backends.cpu.backend import CpuBackend
-from runtime.decoder import Decoder, DecoderOptions
-from runtime.open import open_decoder
-from runtime.prompt_tuning import PromptTimer
-from runtime.weights import Weights
+from runtime.backends.decoder import Decoder, DecoderOptions
+from runtime.budget.prompt_tuning import PromptTimer
+from runtime.load.open import open_decoder
 from tests.bench.reporting.run import about_run
 from tests.peers.shape import RandomModel, llama_1b
 

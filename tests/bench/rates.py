@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,7 +29,6 @@ from models.spec import ModelSpec
 from models.store import Store
 from tests.bench.quality.making import make
 from tests.bench.reporting.cases import ROOT
-from tests.bench.reporting.markdown import between
 from tests.bench.reporting.run import about_run
 from tests.peers.shape import llama_1b
 
@@ -170,6 +170,11 @@ def table(rates: Sequence[Rate]) -> str:
     return "\n".join(lines)
 
 
+def stored_table(found: Mapping[str, Any]) -> str:
+    """The same of a results file."""
+    return table([Rate(**rate) for rate in found["rates"]])
+
+
 def main() -> None:
     """Measure, print, and write the table down where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -195,7 +200,9 @@ def main() -> None:
     if asked.write:
         report = {"about": about_run("python -m tests.bench.rates"), "rates": [asdict(rate) for rate in rates]}
         RESULTS.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        DOCUMENT.write_text(between(DOCUMENT.read_text(encoding="utf-8"), "rates", table(rates)), encoding="utf-8")
+        from tests.bench import pages
+
+        pages.write("rates")
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ import numpy as np
 
 import assets
 from models.store import StoredModel
-from runtime.decoder import Decoder, DecoderOptions, Step
+from runtime.backends.decoder import Decoder, DecoderOptions, Step
 from runtime.kv.kinds import KINDS, KVKind
-from runtime.open import open_decoder
+from runtime.load.open import open_decoder
 from tests.runtime.conftest import make_model, make_spec
 
 BACKENDS = ("cpu", "reference", "triton")

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from assets import evaluation_text
 from models.store import StoredModel
-from runtime.decoder import Decoder, DecoderOptions
-from runtime.evaluate import perplexity
-from runtime.open import open_decoder
-from runtime.sampling import SamplingOptions
-from runtime.speculation.gamma import FixedGamma
-from runtime.speculation.measure import continued
-from runtime.tokenizer import Tokenizer
+from runtime.backends.decoder import Decoder, DecoderOptions
+from runtime.engine.speculation.gamma import FixedGamma
+from runtime.engine.speculation.measure import continued
+from runtime.load.open import open_decoder
+from runtime.measure.evaluate import perplexity
+from runtime.text.sampling import SamplingOptions
+from runtime.text.tokenizer import Tokenizer
 from tests.bench.speculation import QUESTIONS
 
 _HALF = 128

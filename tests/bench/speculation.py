@@ -19,17 +19,19 @@ from typing import Any
 
 from assets import evaluation_text
 from models.store import StoredModel
-from runtime.decoder import Decoder, DecoderOptions
+from models.weights import Weights
+from runtime.backends.decoder import Decoder, DecoderOptions
+from runtime.engine.speculation.costs import measure_costs
+from runtime.engine.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, best_gamma, break_even, speedup
+from runtime.engine.speculation.measure import continued
 from runtime.kv.kinds import KVKind
-from runtime.measure import fill
-from runtime.open import open_decoder
-from runtime.sampling import SamplingOptions
-from runtime.speculation.costs import measure_costs
-from runtime.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, best_gamma, break_even, speedup
-from runtime.speculation.measure import continued
-from runtime.tokenizer import Tokenizer
-from runtime.weights import Weights
-from tests.bench.reporting.markdown import between, table
+from runtime.load.open import open_decoder
+from runtime.measure.speed import fill
+from runtime.text.sampling import SamplingOptions
+from runtime.text.tokenizer import Tokenizer
+from tests.bench.copied import copied, copied_table
+from tests.bench.reporting.cases import ROOT
+from tests.bench.reporting.markdown import table
 from tests.bench.reporting.run import about_run
 from tests.peers.shape import RandomModel, llama_1b
 
@@ -47,7 +49,7 @@ LONG_PROMPT, ANSWER = 1000, 128
 COST_CONTEXTS, SHAPE_CONTEXTS = (1024, 8000), (1024, 8192, 32768)
 _ROOM, _TURNS = 32, 3
 """Positions behind a context, and how often all ways are timed there in turns; the fastest of each counts."""
-DOCUMENT = Path("docs/speculation.md")
+DOCUMENT, RESULTS = ROOT / "docs" / "speculation.md", ROOT / "tests" / "bench" / "results" / "speculation.json"
 Rows = list[dict[str, Any]]
 
 
@@ -218,10 +220,12 @@ def speed_table(rows: Rows) -> str:
     )
 
 
-TABLES = {"acceptance": acceptance_table, "costs": costs_table, "speed": speed_table}
+TABLES = {"acceptance": acceptance_table, "costs": costs_table, "speed": speed_table, "copied": copied_table}
 
 
-def measure(part: str, stored: Sequence[tuple[str, StoredModel]], shape_bits: Sequence[int], rounds: int) -> Rows:
+def measure(
+    part: str, stored: Sequence[tuple[str, StoredModel]], shape_bits: Sequence[int], rounds: int, *, one_thread: bool
+) -> Rows:
     """All rows of a part."""
     rows: Rows = []
     for name, model in stored:
@@ -229,6 +233,8 @@ def measure(part: str, stored: Sequence[tuple[str, StoredModel]], shape_bits: Se
             rows += acceptance(name, model)
         elif part == "speed":
             rows += speed(name, model, rounds)
+        elif part == "copied":
+            rows += copied(name, model, rounds, one_thread=one_thread)
         else:
             rows += costs(name, model, COST_CONTEXTS, tuple(TARGETS))
     if part == "costs":
@@ -246,8 +252,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--shape-bits", nargs="*", type=int, default=[3], help="of the shape; none: not it")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--one-thread", action="store_true", help="time copied drafts by a thread's processor time")
     parser.add_argument("--out", type=Path, help="a JSON file, whose other parts are kept")
-    parser.add_argument("--write", action="store_true", help="put the file's tables into docs/speculation.md")
+    parser.add_argument("--write", action="store_true", help=f"write the tables of {RESULTS.name} into {DOCUMENT.name}")
     asked = parser.parse_args()
     stored = [
         (name, StoredModel.open_folder(Path(folder), name))
@@ -255,18 +262,16 @@ def main() -> None:
     ]
     report = json.loads(asked.out.read_text(encoding="utf-8")) if asked.out and asked.out.exists() else {}
     for part in asked.only:
-        rows = measure(part, stored, asked.shape_bits, asked.rounds)
+        rows = measure(part, stored, asked.shape_bits, asked.rounds, one_thread=asked.one_thread)
         report[part] = {"about": about_run("python -m tests.bench.speculation"), "rows": rows}
         print(TABLES[part](rows), flush=True)
         if asked.out:
             asked.out.parent.mkdir(parents=True, exist_ok=True)
             asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if asked.write:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        for part in TABLES:
-            if part in report:
-                text = between(text, part, TABLES[part](report[part]["rows"]))
-        DOCUMENT.write_text(text, encoding="utf-8")
+        from tests.bench import pages
+
+        pages.write(*TABLES)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.bench.reporting.origin import ROOMS, stamp
 from tuner.detect import detect_cpu
 
 OUT = Path(__file__).parent / "results" / "start.json"
@@ -151,6 +152,7 @@ def report(programs: list[Program]) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "python": sys.version.split()[0],
         "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
+        **stamp(("app", *ROOMS)),
         "rows": [
             {
                 "program": program.name,

@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from models.spec import ModelSpec
+from models.weights import Weights
+from runtime.backends.decoder import Decoder, DecoderOptions, Step
 from runtime.compensation import CHUNK
-from runtime.decoder import Decoder, DecoderOptions, Step
-from runtime.open import open_decoder
-from runtime.timing import undisturbed
-from runtime.weights import Weights
+from runtime.load.open import open_decoder
+from runtime.measure.timing import undisturbed
 from tests.bench.cpu import SHAPES, Product
 from tests.bench.prompts import models
 from tests.bench.reporting.run import about_run

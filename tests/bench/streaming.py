@@ -20,7 +20,7 @@ from typing import Any
 
 from textual.widgets import Markdown
 
-from app.tui.warm import warm
+from app.tui.preload import preload
 from app.tui.widgets.flat_blocks import FlatBlock
 
 LIMIT_MS = 30.0
@@ -73,7 +73,7 @@ async def measured(scripted: ModuleType, text: str, speed: float) -> tuple[list[
                 await asyncio.sleep(TICK_S)
                 lags.append(1000 * (time.perf_counter() - begin - TICK_S))
 
-        await asyncio.to_thread(warm, freeze=True)  # as the program does outside tests
+        await asyncio.to_thread(preload, freeze=True)  # as the program does outside tests
         await stage.ask("go")
         begin = time.perf_counter()
         ticking = asyncio.create_task(tick())

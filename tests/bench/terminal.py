@@ -176,10 +176,10 @@ def play(terminal: Terminal, model: str) -> None:
     for _ in range(3 * TRIES):
         terminal.write("And then? " + "Tell me more about the dog, the boat and the sea. " * 6)
         answered(terminal)
-        if "no longer reads" in terminal.screen():
+        if "no longer sees" in terminal.screen():
             break
         terminal.press("PPage")
-        if "no longer reads" in terminal.screen():
+        if "no longer sees" in terminal.screen():
             break
         terminal.press("C-End")
     else:
@@ -188,7 +188,7 @@ def play(terminal: Terminal, model: str) -> None:
     terminal.press("C-n")
     terminal.shows("Ask anything.")
     terminal.press("C-b")
-    terminal.shows("Search what was said")
+    terminal.shows("Search all messages")
     terminal.type("capital of Fr")
     terminal.shows("What is the capital")
     terminal.press("Enter")
@@ -229,7 +229,7 @@ def main() -> int:
     """Run all steps on a model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="a stored model; demo is the bundled one")
-    parser.add_argument("--context", type=int, default=512, help="tokens that fit a chat")
+    parser.add_argument("--context", type=int, default=512, help="context length in tokens")
     asked = parser.parse_args()
     if shutil.which("tmux") is None:
         print("tmux is not installed, and this drives the program through it")

@@ -13,9 +13,9 @@ import torch
 from models.checkpoint import Checkpoint
 from models.oracle import Oracle
 from models.store import Store
-from runtime.decoder import DecoderOptions
-from runtime.evaluate import perplexity
+from runtime.backends.decoder import DecoderOptions
 from runtime.kv.kinds import KINDS, KVKind, page_bytes
+from runtime.measure.evaluate import perplexity
 from tests.bench.caches import drift, gear, judge, reasons, size, smooth, summary
 from tests.bench.caches import perplexity as losses
 from tests.bench.caches.extent import CONTEXTS, ORDER, paged_share, window
@@ -219,18 +219,12 @@ def test_a_report_of_few_numbers_is_written_too(tmp_path: Path) -> None:
     assert one(verdicts(found), "faster than llama.cpp") is Verdict.NONE
 
 
-def test_the_table_of_the_readme_is_put_between_its_markers(tmp_path: Path) -> None:
-    found, readme = results(tmp_path / "results.json"), tmp_path / "README.md"
+def test_the_page_begins_with_what_most_readers_want(tmp_path: Path) -> None:
+    found = results(tmp_path / "results.json")
     for kind, nats in (("fp16", 3.0), ("int4", 3.01)):
         about = {"model": "smollm2", "smooth": False, "window": 1024, "weights": "4-bit", "backend": "cpu"}
         found.add("perplexity", [about, kind], "", entry(nats, **about, kind=kind, quantized=0.8))
-    readme.write_text("before\n<!-- kv: begin -->\n\nold\n\n<!-- kv: end -->\nafter\n", encoding="utf-8")
-    for _ in range(2):
-        summary.write(View(found), readme)
-    text = readme.read_text(encoding="utf-8")
-    assert "old" not in text
-    assert text.startswith("before\n<!-- kv: begin -->")
-    assert text.endswith("<!-- kv: end -->\nafter\n")
+    text = summary.section(View(found))
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
     assert f"{math.exp(3.0):.2f}" in lines["fp16"]
     assert "+1.01 ± 0.00 %" in lines["int4"]
@@ -242,11 +236,27 @@ def test_numbers_of_another_version_are_marked(tmp_path: Path) -> None:
     found, now = Results(tmp_path / "results.json"), Codes.now()
     found.about = results(tmp_path / "other.json").about
     about = {"model": ENGLISH.name, "weights": "4-bit", "backend": "cpu", "kind": "fp16", "smooth": False}
-    for code, marked in ((digest([now.cpu, now.making]), False), ("of yesterday", True)):
-        found.add("perplexity", 0, code, entry(FULL, **about, window=256, quantized=0.8))
+    codes = digest([now.cpu, now.making]), "of yesterday"
+    says = {
+        0: "by the code that wrote this page",
+        1: "of 1 of 2 measurements, marked †",
+        2: "; the code has changed since",
+    }
+    for number, old in enumerate(((codes[0], codes[0]), codes, (codes[1], codes[1]))):
+        for key, (code, model) in enumerate(zip(old, (ENGLISH.name, DEMO.name), strict=True)):
+            numbers = entry(FULL + key, **{**about, "model": model}, window=256 << 2 * key, quantized=0.8)
+            found.add("perplexity", key, code, numbers)
         write(View(found), tmp_path / "kv.md")
         text = (tmp_path / "kv.md").read_text(encoding="utf-8")
-        assert ("Of an older version of the program" in text) == marked
+        assert [says[number] in text for number in says] == [number == other for other in says]
+        assert text.count(f"{math.exp(FULL + 1):.2f}†") == int(number == 1)
+
+
+def test_a_model_whose_generation_was_not_measured_is_not_judged(tmp_path: Path) -> None:
+    found = results(tmp_path / "results.json")
+    del found.sections["drift"]
+    (claim,) = [claim for claim in judge.claims(View(found)) if "logits drift" in claim.text]
+    assert {finding.numbers for finding in claim.findings.values()} == {"not measured"}
 
 
 def test_reasons_name_claims_that_exist(tmp_path: Path) -> None:

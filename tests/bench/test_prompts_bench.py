@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.decoder import DecoderOptions
-from runtime.open import open_decoder
+from runtime.backends.decoder import DecoderOptions
+from runtime.load.open import open_decoder
 from tests.bench import steps
 from tests.bench.prompts import measured, models
 from tests.bench.reporting.run import shown

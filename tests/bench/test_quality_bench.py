@@ -14,14 +14,15 @@ import pytest
 from models.recipe import DEFAULT_METHOD, Recipe
 from models.store import Store
 from tests.bench.quality import __main__ as command
-from tests.bench.quality import answers, judge, llama, making, measure, points, readme
+from tests.bench.quality import answers, judge, llama, making, measure, points, summary
 from tests.bench.quality.measure import Laboratory
 from tests.bench.quality.points import EXTENTS, REAL, Point
 from tests.bench.quality.report import write
-from tests.bench.quality.view import OLD, View, closed
+from tests.bench.quality.view import View, closed
 from tests.bench.reporting import markdown
 from tests.bench.reporting.cases import CASES
 from tests.bench.reporting.losses import difference
+from tests.bench.reporting.origin import OLD
 from tests.bench.reporting.results import Results
 from tests.bench.reporting.verdicts import Verdict
 from tests.close import assert_close
@@ -147,12 +148,12 @@ def test_every_promise_holds_on_numbers_as_the_papers(tmp_path: Path) -> None:
     ("claim", "where", "nats"),
     [
         (
-            "3 bits of the default recipe",
+            "3 bits by the default recipe",
             lambda p: p.as_chat and p.bits == 3 and p.method == DEFAULT_METHOD,
             lambda p: FULL + math.log(1.121),
         ),
         (
-            "4 bits of the default recipe",
+            "4 bits by the default recipe",
             lambda p: p.as_chat and p.bits == 4 and p.method == DEFAULT_METHOD,
             lambda p: FULL + math.log(1.041),
         ),
@@ -250,6 +251,9 @@ def test_the_report_draws_everything_and_the_same_each_time(tmp_path: Path) -> N
     assert "| 0 | qkv | 7 | 8 of 8 | 900 |" in text
     assert f"{math.exp(FULL):.2f}" in text
     assert OLD not in text
+    assert f"All {view.count()} entries were measured by the code that wrote this page." in text
+    assert "| llama.cpp Q3_K_M | 90.0 |" in text
+    assert "At k_chunk 64, our 3 bits are ahead of all of these." in text
 
 
 def test_numbers_of_an_older_version_are_marked(tmp_path: Path) -> None:
@@ -259,7 +263,24 @@ def test_numbers_of_an_older_version_are_marked(tmp_path: Path) -> None:
     write(view_of(found), tmp_path / "quality.md")
     text = (tmp_path / "quality.md").read_text(encoding="utf-8")
     assert text.count(f"123.45{OLD}") == text.count("123.45") > 0
-    assert f"**1 of {view_of(found).count()} entries are of an older version" in text
+    assert f"**1 of {view_of(found).count()} entries are older than the code**" in text
+    budgets = text.split("## Budgets")[1].split("What compensating")[0]
+    assert "by the code that wrote this page.*" in budgets
+    assert f"*; of 1 of {len(found.all('points'))} measurements, marked {OLD}, the code has changed since.*" not in text
+    assert f"; of 1 of {len(found.all('points'))} measurements, marked {OLD}, the code has changed since.*" in text
+
+
+def test_a_page_of_nothing_but_older_numbers_says_so_instead_of_marking_each(tmp_path: Path) -> None:
+    found = results(tmp_path / "results.json")
+    for section in found.sections.values():
+        for one in section.values():
+            one["code"] = "older"
+    write(view_of(found), tmp_path / "quality.md")
+    text = (tmp_path / "quality.md").read_text(encoding="utf-8")
+    assert f"All {view_of(found).count()} entries are older than the code that wrote this page." in text
+    assert OLD not in text
+    assert "by the code that wrote this page.*" not in text
+    assert text.count("; the code has changed since.*") > 8
 
 
 def test_points_of_weights_that_changed_are_old(tmp_path: Path) -> None:
@@ -287,7 +308,7 @@ def test_a_report_of_few_numbers_says_what_is_missing(tmp_path: Path) -> None:
     text = (tmp_path / "quality.md").read_text(encoding="utf-8")
     assert "smollm2 awq 3 bits: MakingError" in text
     assert "llama.cpp was not measured" in text
-    assert verdict(found, "3 bits of the default recipe") is Verdict.NONE
+    assert verdict(found, "3 bits by the default recipe") is Verdict.NONE
 
 
 def test_a_report_without_the_real_model_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,28 +324,25 @@ def test_a_report_without_the_real_model_says_so(tmp_path: Path, monkeypatch: py
 
 def test_the_readme_is_written_between_its_markers(tmp_path: Path) -> None:
     file = tmp_path / "README.md"
-    marked = [f"<!-- {name}: begin -->\nold\n<!-- {name}: end -->" for name in ("quality", "answers")]
-    file.write_text("\n\n".join(["before", *marked, "after"]), encoding="utf-8")
-    found = results(tmp_path / "results.json")
-    readme.write(view_of(found), file)
+    file.write_text("before\n\n<!-- answers: begin -->\nold\n<!-- answers: end -->\n\nafter", encoding="utf-8")
+    summary.write_answers(view_of(results(tmp_path / "results.json")), file)
     text = file.read_text(encoding="utf-8")
-    assert text.startswith("before\n\n<!-- quality: begin -->")
+    assert text.startswith("before\n\n<!-- answers: begin -->")
     assert text.endswith("<!-- answers: end -->\n\nafter")
     assert "old" not in text
     assert f"| {answers.SHORT[0]} | I. | a \\| b | You.<br>They. |" in text
-    assert "| llama.cpp Q3_K_M | 90.0 |" in text
-    assert "At k_chunk 64 our 3 bits are ahead of all of these." in text
-    next(iter(found.sections["peers"].values()))["rows"][0]["chat"]["perplexity"] = 20.1
-    readme.write(view_of(found), file)
-    assert "behind Q3_K_M (1.50 × its bytes)" in file.read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="markers"):
-        markdown.between("no markers", "quality", "")
+        markdown.between("no markers", "answers", "")
+
+
+def test_types_of_llama_cpp_that_are_ahead_are_named(tmp_path: Path) -> None:
+    found = results(tmp_path / "results.json")
+    next(iter(found.sections["peers"].values()))["rows"][0]["chat"]["perplexity"] = 20.1
+    assert "behind Q3_K_M (1.50 × its bytes)" in summary.section(view_of(found))
 
 
 def test_the_readme_has_the_markers() -> None:
-    text = command.README.read_text(encoding="utf-8")
-    for name in ("quality", "answers"):
-        markdown.between(text, name, "")
+    markdown.between(command.README.read_text(encoding="utf-8"), "answers", "")
 
 
 def test_differences_are_of_pairs() -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
+from tests.bench.reporting.origin import OLD
 from tests.bench.reporting.results import Results
 from tests.bench.w4a8 import folding
-from tests.bench.w4a8.models import ablation, alone, compared
+from tests.bench.w4a8.models import ablation, alone, code_of, compared
 from tests.bench.w4a8.report import ROTATED_STEP, section
 
 
@@ -46,9 +47,25 @@ def test_a_section_says_what_was_measured_and_whether_the_order_holds(tmp_path: 
         pieces = [loss * 10 + 0.01 * piece for piece in range(10)]
         about = {"model": "smollm2", "recipe": variant.recipe.to_json(), "kv": "int4", "as_chat": True}
         numbers = {"perplexity": 20.0 + number, "tokens": 100, "pieces": pieces, "bits_per_weight": 4.16}
-        results.add("points", [number], "1", {**about, **numbers})
+        about["backend"] = variant.backend
+        results.add("points", [number], code_of("points", variant.backend), {**about, **numbers})
     found = section(results, tmp_path)
     assert found.count("| holds |") == 2
     assert found.count("| **broken** |") == 1
     assert "W4A8 QoQ, per channel" in found
     assert "Fig. 12" not in found
+    assert "by the code that wrote this page" in found
+
+
+def test_numbers_are_of_the_code_that_made_and_ran_the_model(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    about = {"model": "smollm2", "kv": "int4", "as_chat": True, "tokens": 9, "pieces": [9.0], "bits_per_weight": 4.0}
+    for number, variant in enumerate(compared(128)[:3]):
+        code = code_of("points", variant.backend) if number < 2 else "1"
+        own = {**about, "recipe": variant.recipe.to_json(), "backend": variant.backend, "perplexity": 20.0 + number}
+        results.add("points", [number], code, own)
+    found = section(results, tmp_path)
+    assert f"22.00{OLD} |" in found
+    assert f"21.00{OLD}" not in found
+    assert f"of 1 of 3 measurements, marked {OLD}, the code has changed since" in found
+    assert len({code_of("points", "cpu"), code_of("points", "reference"), code_of("full"), code_of("folding")}) == 4

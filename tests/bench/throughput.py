@@ -43,10 +43,10 @@ def ours(which: str, answer: int = ANSWER) -> Turn:
     from assets import demo_path
     from models.store import StoredModel
     from runtime.backends.cpu.decoder import CpuDecoder
-    from runtime.decoder import DecoderOptions
-    from runtime.engine import Engine
-    from runtime.sampling import SamplingOptions
-    from runtime.tokenizer import Tokenizer
+    from runtime.backends.decoder import DecoderOptions
+    from runtime.engine.engine import Engine
+    from runtime.text.sampling import SamplingOptions
+    from runtime.text.tokenizer import Tokenizer
     from tests.peers.shape import RandomModel, llama_1b
 
     options = DecoderOptions(context=PROMPT + ANSWER, slots=max(FLIGHTS), max_rows=256)

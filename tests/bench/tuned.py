@@ -29,17 +29,17 @@ from assets import demo_path
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
+from runtime.backends.decoder import Decoder, DecoderOptions
+from runtime.backends.operations.channels import LAYER_KINDS
+from runtime.budget.profile_key import content_id
+from runtime.budget.tuning import tune
 from runtime.compensation import k_chunk_by_type
-from runtime.decoder import Decoder, DecoderOptions
-from runtime.evaluate import perplexity
-from runtime.open import open_decoder
-from runtime.operations.channels import LAYER_KINDS
-from runtime.profile_key import content_id
-from runtime.timing import DecodeTimer
-from runtime.tuning import tune
+from runtime.load.open import open_decoder
+from runtime.measure.evaluate import perplexity
+from runtime.measure.timing import DecodeTimer
 from tests.bench.reporting.cases import CASES, ROOT
 from tests.bench.reporting.cases import smollm2 as real_model
-from tests.bench.reporting.markdown import between, number, table
+from tests.bench.reporting.markdown import number, table
 from tests.bench.reporting.run import Tell, about_run, teller
 from tuner.profiles import ProfileStore
 
@@ -108,7 +108,9 @@ def main() -> None:
     text = report(found["models"])
     print(text)
     if given.write:
-        DOCS.write_text(between(DOCS.read_text(encoding="utf-8"), "tuned", text), encoding="utf-8")
+        from tests.bench import pages
+
+        pages.write("tuned")
 
 
 def _arguments() -> argparse.Namespace:

@@ -213,7 +213,7 @@ def test_tokens_are_bounded_and_from_all_over_the_text(tiny_checkpoint: Path, mo
     expected = brute_force(checkpoint, 32, [row[None] for row in rows])
     assert_close(divergences(checkpoint, 32, text, lambda share: None), expected, "relative")
     monkeypatch.setattr(allocation, "STATES_BYTES", 1 << 30)
-    monkeypatch.setattr(allocation, "MOST_WORK", 0)
+    monkeypatch.setattr(allocation, "MAX_WORK", 0)
     monkeypatch.setattr(allocation, "ENOUGH_TOKENS", 40)
     assert_close(divergences(checkpoint, 32, text, lambda share: None), expected, "relative")
     monkeypatch.setattr(allocation, "STATES_BYTES", 0)

@@ -221,6 +221,7 @@ def test_perplexity_before_is_that_of_the_checkpoint(
     assert scaled.perplexity_after < 1.2 * plain.perplexity_before
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_a_real_model_loses_less_than_with_rounding(tmp_path: Path, shared_data: Path) -> None:
     text = (shared_data / "text" / "tinystories.txt").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,7 @@ def test_linked_files_of_a_download_cache_are_read(tmp_path: Path) -> None:
 
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
-    vocabulary = 1_000_000_000
+    vocabulary = 10_000_000
     write_config(tmp_path, vocab_size=vocabulary, tie_word_embeddings=True)
     held = {name: tensor for name, tensor in tensors().items() if name not in (EMBED, "lm_head.weight")}
     header: dict[str, Any] = {}
@@ -195,7 +196,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in held.values():
             file.write(tensor.numpy().tobytes())
-        file.truncate(8 + len(text) + end + vocabulary * 32)  # 32 GB that take no room on the disk
+        file.truncate(8 + len(text) + end + vocabulary * 32)  # 320 MB that take no room on the disk
     before = psutil.Process().memory_info().rss
     checkpoint = Checkpoint.open(tmp_path)
     assert torch.equal(checkpoint.vector("norm"), held["model.norm.weight"])
@@ -213,7 +214,7 @@ class Trickle(io.FileIO):
 def test_tensor_that_arrives_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = tensors()
     checkpoint = Checkpoint.open(write(tmp_path, held))
-    monkeypatch.setattr(Path, "open", lambda path, *_, **__: Trickle(path))
+    monkeypatch.setattr("models.shard.open_file", Trickle)
     assert torch.equal(checkpoint.embedding(), held[EMBED])
 
 
@@ -233,11 +234,48 @@ def test_folder_is_absent(tmp_path: Path) -> None:
     assert "no such folder" in error_of(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00\xff", '{"a": }'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", "\x00\xff", '{"a": }', "[" * 100_000, '{"a":' * 100_000, '{"hidden_act": "\\ud800"}', "9" * 9999],
+    ids=lambda text: text[:20],
+)
 def test_config_is_damaged(text: str, tmp_path: Path) -> None:
     write(tmp_path, tensors())
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     assert "config.json: is damaged" in error_of(tmp_path)
+
+
+def test_a_generation_config_nested_without_end(tmp_path: Path) -> None:
+    write(tmp_path, tensors())
+    (tmp_path / "generation_config.json").write_text("[" * 100_000)
+    assert "generation_config.json: is damaged, not a JSON file (it is nested too deeply)" in error_of(tmp_path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_what_is_no_file_is_not_waited_for(name: str, kind: str, tmp_path: Path) -> None:
+    write(tmp_path, tensors())
+    if name.endswith("index.json"):
+        (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    place = tmp_path / name
+    place.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "device":
+        place.symlink_to("/dev/zero")
+    else:
+        place.mkdir()
+    assert f"{place}: cannot be read" in error_of(tmp_path)
+
+
+def test_a_config_without_end_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path, tensors())
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    assert "it has more than 32 MiB" in error_of(tmp_path)
 
 
 def test_config_is_absent(tmp_path: Path) -> None:
@@ -283,7 +321,9 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     assert "Download the rest" in message
 
 
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', "not json"])
+@pytest.mark.parametrize(
+    "text", ["{}", '{"weight_map": []}', "not json", '{"weight_map":' + "[" * 100_000], ids=lambda text: text[:20]
+)
 def test_index_is_damaged(text: str, tmp_path: Path) -> None:
     write_sharded(tmp_path, tensors())
     (tmp_path / "model.safetensors.index.json").write_text(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -267,19 +268,20 @@ def test_attention_bias_is_refused_where_the_family_has_none(family: str) -> Non
         spec_from_config(tiny(family, attention_bias=True))
 
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
 @pytest.mark.parametrize(
-    "key",
+    ("key", "value"),
     [
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-        "max_position_embeddings",
-        "rms_norm_eps",
+        *product(
+            (*SIZES, "max_position_embeddings", "rms_norm_eps"), ["absent", None, 0, -4, "64", True, [64], 10**400]
+        ),
+        *product(SIZES, [10**9, 64.0]),
+        ("rms_norm_eps", math.nan),
     ],
+    ids=lambda value: str(value)[:24],
 )
-@pytest.mark.parametrize("value", ["absent", None, 0, -4, "64", True, [64]])
 def test_a_missing_or_wrong_size_is_named(key: str, value: Any) -> None:
     config = without(TINY, key) if value == "absent" else {**TINY, key: value}
     with pytest.raises(CheckpointError, match=f"config.json: '{key}' is "):
@@ -298,6 +300,15 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] 
         ("llama", {"hidden_act": 3}, "hidden_act.*string"),
         ("llama", {"eos_token_id": "2"}, "eos_token_id.*token id"),
         ("llama", {"rope_theta": math.inf}, "rope_theta.*above 0"),
+        ("llama", {"rope_theta": math.nan}, "rope_theta.*above 0"),
+        ("llama", {"rope_theta": 10**400}, "rope_theta.*above 0"),
+        ("llama", {"rope_theta": 1e-300}, "rope_theta.*above 0"),
+        ("llama", {"partial_rotary_factor": 1e308}, "partial_rotary_factor.*above 0"),
+        ("llama", {"num_key_value_heads": 10**9}, "num_key_value_heads.*divisor"),
+        ("llama", {"head_dim": 10**9}, "head_dim.*from 1 to 1,048,576"),
+        ("llama", {"max_position_embeddings": 2**31}, "max_position_embeddings.*from 1 to 2,147,483,647"),
+        ("llama", {"eos_token_id": [10**30]}, "eos_token_id.*token id"),
+        ("llama", {"hidden_size": "9" * 10**7}, "hidden_size.*from 1 to"),
         ("llama", {"rope_scaling": [1]}, "rope_scaling.*table"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling: 'factor' is missing"),
         ("llama", {"rope_scaling": without(LLAMA3_SCALING, "factor")}, "'factor' is missing"),
@@ -307,7 +318,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] 
         ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [1.0] * 7}}, "long_factor.*list of 8"),
         ("phi3", {"rope_scaling": without(LONGROPE, "short_factor")}, "short_factor.*missing"),
         ("phi3", {"rope_scaling": {**LONGROPE, "short_factor": [0.0] * 8}}, "short_factor.*above 0"),
-        ("mistral", {"sliding_window": 0}, "sliding_window.*at least 1"),
+        ("mistral", {"sliding_window": 0}, "sliding_window.*from 1 to"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types.*list of 4"),
         ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer_types.*list of 4"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "layer_types.*use_sliding_window"),
@@ -318,11 +329,20 @@ def test_a_contradiction_is_named(family: str, changes: dict[str, Any], words: s
     with pytest.raises(CheckpointError, match=words) as caught:
         spec_from_config(tiny(family) | changes)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 def test_generation_config_is_named_where_it_is_wrong() -> None:
     with pytest.raises(CheckpointError, match=r"^f/generation_config\.json: 'eos_token_id'"):
         spec_from_config(TINY, {"eos_token_id": "x"}, source="f/config.json")
+
+
+def test_no_name_in_a_config_makes_a_message_endless() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"^config\.json: hidden_act 'aaa.* … .*Choose another model\.$"
+    ) as raised:
+        spec_from_config({**TINY, "hidden_act": "a" * 10**7})
+    assert len(str(raised.value)) < 2100
 
 
 def test_reading_a_config_imports_no_torch() -> None:

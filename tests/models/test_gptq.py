@@ -142,6 +142,7 @@ def test_a_model_is_made_and_made_the_same_again(tmp_path: Path, tiny_checkpoint
         quantize_model(tiny_checkpoint, Store(tmp_path), Recipe(method="gptq", residual_bits=0), calibration=None)
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_a_real_model_loses_less(tmp_path: Path, shared_data: Path) -> None:
     text = (shared_data / "text" / "wikitext2-valid.txt").read_text(encoding="utf-8")

@@ -17,17 +17,18 @@ from models.errors import QuantizationError
 from models.oracle import Oracle
 from models.packing import unpack
 from models.quantize import quantize
-from models.quantize.qoq import CLIPS, clip_heads, prepare
+from models.quantize.qoq import CLIPS, clip_heads, prepare, smoothing
 from models.quantize.rotated import RotatedCheckpoint
 from models.quantize.streams import Streams
-from models.quantize.working import WorkingBlock
+from models.quantize.working import WorkingBlock, sources
 from models.recipe import QOQ_STEPS, Recipe
-from models.store import Store, StoredModel
-from runtime.decoder import DecoderOptions
-from runtime.evaluate import perplexity
-from runtime.open import open_decoder
-from runtime.operations.activation import quantize as quantize_groups
-from runtime.operations.linear import gemm_w4a8, whole
+from models.store import Store, StoredModel, StoredModelInfo
+from runtime.backends.decoder import DecoderOptions
+from runtime.backends.operations.activation import quantize as quantize_groups
+from runtime.backends.operations.linear import gemm_w4a8, whole
+from runtime.load.open import open_decoder
+from runtime.measure.evaluate import perplexity
+from runtime.text.tokenizer import Tokenizer
 from tests.close import assert_close
 from tests.models.conftest import TEXT, write_checkpoint
 from tests.models.test_smooth import CASES, _oracle_cases
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALL = tuple(step for step in QOQ_STEPS if step != "clip")
 """The steps that change weights before they are rounded."""
+EVALUATION = TEXT[:300]
 
 
 class _Prepared:
@@ -124,6 +126,41 @@ def test_heads_of_q_and_k_have_clip_ratios_and_v_has_none(tmp_path: Path) -> Non
     assert {float(ratio) for ratio in heads[:, 0]} <= {float(np.float32(ratio)) for ratio in CLIPS}
 
 
+def test_heads_are_clipped_where_that_helps_alone(tmp_path: Path) -> None:
+    """Large weights whose inputs are silent waste the range; of weights that are all as large, none is to be cut."""
+    write_checkpoint(tmp_path)
+    working = WorkingBlock(Checkpoint.open(tmp_path), 0)
+    spec, generator = working.spec, torch.Generator().manual_seed(0)
+    heads = working.linear("layers.0.qkv")[0][: spec.q_width + spec.kv_width].view(-1, spec.head_dim, 64)
+    wasteful = torch.tensor([True, True, False, False, True, False])  # four of queries, two of keys
+    for head, wastes in zip(heads, wasteful, strict=True):
+        drawn = torch.randn(head.shape, generator=generator)
+        head[:] = (drawn if wastes else drawn.sign()) / 8
+        if wastes:
+            head[:, [5, 40]] = 0.75
+    x = torch.randn(2, 20, 64, generator=generator)
+    x[..., [5, 40]] = 0
+    clips = clip_heads(working, [x], Recipe.usual("qoq", group_size=32), nothing)
+    found = torch.from_numpy(clips[: spec.q_width + spec.kv_width]).view(-1, spec.head_dim)[:, 0]
+    assert bool((found[wasteful] < 1).all())
+    assert bool((found[~wasteful] == 1).all())
+
+
+@pytest.mark.parametrize("kind", ["o", "down"])
+def test_what_outshines_other_inputs_is_divided(kind: str, tmp_path: Path) -> None:
+    """A token's inputs share one scale, and the weights of this channel its group's range."""
+    write_checkpoint(tmp_path)
+    working = WorkingBlock(Checkpoint.open(tmp_path), 0)
+    width = working.linear(f"layers.0.{kind}")[0].shape[1]
+    x = torch.randn(200, width, generator=torch.Generator().manual_seed(0))
+    x[:, 7] *= 100
+    scales = smoothing(working, kind, x, Recipe.usual("qoq", group_size=32))
+    tied = sources(working.spec, kind)
+    others = scales[tied != tied[7]]
+    assert len(set(scales[tied == tied[7]].tolist())) == 1
+    assert scales[7] > 2 * others.max()
+
+
 def test_tokens_are_rounded_as_one_group() -> None:
     x = torch.randn(7, 100, generator=torch.Generator().manual_seed(0))
     x[3] = 0
@@ -134,16 +171,21 @@ def test_tokens_are_rounded_as_one_group() -> None:
     assert_close(per_token.rounded(x), codes.float() * scales, "exact")
 
 
-@pytest.mark.parametrize("group_size", [32, 128, 0])
-def test_a_stored_model_computes_with_whole_numbers(group_size: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=[32, 128, 0])
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StoredModelInfo:
+    """A model with groups of so many channels; 0: of whole output channels."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), family="qwen2")
+    store, recipe = Store(tmp_path_factory.mktemp("store")), Recipe.usual("qoq", group_size=request.param)
+    info = quantize(folder, store, recipe, calibration=TEXT, evaluation=EVALUATION)
+    assert StoredModel.open_folder(info.path).recipe == recipe
+    return info
+
+
+def test_a_stored_model_computes_with_whole_numbers(stored: StoredModelInfo) -> None:
     """Every tensor is there as documented, and the reference backend's sums are those of its integers."""
-    folder = write_checkpoint(tmp_path / "checkpoint", family="qwen2")
-    store = Store(tmp_path / "store")
-    recipe = Recipe.usual("qoq", group_size=group_size)
-    info = quantize(folder, store, recipe, calibration=TEXT, evaluation=TEXT)
-    model = StoredModel.open_folder(info.path)
-    assert model.recipe == recipe
-    with safe_open(info.path / "block-00000.safetensors", "np") as file:
+    model = StoredModel.open_folder(stored.path)
+    group_size = model.recipe.group_size
+    with safe_open(stored.path / "block-00000.safetensors", "np") as file:
         assert ("layers.0.down.group_scales" in file.keys()) == (group_size > 0)  # noqa: SIM118
     packed = model.linear("layers.0.qkv")
     N, K = packed.shape
@@ -162,49 +204,24 @@ def test_a_stored_model_computes_with_whole_numbers(group_size: int, tmp_path: P
     assert packed.bias is not None
     expected = total.astype(np.float32) * factors + packed.bias
     np.testing.assert_array_equal(gemm_w4a8(activations, steps, whole(packed), packed).numpy(), expected)
-    summary = info.summary
-    assert summary.perplexity_before is not None
-    assert summary.perplexity_after is not None
-    assert summary.perplexity_after < 1.6 * summary.perplexity_before
 
 
-def test_the_reference_backend_evaluates_what_quantizing_promised(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "checkpoint")
-    store = Store(tmp_path / "store")
-    info = quantize(folder, store, Recipe.usual("qoq", group_size=32), calibration=TEXT)
-    model = StoredModel.open_folder(info.path)
-    decoder, _ = open_decoder(model, DecoderOptions(context=64, max_rows=64), "reference")
-    tokens = [1, *np.random.default_rng(0).integers(3, 60, 120).tolist()]
-    result = perplexity(decoder, tokens, 64, 32)
+def test_the_reference_backend_evaluates_what_quantizing_promised(stored: StoredModelInfo) -> None:
+    """Quantizing computes with numbers that whole ones stand for; what differs is the cache, which holds halves."""
+    model, summary = StoredModel.open_folder(stored.path), stored.summary
+    decoder, _ = open_decoder(model, DecoderOptions(context=256, max_rows=64), "reference")
+    tokens = Tokenizer(model.tokenizer_path).encode(EVALUATION)
+    found = perplexity(decoder, tokens, 256, 256, as_chat=True).perplexity
     decoder.close()
-    dequantized = Oracle(_Stored(model))  # type: ignore[arg-type]
-    windows = torch.tensor([tokens[:64]])
-    assert np.isfinite(result.perplexity)
-    assert dequantized.logits(windows).shape == (1, 64, 96)
-
-
-class _Stored:
-    """A stored model's dequantized weights for the oracle."""
-
-    def __init__(self, model: StoredModel) -> None:
-        self.spec, self._model = model.spec, model
-
-    def vector(self, name: str) -> torch.Tensor:
-        return torch.from_numpy(np.array(self._model.vector(name)))
-
-    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        from models.quantizers.dequantize import dequantize
-
-        return torch.from_numpy(dequantize(self._model.linear(name))), None
-
-    def embedding(self) -> torch.Tensor:
-        return torch.from_numpy(np.array(self._model.embedding(), np.float32))
+    assert found == pytest.approx(summary.perplexity_after, rel=0.003)
+    assert summary.perplexity_before is not None
+    assert found < 1.6 * summary.perplexity_before
 
 
 def test_what_is_asked_for_has_to_go_together() -> None:
     for bad, message in (
         ({"method": "gptq", "rotate": True}, "rotate: only for the method qoq"),
-        ({"method": "qoq", "bits": 3}, "qoq has 4 bits, not 3 and 4"),
+        ({"method": "qoq", "bits": 3}, "qoq supports only 4 bits, not 3 and 4"),
         ({"method": "qoq", "group_size": 48}, "a multiple of 32, or 0 for a whole output channel, not 48"),
         ({"method": "rtn", "group_size": 0}, "a multiple of 32, not 0"),
     ):

@@ -69,6 +69,7 @@ def loss(weights: Checkpoint | Weights, batches: list[torch.Tensor]) -> float:
     return total / count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", PLAIN)
 def test_small_models_lose_no_more_than_with_plain_rounding(shared_data: Path, tmp_path: Path, model: str) -> None:
     folder, store = shared_data / "models" / model, Store(tmp_path)
@@ -92,6 +93,7 @@ def test_small_models_lose_no_more_than_with_plain_rounding(shared_data: Path, t
     assert 0 < grown[4, 32] < grown[4, 128] < grown[3, 32] < grown[3, 128]
 
 
+@pytest.mark.slow
 def test_english3m_on_wikitext(shared_data: Path, tmp_path: Path) -> None:
     """First 4,000 tokens, windows of 256: a plain prototype has 50.82 in full, 51.40 at 4 bits, 55.37 at 3 bits."""
     folder, store = shared_data / "models" / "english3m", Store(tmp_path)

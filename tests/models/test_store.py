@@ -137,6 +137,15 @@ def test_remove_takes_damaged_models_links_and_unfinished_work(store: Store, tmp
     assert not any((store.root / ".work").iterdir())
 
 
+def test_a_replacement_that_was_interrupted_leaves_the_old_model(store: Store) -> None:
+    """Between its two renames; whoever lists the store or names the model puts it back."""
+    for look in (store.list, lambda: store.open("small")):
+        store.path("small").rename(store.work_folder("small.replaced"))
+        look()
+        assert "small" in [info.name for info in store.list()]
+        assert store.path("small").is_dir()
+
+
 def test_remove_waits_for_nobody(store: Store) -> None:
     with store.lock("small"), pytest.raises(StoreError, match="another process"):
         store.remove("small")
@@ -169,6 +178,27 @@ def test_names_cannot_leave_the_store(store: Store, name: str) -> None:
     assert len(store.list()) == 2
 
 
+ENTRY = {"bytes": 0, "sha256": "", "sample": "00000000"}
+
+
+def reworded(folder: Path, part: str, key: str, value: object) -> None:
+    """Change a value of the manifest, checksum included."""
+    body = json.loads((folder / "manifest.json").read_text())
+    del body["sha256"]
+    body[part][key] = value
+    (folder / "manifest.json").write_text(json.dumps({**body, "sha256": manifest._digest(body)}))
+
+
+def piped(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def linked(path: Path, target: Path) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing file": (lambda path: (path / "block-00001.safetensors").unlink(), r"block-00001\.safetensors is missing"),
     "truncated file": (
@@ -192,9 +222,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / "manifest.json").write_text('{"format": "lowbit-chat-model", "version": 2}'),
         "has format version 2, this program reads 1",
     ),
+    "nested manifest": (lambda path: (path / "manifest.json").write_text("[" * 200_000), "it is nested too deeply"),
+    "a word for a number": (lambda path: reworded(path, "summary", "context", "all of it"), "context is 'all of it'"),
+    "a word for a size": (lambda path: reworded(path, "files", "config.json", {**ENTRY, "bytes": "9"}), "bytes is '9'"),
+    "a pipe for the manifest": (lambda path: piped(path / "manifest.json"), "it is no regular file"),
+    "a pipe": (lambda path: (piped(path / "x"), reworded(path, "files", "x", ENTRY)), "x is a link or a device"),
+    "an endless device": (lambda path: linked(path / "manifest.json", Path("/dev/zero")), "it is no regular file"),
+    "a link that leads outside": (
+        lambda path: linked(path / "config.json", path.parent / "org--wide/config.json"),
+        r"config\.json is a link or a device; a stored model is files in a folder",
+    ),
 }
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_and_the_others_are_listed(store: Store, damage: str) -> None:
     action, message = DAMAGES[damage]

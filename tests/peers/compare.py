@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.bench.reporting.origin import stamp
 from tuner.bandwidth import read_bandwidth
 from tuner.detect import detect_cpu
 
@@ -174,6 +175,7 @@ def main() -> None:
         "decoded_tokens_a_round": arguments.tokens,
         "prompt_tokens": arguments.prompt,
         "versions": {"python": platform.python_version(), "numba": importlib.metadata.version("numba")},
+        **stamp(),
         "rows": rows,
     }
     print(f"{'':36}{'spinners':>9}{'MB a token':>12}{'decode t/s':>12}{'% of limit':>12}{'prefill t/s':>13}")

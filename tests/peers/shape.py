@@ -83,5 +83,8 @@ class RandomModel:
         """The embedding table."""
         return self._rng.standard_normal((self.spec.vocab_size, self.spec.hidden_size)).astype(np.float16)
 
+    def release(self) -> None:
+        """Nothing here can be read again."""
+
     def _words(self, rows: int, columns: int) -> npt.NDArray[np.int32]:
         return np.frombuffer(self._rng.bytes(4 * rows * columns), np.int32).reshape(rows, columns)

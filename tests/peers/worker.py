@@ -26,7 +26,7 @@ def ours(which: str, k_chunk: int) -> tuple[Callable[[int], list[float]], Callab
     """This project's CPU backend: random weights of so many bits, or a stored model by its folder."""
     from models.store import StoredModel
     from runtime.backends.cpu.decoder import CpuDecoder
-    from runtime.decoder import DecoderOptions, Step
+    from runtime.backends.decoder import DecoderOptions, Step
     from tests.peers.shape import RandomModel, llama_1b
 
     random = RandomModel(llama_1b(), int(which), residuals=k_chunk > 0) if which.isdecimal() else None

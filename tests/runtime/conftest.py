@@ -105,7 +105,7 @@ def _pack_residual(residual: npt.NDArray[np.float32], bits: int) -> PackedResidu
 
 @dataclass
 class TinyModel:
-    """Stands in for a stored model: everything that `runtime.weights.Weights` asks for, and the weights themselves."""
+    """Stands in for a stored model: everything that `models.weights.Weights` asks for, and the weights themselves."""
 
     spec: ModelSpec
     linears: dict[str, PackedLinear]
@@ -126,6 +126,9 @@ class TinyModel:
 
     def embedding(self) -> npt.NDArray[np.float16]:
         return self.table
+
+    def release(self) -> None:
+        pass
 
 
 def make_spec(**changes: Any) -> ModelSpec:

@@ -80,6 +80,18 @@ def test_a_damaged_file_is_measured_again(tmp_path: Path, measured: list[float],
     assert read_bandwidth(tmp_path).gb_s == 30.0
 
 
+def test_nothing_is_left_of_a_save_that_failed(
+    tmp_path: Path, measured: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path, _target: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    measured += [30.0]
+    assert read_bandwidth(tmp_path).gb_s == 30.0
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be_made_costs_nothing_else(tmp_path: Path, measured: list[float]) -> None:
     (tmp_path / "file").write_text("")
     measured += [30.0]

@@ -30,6 +30,7 @@ def offers(*ways: Way, full: float | None = 10.0) -> Offers:
         ((PLAIN, RESIDUAL, FAST), 0, PLAIN),
         ((PLAIN, COMPENSATED, RESIDUAL), 5, COMPENSATED),  # though it was slower here: the tuner knows better
         (WAYS, 6, DRAFTED),
+        ((PLAIN, DRAFTED, RESIDUAL), 4, PLAIN),  # drafts are held to no budget but this one
         (WAYS, 24, DRAFTED),
         (WAYS, 25, FAST),
         (WAYS, 100, FAST),
@@ -55,13 +56,13 @@ def test_what_may_not_be_taken_is_passed_over() -> None:
 def test_words() -> None:
     found = offers()
     assert found.words(FAST) == (
-        "within 0.3 % of full precision at 0.8 x the low-bit speed (low bits with every residual; "
-        "3 tokens drafted a round, 90% accepted)"
+        "within 0.3 % of full precision at 0.8 x the low-bit speed (low bits with all residuals; "
+        "3 tokens drafted per round, 90% accepted)"
     )
     assert found.words(PLAIN) == "within 20 % of full precision at 1 x the low-bit speed (low bits alone; no drafts)"
     assert "within 0.4 %" in found.words(replace(FAST, perplexity=10.0301)), "no loss is told smaller than it is"
     assert found.words(replace(FAST, perplexity=9.9)).startswith("as good as full precision at 0.8 x")
-    assert offers(full=None).words(PLAIN).startswith("perplexity 12.00, that of full precision unknown, at 1 x")
+    assert offers(full=None).words(PLAIN).startswith("perplexity 12.00 (full precision unknown) at 1 x")
 
 
 def test_what_is_saved_is_found_again(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_killed_while_saving_the_former_profile_stays(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ProfileError, match="cannot be saved in"):
+    with pytest.raises(ProfileError, match="can't be saved in"):
         ProfileStore(tmp_path / "file" / "profiles").save(PROFILE)
 
 

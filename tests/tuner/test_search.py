@@ -256,7 +256,7 @@ def test_a_device_without_multiprocessors_is_refused() -> None:
 
 def test_it_stops_before_the_next_measurement() -> None:
     timer = Formula(knees(0), measured=True)
-    with pytest.raises(Cancelled, match="what was measured is kept"):
+    with pytest.raises(Cancelled, match="measurements are kept"):
         tune(LAYERS, timer, budget_percent=5, sm_count=20, cancelled=lambda: timer.asked.total() == 50)
     assert timer.asked.total() == 50
 

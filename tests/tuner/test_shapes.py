@@ -25,7 +25,7 @@ def test_shapes_have_their_models_weights(name: str, billions: float) -> None:
 
 
 def test_an_unknown_shape_names_the_known() -> None:
-    with pytest.raises(ShapeError, match="no shape is called 'llama-9'; there are llama-3-8b"):
+    with pytest.raises(ShapeError, match="unknown shape 'llama-9'; known: llama-3-8b"):
         shape_of("llama-9")
 
 
@@ -36,7 +36,7 @@ def test_a_layer_that_cannot_be_is_refused(kind: str, n: int, k: int, count: int
 
 
 def test_a_type_stands_once() -> None:
-    with pytest.raises(ShapeError, match="stands twice among o, o"):
+    with pytest.raises(ShapeError, match="occurs twice in o, o"):
         check_layers([LayerShape("o", 8, 8, 1), LayerShape("o", 8, 16, 1)])
 
 
@@ -66,7 +66,7 @@ def test_every_device_says_where_its_figures_are_from(name: str) -> None:
 
 
 def test_an_unknown_device_names_the_known() -> None:
-    with pytest.raises(UnknownDeviceError, match="no device is called 'gtx-1'; there are rtx-4090"):
+    with pytest.raises(UnknownDeviceError, match="unknown device 'gtx-1'; known: rtx-4090"):
         device_of("gtx-1")
 
 

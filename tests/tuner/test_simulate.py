@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 
+from tests.bench.table_3 import BUDGETS, KINDS, order_breaks, quantile, simulate
 from tuner.devices import DEVICES
 from tuner.errors import BudgetError, ShapeError, TimerError, UnknownDeviceError
 from tuner.shapes import SHAPES, LayerShape
 from tuner.simulate import FITTED, SimulatedTimer, tune_simulated
-from tuner.table_3 import BUDGETS, KINDS, order_breaks, quantile, simulate
 
 LLAMA = SHAPES["llama-3-8b"].layers
 SPEC = DEVICES["rtx-4050m"]
@@ -119,8 +119,8 @@ def test_every_kind_of_weights_can_be_simulated(codebook: bool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("rtx-1", "llama-3-8b", 3, 5), UnknownDeviceError, "no device is called 'rtx-1'; there are rtx-4090,"),
-        (("rtx-4090", "llama", 3, 5), ShapeError, "no shape is called 'llama'; there are llama-3-8b,"),
+        (("rtx-1", "llama-3-8b", 3, 5), UnknownDeviceError, "unknown device 'rtx-1'; known: rtx-4090,"),
+        (("rtx-4090", "llama", 3, 5), ShapeError, "unknown shape 'llama'; known: llama-3-8b,"),
         (("rtx-4090", "llama-3-8b", 2, 5), ShapeError, "2 bits can't be simulated; give 3, 3.5 or 4"),
         (("rtx-4090", "llama-3-8b", 3, 0), BudgetError, "not 0"),
         (("rtx-4090", "llama-3-8b", 3, 101), BudgetError, "not 101"),

@@ -69,9 +69,10 @@ def test_a_slowdown_below_zero_holds() -> None:
     assert hold(FOUND, lambda *_: -0.4, 5, scaled) == (FOUND, -0.4)
 
 
-def test_a_single_outlier_changes_nothing() -> None:
-    readings = iter([3.0, 80.0, 2.0])
-    assert hold(FOUND, lambda *_: next(readings), 5, scaled) == (FOUND, 3.0)
+@pytest.mark.parametrize("readings", [(80.0, 3.0, 2.0), (3.0, 80.0, 2.0), (2.0, 3.0, 80.0)])
+def test_a_single_outlier_changes_nothing(readings: tuple[float, ...]) -> None:
+    following = iter(readings)
+    assert hold(FOUND, lambda *_: next(following), 5, scaled) == (FOUND, 3.0)
 
 
 @pytest.mark.parametrize("percent", [math.nan, math.inf])

@@ -1,27 +1,34 @@
-"""The chat: what was said, what is being done, and where to write."""
+"""The chat screen: messages, progress and composer."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.screen import Screen
 from textual.timer import Timer
-from textual.widgets import Footer
+from textual.widgets import Footer, TextArea
 
 from app.conversation import Message
 from app.errors import ClientError, HistoryError
 from app.tui.answers import Writing
+from app.tui.figures import SEPARATOR
 from app.tui.greeting import Greeting
-from app.tui.messages import Submitted
+from app.tui.messages import MessageAct, SettingChanged, Submitted
+from app.tui.plain import plain
 from app.tui.pump import Pump
-from app.tui.screens.sidebar import Sidebar
-from app.tui.screens.written import WrittenScreen
+from app.tui.screens.sidebar import MIN_COLUMNS, Sidebar
 from app.tui.session import Session
-from app.tui.widgets.composer import Composer
-from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.composer import Composer, remembered
+from app.tui.widgets.header import HeaderBar, model_line
+from app.tui.widgets.message_view import MessageView
 from app.tui.widgets.progress_panel import ProgressPanel
 from app.tui.widgets.transcript import Transcript
 
@@ -30,21 +37,29 @@ if TYPE_CHECKING:
     from app.tui.screens.chat_dialogs import Overflow
 
 LIVE_INTERVAL_S = 0.5
+DRAFT_S = 1.0
+"""A draft is saved after a pause of this many seconds."""
 
 
-class ChatScreen(WrittenScreen):
-    """The screen the program begins with."""
+class ChatScreen(Screen[None]):
+    """The screen on which the program starts."""
 
     AUTO_FOCUS = "#composer"
 
     def __init__(self, session: Session) -> None:
-        super().__init__(session)
+        super().__init__(id="chat")
+        self._session = session
+        self._editing: str | None = None
+        self._unsent = ""
+        self._typing: Composer | None = None
+        self._copied = ("", 0)
+        self._draft: Timer | None = None
         self._writing: Writing | None = None
         self._ticker: Timer | None = None
         self._greeting = Greeting(session)
 
     def compose(self) -> ComposeResult:
-        """Header, the other chats, messages, progress, composer, keys."""
+        """Header, sidebar, messages, progress, composer, keys."""
         yield HeaderBar()
         with Horizontal(id="chat-body"):
             yield Sidebar(self._session)
@@ -55,18 +70,19 @@ class ChatScreen(WrittenScreen):
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Show what the session is doing."""
+        """Show the session's state."""
         self._ticker = self.set_interval(LIVE_INTERVAL_S, self._tick, pause=True)
+        self._typing = self.composer  # on_unmount can no longer query it
         self.show_session()
         self.run_worker(self._recall_past(), group="past", exit_on_error=False)
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is on its way to the screen."""
+        """Whether an answer is being generated in this chat."""
         return self._writing is not None or self._session.answers.of(self._session.conversation.id) is not None
 
     def show_session(self) -> None:
-        """Bring header, progress and context meter up to date."""
+        """Update header, progress and context meter."""
         if not self.query(Composer):
             return
         session = self._session
@@ -79,11 +95,11 @@ class ChatScreen(WrittenScreen):
             self.composer.border_title = self._title()
 
     def on_resize(self) -> None:
-        """Let the lines use the new width."""
+        """Lay the lines out for the new width."""
         self.call_after_refresh(self.show_session)
 
     async def _send(self, text: str) -> None:
-        """Put the prompt into the conversation and let the model answer."""
+        """Add the prompt to the conversation and start the answer."""
         session = self._session
         conversation = session.conversation
         parent = conversation.head
@@ -96,11 +112,11 @@ class ChatScreen(WrittenScreen):
         await self._answer(user.id, rebuilt=self._branched(user))
 
     def _branched(self, message: Message) -> bool:
-        """Whether a message stands beside others, so that another path is shown now."""
+        """Whether a message has siblings, so that another path is shown now."""
         return len(self._session.conversation.siblings(message.id)) > 1
 
     async def _answer(self, prompt: str, *, rebuilt: bool) -> None:
-        """Let the model answer a prompt that is there."""
+        """Start an answer to an existing prompt."""
         session = self._session
         model = session.conversation.extras.model or session.wanted
         answer = session.conversation.add("assistant", "", parent=prompt, state="streaming", model=model)
@@ -108,7 +124,7 @@ class ChatScreen(WrittenScreen):
         self._write(answer)
 
     async def regenerate(self, message_id: str | None = None) -> None:
-        """Ask for another answer to a prompt, by default the last; the one before stays beside it."""
+        """Start another answer to a prompt, by default the last one. The previous answer stays as a branch."""
         conversation = self._session.conversation
         at = message_id or conversation.head
         if self.busy or at is None:
@@ -117,7 +133,7 @@ class ChatScreen(WrittenScreen):
         await self._answer(message.id if message.role == "user" else message.parent or message.id, rebuilt=True)
 
     async def resume(self) -> None:
-        """Go on with an answer that ended early."""
+        """Continue an answer that ended early."""
         conversation = self._session.conversation
         if not self.busy and conversation.head is not None:
             last = conversation[conversation.head]
@@ -126,7 +142,7 @@ class ChatScreen(WrittenScreen):
 
     @on(Submitted)
     async def send(self, event: Submitted) -> None:
-        """Send a prompt, or give it back where that can't be."""
+        """Send a prompt, or return it to the composer if that isn't possible."""
         event.stop()
         session = self._session
         if self.busy:
@@ -149,7 +165,7 @@ class ChatScreen(WrittenScreen):
         self.app.push_screen(OverflowDialog(leaves_out), decided)
 
     async def _overflow(self, answer: Overflow, text: str) -> None:
-        """Go on as the person chose for a chat that is full."""
+        """Proceed with a full chat as the user chose."""
         if answer == "keep":
             self.composer.give_back(text)
             return
@@ -159,16 +175,16 @@ class ChatScreen(WrittenScreen):
         await self._send(text)
 
     @property
-    def losable(self) -> bool:
-        """Whether what was said here would be lost with the chat."""
-        return bool(len(self._session.conversation)) and not self._session.keeps
+    def unsaved(self) -> bool:
+        """Whether the chat has messages that are not saved."""
+        return bool(len(self._session.conversation)) and not self._session.saves
 
     async def new_chat(self) -> None:
-        """Begin anew. An answer that is being written goes on where chats are kept, and can be looked at there."""
-        if not self._session.keeps:
+        """Start a new chat. If chats are saved, an answer in the previous one continues in the background."""
+        if not self._session.saves:
             await self.stop()
         if not len(self._session.conversation):
-            return  # what is typed stays
+            return  # the draft stays
         self.cancel_edit()
         self.save_draft()
         self._leave()
@@ -177,11 +193,11 @@ class ChatScreen(WrittenScreen):
         await self._enter()
 
     def _leave(self) -> None:
-        """Look away from the answer that is being written."""
+        """Stop following the answer on the screen."""
         self.workers.cancel_group(self, "answer")
 
     async def _enter(self) -> None:
-        """Show the chat in sight, its draft, and the answer that is being written in it."""
+        """Show the current chat, its draft, and its answer in progress."""
         self.composer.put(self._session.conversation.extras.draft)
         await self.transcript.reopen()
         self.show_session()
@@ -191,7 +207,7 @@ class ChatScreen(WrittenScreen):
             self._follow(writing)
 
     async def open_chat(self, chat: Chat) -> None:
-        """Go on with a chat that is kept."""
+        """Open a saved chat."""
         if chat.id == self._session.conversation.id:
             return
         self.cancel_edit()
@@ -199,23 +215,23 @@ class ChatScreen(WrittenScreen):
         try:
             await self._session.open_chat(chat)
         except HistoryError as error:
-            self.notify(str(error), severity="error", markup=False)
+            self.notify(str(error), severity="error")
             return
         self._leave()
         await self._enter()
         bound, status = self._session.conversation.extras.model, self._session.status
         if bound and status is not None and status.model and bound != status.model:
-            told = f"{bound} answers here: it is loaded when you send something. F2 gives the chat to another model."
-            self.notify(told, markup=False)
+            told = f"This chat uses {bound}, which is loaded when you send a message. F2 picks another model."
+            self.notify(told)
 
     async def _forget(self) -> None:
         try:
             await self._session.forget_ended()
         except (ClientError, OSError) as error:
-            self.notify(f"The old chat's cache is not deleted yet: {error}", severity="warning", markup=False)
+            self.notify(f"The old chat's cache has not been deleted yet: {error}", severity="warning")
 
     async def stop(self) -> bool:
-        """Stop the answer that is being written, and wait for its end.
+        """Stop the answer and wait for its end.
 
         Returns:
             Whether there was one.
@@ -231,7 +247,7 @@ class ChatScreen(WrittenScreen):
         self._follow(session.answers.begin(session.conversation, answer.id, resume=resume))
 
     def _follow(self, writing: Writing) -> None:
-        """Bring an answer to the screen while it is written."""
+        """Stream an answer to the screen."""
         self._writing = writing
         self.app.refresh_bindings()
         self.run_worker(self._stream(writing), group="answer", exclusive=True, exit_on_error=False)
@@ -260,7 +276,7 @@ class ChatScreen(WrittenScreen):
         self.show_session()
 
     async def _finish(self, writing: Writing, pump: Pump, pumping: asyncio.Task[None]) -> None:
-        """Flush what came, however the answer ended; only who looks away, or ends the program, does not wait for it."""
+        """Flush the remaining text, however the answer ended, unless the chat was left or the program is quitting."""
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             pumping.cancel()
@@ -279,7 +295,7 @@ class ChatScreen(WrittenScreen):
             self.app.refresh_bindings()
 
     def _tick(self) -> None:
-        """Say how the answer is coming along."""
+        """Show the answer's progress."""
         view = self.transcript.view(self._writing.answer) if self._writing else None
         if view is None:
             return
@@ -287,9 +303,222 @@ class ChatScreen(WrittenScreen):
         if not self._session.ready:
             view.show_live("waiting for the model · Esc stops")
         elif self._session.tuning and not tally.pieces:
-            view.show_live("waits until the tuning ends · Esc stops · ^T stops the tuning")
+            view.show_live("waiting for the tuning to end · Esc stops · ^T stops the tuning")
         elif not tally.pieces:
             view.show_live("reading the prompt · Esc stops")
         else:
             speed = f" · {tally.per_s:.1f} tok/s" if tally.per_s else ""
             view.show_live(f"≈ {tally.pieces} tokens{speed} · Esc stops")
+
+    # Messages and composer
+
+    @property
+    def transcript(self) -> Transcript:
+        """The messages."""
+        return self.query_one(Transcript)
+
+    @property
+    def composer(self) -> Composer:
+        """The composer."""
+        return self.query_one(Composer)
+
+    def edit(self, message_id: str | None = None) -> None:
+        """Edit a sent prompt, by default the last one, as a new branch. The old branch stays."""
+        prompts = [message for message in self._session.conversation.path() if message.role == "user"]
+        wanted = [message for message in prompts if message.id == message_id] or prompts[-1:]
+        if not wanted or self.busy:
+            return
+        if self._editing is None:
+            self._unsent = self.composer.value
+        self._editing = wanted[0].id
+        self.composer.put(wanted[0].text)
+        self.composer.border_title = "editing a sent prompt · Esc cancels"
+        self.composer.focus()
+
+    @property
+    def editing(self) -> bool:
+        """Whether a sent prompt is being edited."""
+        return self._editing is not None
+
+    def cancel_edit(self) -> bool:
+        """Cancel the edit of a sent prompt.
+
+        Returns:
+            Whether one was being edited.
+        """
+        if self._editing is None:
+            return False
+        self._editing = None
+        self.composer.border_title = self._title()
+        self.composer.put(self._unsent)
+        return True
+
+    @on(MessageAct)
+    async def act(self, event: MessageAct) -> None:
+        """Run an action on one message."""
+        event.stop()
+        conversation = self._session.conversation
+        if event.message not in conversation:
+            return
+        message = conversation[event.message]
+        if event.act == "copy":
+            self.app.copy_to_clipboard(message.text)
+            self.notify("Message copied.", timeout=2)
+        elif event.act == "copy_code":
+            self._copy_code(message)
+        elif event.act == "edit":
+            self.edit(message.id if message.role == "user" else message.parent)
+        elif event.act == "inspect":
+            self.inspect(message)
+        elif event.act == "regenerate":
+            await self.regenerate(message.id)
+        elif event.act in ("before", "after") and not self.busy:
+            await self._walk(message, -1 if event.act == "before" else 1)
+
+    async def _walk(self, message: Message, step: int) -> None:
+        """Show the next or previous branch at a message."""
+        conversation = self._session.conversation
+        at = [one.id for one in conversation.path()].index(message.id)
+        if not conversation.walk(message.id, step):
+            return
+        self._session.note(conversation)
+        await self.transcript.reopen()
+        self.show_session()
+        if (view := self.transcript.view(conversation.path()[at].id)) is not None:
+            view.focus()
+
+    def inspect(self, message: Message | None = None) -> None:
+        """Inspect the tokens of an answer, by default the last one."""
+        answers = [one for one in self._session.conversation.path() if one.role == "assistant" and one.text]
+        wanted = message or (answers[-1] if answers else None)
+        if (remote := self._session.remote) is not None:
+            self.notify(f"Answers come from {remote}, which does not report token probabilities.", severity="warning")
+        elif wanted is None or wanted.role != "assistant" or not wanted.text:
+            self.notify("There is no answer to inspect.", severity="warning")
+        elif wanted.state == "streaming":
+            self.notify("The answer is still being written.", severity="warning")
+        else:
+            from app.tui.screens.inspector import InspectorScreen
+
+            self.app.push_screen(InspectorScreen(self._session, wanted))
+
+    def _copy_code(self, message: Message) -> None:
+        """Copy a code block of a message; the next one at each call."""
+        view = self.transcript.view(message.id)
+        blocks = [] if view is None or view.body is None else view.body.code_blocks
+        if not blocks:
+            self.notify("There is no code in this message.", severity="warning")
+            return
+        before, at = self._copied
+        at = (at + 1) % len(blocks) if before == message.id else 0
+        self._copied = (message.id, at)
+        self.app.copy_to_clipboard(blocks[at])
+        self.notify(f"Copied code block {at + 1} of {len(blocks)}.", timeout=2)
+
+    def toggle_sidebar(self) -> bool:
+        """Show and focus the sidebar, or hide it if it has the focus. Returns whether there is room for it."""
+        if self.app.size.width < MIN_COLUMNS:
+            return False
+        sidebar = self.query_one(Sidebar)
+        wanted = "off" if sidebar.display and sidebar.has_focus_within else "on"
+        self._session.settings = self._session.settings.changed({"sidebar": wanted})
+        self.post_message(SettingChanged("sidebar", wanted))  # remembered for the next start
+        sidebar.fold(self.app.size.width)
+        if sidebar.display:
+            sidebar.action_search()
+        else:
+            self.composer.focus()
+        return True
+
+    def action_to_messages(self) -> None:
+        """Focus the last message."""
+        if views := list(self.query(MessageView)):
+            views[-1].focus()
+
+    def action_to_composer(self) -> None:
+        """Focus the composer."""
+        self.composer.focus()
+
+    def action_step(self, step: int) -> None:
+        """Focus the message above or below; below the last one is the composer."""
+        views = list(self.query(MessageView))
+        if not isinstance(self.focused, MessageView) or self.focused not in views:
+            return
+        at = views.index(self.focused) + step
+        if at >= len(views):
+            self.composer.focus()
+        elif at >= 0:
+            views[at].focus()
+
+    def attach(self) -> None:
+        """Ask for a text file to send with the message."""
+
+        def take(path: Path | None) -> None:
+            if path is not None:
+                try:
+                    self.composer.attach_file(path)
+                except (OSError, ValueError) as error:
+                    self.notify(str(error), severity="error")
+            self.composer.focus()
+
+        from app.tui.screens.chat_dialogs import AttachDialog
+
+        self.app.push_screen(AttachDialog(), take)
+
+    def settings_of_chat(self) -> None:
+        """Ask for this chat's own system prompt and sampling."""
+        from app.tui.screens.chat_dialogs import ask_for_chat_settings
+
+        ask_for_chat_settings(self.app, self._session, self.show_session)
+
+    def _title(self) -> Content:
+        """The composer's title: the model, where there is no header, and the chat's own system prompt."""
+        own = self._session.conversation.extras.settings
+        parts = [model_line(self._session)] if self.has_class("-slim") else []
+        if own.get("system_prompt"):
+            parts.append(str(own.get("preset") or "own system prompt"))
+        return plain(SEPARATOR.join(parts))
+
+    def choose_preset(self) -> None:
+        """Ask for a system prompt preset for this chat."""
+        from app.tui.screens.presets import ask_for_chat_preset
+
+        ask_for_chat_preset(self.app, self._session, self.show_session)
+
+    # Drafts
+
+    @on(TextArea.Changed, "#composer")
+    def keep_draft(self) -> None:
+        """Keep the draft: at once in its chat, soon on disk."""
+        if self._editing is None:
+            extras = self._session.conversation.extras
+            self._session.conversation.extras = replace(extras, draft=self.composer.value)
+        if self._draft is not None:
+            self._draft.stop()
+        self._draft = self.set_timer(DRAFT_S, self.save_draft)
+
+    def save_draft(self) -> None:
+        """Save the draft with its chat, so that it is restored when the chat is opened."""
+        typed = self._unsent if self._editing is not None else self.composer.value
+        self._session.note(self._session.conversation, draft=typed)
+        self._show_context()
+
+    def on_unmount(self) -> None:
+        """Save the draft however the program ends; the message of its last change may not have arrived."""
+        conversation = self._session.conversation
+        if self._typing is not None and self._editing is None and self._typing.value != conversation.extras.draft:
+            self._session.note(conversation, draft=self._typing.value)
+
+    def _remember(self, text: str) -> None:
+        self.composer.past = remembered(self.composer.past, text)
+
+    async def _recall_past(self) -> None:
+        history = self._session.history
+        if history is not None and self._session.saves:
+            with contextlib.suppress(HistoryError):
+                self.composer.past = [*await history.prompts(), *self.composer.past]
+
+    def _show_context(self) -> None:
+        session = self._session
+        context = session.status.context if session.status else None
+        self.composer.show_context(session.context_used, context, session.will_leave_out(self.composer.value))

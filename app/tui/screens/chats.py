@@ -1,4 +1,4 @@
-"""The chats that are kept (^B): found as one types, opened, renamed, pinned, deleted."""
+"""The saved chats (^B), with search as you type; a chat can be opened, renamed, pinned or deleted."""
 
 from __future__ import annotations
 
@@ -11,42 +11,40 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Key
 from textual.screen import Screen
-from textual.widgets import DataTable, Footer, Input, Static
+from textual.widgets import Footer, Input
 
 from app.errors import HistoryError
+from app.printable import printable, printable_name
 from app.tui.messages import ChatAsked
-from app.tui.printable import printable
-from app.tui.screens.chat_deeds import MOST_CHATS, ChatDeeds
+from app.tui.plain import Plain
+from app.tui.screens.chat_list import MAX_CHATS, ChatList, list_bindings
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.plain_table import PlainTable
 
 if TYPE_CHECKING:
     from app.history.store import Chat
 
-EMPTY = "No chat is kept yet."
-NOTHING = "No message has all of these words."
-OFF = "Chats are not kept at present; F3 says whether they are."
+EMPTY = "No saved chats yet."
+NOTHING = "No message contains all these words."
+OFF = "Chats are not being saved; turn history on in the settings (F3)."
 
 
-class ChatTable(DataTable[str]):
-    """The list, whose keys say what they do."""
+class ChatTable(PlainTable):
+    """The table of chats with its keys."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "select_cursor", "open", tooltip="Go on with the chat", id="chats.open"),
-        Binding("slash", "screen.search", "search", tooltip="Search what was said", id="chats.search"),
-        Binding("r", "screen.rename", "rename", tooltip="Give the chat another title", id="chats.rename"),
-        Binding("p", "screen.pin", "pin", tooltip="Put the chat above the others, or back", id="chats.pin"),
-        Binding("d,delete", "screen.delete", "delete", tooltip="Delete the chat; U brings it back", id="chats.delete"),
-        Binding("u", "screen.undo", "undo", tooltip="Bring back what was deleted last", id="chats.undo"),
+        Binding("enter", "select_cursor", "open", tooltip="Open the chat", id="chats.open"),
+        *list_bindings("chats", "screen."),
     ]
 
 
-class ChatsScreen(Screen[None], ChatDeeds):
-    """A search line, and the chats below it, newest first."""
+class ChatsScreen(Screen[None], ChatList):
+    """A search line above the chats, newest first."""
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "back", "back", tooltip="Back to the chat", id="chats.back"),
+        Binding("escape", "leave", "back", tooltip="Back to the chat", id="chats.back"),
     ]
 
     def __init__(self, session: Session) -> None:
@@ -55,11 +53,11 @@ class ChatsScreen(Screen[None], ChatDeeds):
         self._said = ""
 
     def compose(self) -> ComposeResult:
-        """Header, search, table, what is said about the chosen one, keys."""
+        """Header, search, table, note on the selected chat, keys."""
         yield HeaderBar()
-        yield Input(placeholder="Search what was said …", compact=True, id="chats-search")
+        yield Input(placeholder="Search all messages …", compact=True, id="chats-search")
         yield ChatTable(cursor_type="row", show_header=False)
-        yield Static("", markup=False, id="chats-note")
+        yield Plain("", id="chats-note")
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -68,13 +66,13 @@ class ChatsScreen(Screen[None], ChatDeeds):
         self.refill()
 
     def show_session(self) -> None:
-        """Bring the header up to date."""
+        """Update the header."""
         if self.query(HeaderBar):
             self.query_one(HeaderBar).show(self._session)
 
     @on(Input.Changed, "#chats-search")
     def refill(self) -> None:
-        """List the chats, or those in which the words were found."""
+        """List the chats, or those that match the search."""
         self.run_worker(self._refill(), group="chats", exclusive=True, exit_on_error=False)
 
     async def _refill(self) -> None:
@@ -82,20 +80,12 @@ class ChatsScreen(Screen[None], ChatDeeds):
         try:
             await self._find(text)
             if not self._chats:
-                note = NOTHING if text else EMPTY if self._session.keeps else OFF
-            elif not text and len(self._chats) == MOST_CHATS:
-                note = f"The last {MOST_CHATS} chats; a search finds all."
+                note = NOTHING if text else EMPTY if self._session.saves else OFF
+            elif not text and len(self._chats) == MAX_CHATS:
+                note = f"The last {MAX_CHATS} chats; search to find older ones."
         except HistoryError as error:
             note = str(error)
-        table = self.query_one(ChatTable)
-        row = table.cursor_row
-        table.clear(columns=True)
-        rows = [self._cells(chat) for chat in self._chats]
-        for column in zip(*rows, strict=True):  # the table would measure them when it is idle, which it may not be
-            table.add_column("", width=max(map(cell_len, column)))
-        for chat, cells in zip(self._chats, rows, strict=True):
-            table.add_row(*cells, key=chat.id)
-        table.move_cursor(row=min(row, max(0, table.row_count - 1)))
+        self.query_one(ChatTable).fill({chat.id: self._cells(chat) for chat in self._chats})
         self._said = note
         self.tell_about()
 
@@ -106,37 +96,37 @@ class ChatsScreen(Screen[None], ChatDeeds):
         if cell_len(title) > room:
             title = f"{set_cell_size(title, room - 1).rstrip()}…"
         cells = [mark, title, when(chat.updated)]
-        return cells if self.has_class("-slim") else [*cells, printable(chat.model or "")]
+        return cells if self.has_class("-slim") else [*cells, printable_name(chat.model or "")]
 
     def _chosen(self) -> Chat | None:
         row = self.query_one(ChatTable).cursor_row
         return self._chats[row] if 0 <= row < len(self._chats) else None
 
     def _note(self, text: str) -> None:
-        note = self.query_one("#chats-note", Static)
-        note.update(printable(text))
+        note = self.query_one("#chats-note", Plain)
+        note.update(text)
         note.display = bool(text)
 
     def on_resize(self) -> None:
         """Show the columns that fit."""
         self.call_after_refresh(self.refill)
 
-    @on(DataTable.RowHighlighted)
+    @on(PlainTable.RowHighlighted)
     def tell_about(self) -> None:
-        """Show where the words were found in the chat under the cursor."""
+        """Show the match in the chat under the cursor."""
         chat = self._chosen()
         self._note(self._said if chat is None else self._snippets.get(chat.id, self._said))
 
     @on(Input.Submitted, "#chats-search")
-    @on(DataTable.RowSelected)
+    @on(PlainTable.RowSelected)
     def open(self) -> None:
-        """Go on with the chat under the cursor."""
+        """Open the chat under the cursor."""
         if (chat := self._chosen()) is not None:
             self.app.post_message(ChatAsked(chat))
             self.dismiss()
 
     def on_key(self, event: Key) -> None:
-        """From the search line, down leads into the list; from its top, up leads back."""
+        """Move from the search line down into the list, and from its top up again."""
         table = self.query_one(ChatTable)
         if event.key == "down" and isinstance(self.focused, Input):
             event.prevent_default().stop()
@@ -145,21 +135,12 @@ class ChatsScreen(Screen[None], ChatDeeds):
             event.prevent_default().stop()
             self.action_search()
 
-    def action_search(self) -> None:
-        """Go to the search line."""
-        self.query_one(Input).focus()
-
-    def action_back(self) -> None:
-        """Empty the search; where it is empty, back to the chat."""
-        search = self.query_one(Input)
-        if search.value:
-            search.value = ""
-        else:
-            self.dismiss()
+    def _back(self) -> None:
+        self.dismiss()
 
 
 def when(moment: datetime, now: datetime | None = None) -> str:
-    """A time as people say it: `10:42`, `Mon 10:42`, `3 Nov`, `3 Nov 2025`."""
+    """A short time: `10:42`, `Mon 10:42`, `3 Nov`, `3 Nov 2025`."""
     own, today = moment.astimezone(), (now or datetime.now(UTC)).astimezone()
     days = (today.date() - own.date()).days
     if days == 0:

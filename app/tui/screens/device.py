@@ -1,4 +1,4 @@
-"""The device (F4): what was detected, how fast it is, and how the model that runs is tuned to it."""
+"""The device screen (F4): the detected hardware, its speed, and how the running model is tuned to it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Grid, Vertical, VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Footer, Sparkline, Static
+from textual.widgets import Footer, Sparkline
 
 from app.amounts import byte_count
 from app.errors import ClientError
+from app.printable import printable
 from app.tui.figures import compensated, k_chunk_text
 from app.tui.machine import Lines, chosen_curve, layer_rows, machine_lines, tuning_lines
 from app.tui.messages import TuneAsked
-from app.tui.printable import printable
+from app.tui.plain import Plain
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.knee_chart import KneeChart
@@ -32,7 +33,7 @@ LIVE_INTERVAL_S = 1.0
 
 
 class DeviceScreen(Screen[None]):
-    """Everything that is known of the device; it is asked again whenever the work or the model changed."""
+    """All that is known about the device; asked again whenever the job or the model changes."""
 
     AUTO_FOCUS = "#device"
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (75, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
@@ -49,38 +50,40 @@ class DeviceScreen(Screen[None]):
         self._drawn: object = None
 
     def compose(self) -> ComposeResult:
-        """The machine and what it does now side by side, then the tuning and its curves."""
+        """The machine and its current load side by side, then the tuning and its curves."""
         yield HeaderBar()
         with VerticalScroll(id="device"):
             with Vertical(classes="device-columns"):
                 with Vertical(classes="device-column"):
-                    yield Static("Device", classes="device-group")
-                    yield Static("looking at the device …", id="device-machine")
-                    yield Static("", markup=False, id="device-problems")
+                    yield Plain("Device", classes="device-group")
+                    yield Plain("detecting the device …", id="device-machine")
+                    yield Plain("", id="device-problems")
                 with Vertical(classes="device-column device-live"):
-                    yield Static("Now", classes="device-group")
-                    yield Static("", markup=False, id="device-speed")
+                    yield Plain("Now", classes="device-group")
+                    yield Plain("", id="device-speed")
                     yield Sparkline([], id="device-speeds")
-                    yield Static("", markup=False, id="device-memory")
+                    yield Plain("", id="device-memory")
                     yield Sparkline([], id="device-memories")
-            yield Static("Tuning", classes="device-group")
+            yield Plain("Tuning", classes="device-group")
             with Vertical(classes="device-columns"):
-                yield Static("", id="device-tuning", classes="device-column")
-                yield Static("", id="device-layers", classes="device-column device-live")
-            yield Static("Time of a layer by k_chunk, relative to none", classes="device-group", id="device-curves")
+                yield Plain("", id="device-tuning", classes="device-column")
+                yield Plain("", id="device-layers", classes="device-column device-live")
+            yield Plain(
+                "Layer time by k_chunk, relative to no compensation", classes="device-group", id="device-curves"
+            )
             yield Grid(id="device-knees")
         yield ProgressPanel()
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Show what is known already, and ask for the rest."""
+        """Show what is already known, and ask for the rest."""
         self.query_one("#device-curves").display = False
         self.query_one("#device-problems").display = False
         self.set_interval(LIVE_INTERVAL_S, self._show_live)
         self.show_session()
 
     def show_session(self) -> None:
-        """Bring everything up to date; the device is asked only when something changed."""
+        """Update everything; ask the device only when something changed."""
         if not self.query(ProgressPanel):
             return
         session = self._session
@@ -98,11 +101,11 @@ class DeviceScreen(Screen[None]):
         session, recent = self._session, self._session.recent
         speed = session.tally.per_s if session.generating else recent.last_speed
         when = "" if session.generating or speed is None else " in the last answer"
-        self.query_one("#device-speed", Static).update(
+        self.query_one("#device-speed", Plain).update(
             "tok/s: after the first answer" if speed is None else f"{speed:.1f} tok/s{when}"
         )
         memory = session.status.memory_bytes if session.status is not None else None
-        self.query_one("#device-memory", Static).update(f"{byte_count(memory)} held" if memory else "memory unknown")
+        self.query_one("#device-memory", Plain).update(f"{byte_count(memory)} held" if memory else "memory unknown")
         self._draw("#device-speeds", list(recent.speeds))
         self._draw("#device-memories", list(recent.memory))
 
@@ -113,22 +116,22 @@ class DeviceScreen(Screen[None]):
 
     async def _ask(self) -> None:
         try:
-            report = await self._session.device()
+            report = await self._session.client().device()
         except (ClientError, OSError) as error:
-            self.query_one("#device-machine", Static).update(Text(printable(str(error)), overflow="fold"))
+            self.query_one("#device-machine", Plain).update(str(error))
             return
         await self._show(report)
 
     async def _show(self, report: DeviceReport) -> None:
-        self.query_one("#device-machine", Static).update(listed(machine_lines(report.machine, report.bandwidth_gb_s)))
-        problems = self.query_one("#device-problems", Static)
+        self.query_one("#device-machine", Plain).update(listed(machine_lines(report.machine, report.bandwidth_gb_s)))
+        problems = self.query_one("#device-problems", Plain)
         problems.display = bool(report.problems)
-        problems.update(printable("\n".join(f"! {problem.what}\n  → {problem.fix}" for problem in report.problems)))
+        problems.update("\n".join(f"! {problem.what}\n  → {problem.fix}" for problem in report.problems))
         tuning = report.tuning if report.tuning is not None and report.tuning.budget_percent else None
-        self.query_one("#device-tuning", Static).update(
+        self.query_one("#device-tuning", Plain).update(
             Text(self._untuned()) if tuning is None else listed(tuning_lines(tuning, report.prompts))
         )
-        self.query_one("#device-layers", Static).update(Text() if tuning is None else tabled(layer_rows(tuning)))
+        self.query_one("#device-layers", Plain).update(Text() if tuning is None else tabled(layer_rows(tuning)))
         if tuning != self._drawn:
             self._drawn = tuning
             await self._draw_curves(tuning)
@@ -139,11 +142,11 @@ class DeviceScreen(Screen[None]):
         if status is None or not session.ready:
             return "No model is loaded; F2 picks one."
         if session.settings.k_chunk is not None:
-            return f"{k_chunk_text(status.k_chunk) or 'k_chunk 0'} is set by hand (F3); the budget has no effect."
+            return f"{k_chunk_text(status.k_chunk) or 'k_chunk 0'} is set manually (F3), so the budget has no effect."
         if status.budget_percent == 0:
-            return "The budget is off (F3): nothing is compensated, so there is nothing to tune."
+            return "The budget is off (F3), so there is no compensation to tune."
         if session.tuning:
-            return "Being measured …"
+            return "Measuring …"
         compensates = "with the program's own k_chunk" if compensated(status.k_chunk) else "without compensation"
         return f"Not tuned: the model runs {compensates}. R tunes it."
 
@@ -155,16 +158,17 @@ class DeviceScreen(Screen[None]):
         self.query_one("#device-curves").display = bool(charts)
 
     def action_retune(self) -> None:
-        """Measure again, if that means anything."""
+        """Measure again, if a budget is in effect."""
         session = self._session
         if not session.ready:
             self.notify("No model is loaded; F2 picks one.", severity="warning")
         elif session.settings.k_chunk is not None:
             self.notify(
-                "k_chunk is set by hand and overrides the budget; F3, then auto, undoes that.", severity="warning"
+                "k_chunk is set manually and overrides the budget; set it to auto in F3 to undo that.",
+                severity="warning",
             )
         elif session.settings.budget == 0:
-            self.notify("The budget is off; F3 raises it.", severity="warning")
+            self.notify("The budget is off; F3 sets one.", severity="warning")
         else:
             self.app.post_message(TuneAsked())
 
@@ -174,7 +178,7 @@ class DeviceScreen(Screen[None]):
 
 
 def charts_of(tuning: Tuning) -> list[KneeChart]:
-    """A chart for every layer type that was measured."""
+    """A chart for each measured layer type."""
     by_kind: dict[str, list[Curve]] = {}
     for curve in tuning.curve:
         if curve.points:
@@ -191,7 +195,7 @@ def charts_of(tuning: Tuning) -> list[KneeChart]:
 
 
 def listed(lines: Lines) -> Table:
-    """Names in one column, words beside them, wrapped among themselves."""
+    """Names in one column and wrapped text in the other."""
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1)
@@ -201,7 +205,7 @@ def listed(lines: Lines) -> Table:
 
 
 def tabled(rows: Sequence[Sequence[str]]) -> Table:
-    """A table with a heading, numbers to the right."""
+    """A table with a heading and right-aligned numbers."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column()
     for _ in rows[0][1:]:

@@ -1,4 +1,4 @@
-"""Small questions above a screen."""
+"""General dialogs: confirmations and forms."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.suggester import Suggester
-from textual.widgets import Button, Input, RadioSet, Static
+from textual.widgets import Button, Input, RadioSet
 
+from app.tui.plain import Plain
 from app.tui.widgets.toggles import Box, Choice
 from models.catalogue import KNOWN
 from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
@@ -25,8 +26,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 V = TypeVar("V")
 C = TypeVar("C")
 
-BITS = {4.0: "nearly as good as the original", 3.5: "half of the blocks at 3", 3.0: "smallest, a worse start"}
-"""Bits of a weight to choose from, and a few words on each."""
+BITS = {4.0: "nearly as good as the original", 3.5: "half of the blocks at 3 bits", 3.0: "smallest, lower quality"}
+"""The choices of bits per weight, each with a description."""
 
 
 class CheckpointSuggester(Suggester):
@@ -36,7 +37,7 @@ class CheckpointSuggester(Suggester):
         super().__init__(use_cache=False, case_sensitive=True)
 
     async def get_suggestion(self, value: str) -> str | None:
-        """The first folder or GGUF file that begins as the text does."""
+        """The first folder or GGUF file that starts with the text."""
         head, slash, tail = value.rpartition("/")
         if not slash:
             return None
@@ -53,24 +54,24 @@ def choices_in(text: str) -> list[str]:
 
     Raises:
         OSError: it cannot be read.
-        RuntimeError: there is no such person's home.
+        RuntimeError: `~user` names an unknown user.
     """
     entries = Path(text).expanduser().iterdir()
     return sorted(entry.name for entry in entries if entry.is_dir() or entry.suffix == ".gguf")
 
 
 def on_hub(name: str) -> bool:
-    """Whether a text is a name on the Hugging Face hub, and nothing on this machine."""
+    """Whether a text is a name on the Hugging Face hub, and not a path on this machine."""
     path = Path(name)
     written_as_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or path.exists()
     return bool(_HUB_NAME.fullmatch(name)) and not written_as_path
 
 
 def checkpoint_problem(text: str) -> str | None:
-    """Why no checkpoint can be read from here, as far as one look tells; None if one may be."""
+    """Why a path holds no checkpoint, by a quick check; None if it may hold one."""
     name = text.strip()
     if not name:
-        return "Name a folder, a GGUF file, or a checkpoint on the hub as owner/name."
+        return "Enter a folder, a GGUF file, or a checkpoint on the hub as owner/name."
     if name in KNOWN or on_hub(name):
         return None
     try:
@@ -79,19 +80,19 @@ def checkpoint_problem(text: str) -> str | None:
             with path.open("rb") as file:
                 return None if file.read(4) == b"GGUF" else f"{path} is not a GGUF file."
         if not path.is_dir():
-            return f"There is no folder or file {path}."
+            return f"No folder or file {path} exists."
         if not (path / "config.json").is_file():
             files = sorted(file.name for file in path.glob("*.gguf"))
             if files:
-                return f"{path} holds GGUF files ({', '.join(files[:3])}): name one of them."
-            return f"{path} holds no config.json, so it is not a Hugging Face checkpoint."
+                return f"{path} contains GGUF files ({', '.join(files[:3])}); choose one of them."
+            return f"{path} contains no config.json, so it is not a Hugging Face checkpoint."
     except (OSError, RuntimeError, ValueError) as error:
-        return f"It cannot be read: {error}"
+        return f"It can't be read: {error}"
     return None
 
 
 class ConfirmDialog(ModalScreen[bool]):
-    """A question that is answered with yes or no."""
+    """A yes-or-no question."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,n", "answer(False)", "no", id="dialog.no"),
@@ -104,43 +105,43 @@ class ConfirmDialog(ModalScreen[bool]):
         self._verb = verb
 
     def compose(self) -> ComposeResult:
-        """The question and two buttons, the harmless one first."""
+        """The question and two buttons, the safe one first."""
         with Vertical(classes="dialog"):
-            yield Static(self._question, markup=False)
+            yield Plain(self._question)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Keep", id="no", compact=True)
                 yield Button(self._verb, id="yes", variant="error", compact=True)
 
     @on(Button.Pressed)
     def decide(self, event: Button.Pressed) -> None:
-        """Answer by the button."""
+        """Answer with a button."""
         self.dismiss(event.button.id == "yes")
 
     def action_answer(self, answer: bool) -> None:
-        """Answer by a key."""
+        """Answer with a key."""
         self.dismiss(answer)
 
 
 class FormDialog(ModalScreen[V | None]):
-    """Something to fill in, with a button `yes` that takes it and another that gives up, as Escape does."""
+    """A form with a button `yes` that accepts it and another that cancels, as Escape does."""
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "cancel", id="dialog.cancel")]
 
     @abstractmethod
     def submit(self) -> None:
-        """End with what was filled in, if it is acceptable."""
+        """Return the values if they are valid."""
 
     @on(Button.Pressed)
     def decide(self, event: Button.Pressed) -> None:
-        """Take it or give up, by the button."""
+        """Accept or cancel with a button."""
         if event.button.id == "yes":
             self.submit()
         else:
             self.dismiss(None)
 
     def action_cancel(self) -> None:
-        """Give up."""
+        """Cancel."""
         self.dismiss(None)
 
 
@@ -152,9 +153,9 @@ class TitleDialog(FormDialog[str]):
         self._before = title
 
     def compose(self) -> ComposeResult:
-        """A line to write in, and buttons."""
+        """An input line and buttons."""
         with Vertical(classes="dialog"):
-            yield Static("Title of the chat")
+            yield Plain("Chat title")
             yield Input(self._before, compact=True)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Rename", id="yes", variant="primary", compact=True)
@@ -162,44 +163,44 @@ class TitleDialog(FormDialog[str]):
 
     @on(Input.Submitted)
     def submit(self) -> None:
-        """Take the title, if there is one."""
+        """Accept the title unless it is empty."""
         title = self.query_one(Input).value
         self.dismiss(title if title.strip() else None)
 
 
 class QuantizeDialog(FormDialog[QuantizeRequest]):
-    """Asks which checkpoint to quantize, to how many bits, by which method, and whether keys are evened out."""
+    """Asks which checkpoint to quantize, to how many bits, by which method, and whether to smooth keys."""
 
     def __init__(self, source: str = "") -> None:
         super().__init__()
         self._source = source
 
     def compose(self) -> ComposeResult:
-        """Checkpoint, bits, method, evened keys, buttons."""
+        """Checkpoint, bits, method, key smoothing, buttons."""
         with Vertical(classes="dialog"):
-            yield Static("A name on the Hugging Face hub, a folder with a checkpoint, or a GGUF file")
+            yield Plain("A name on the Hugging Face hub, a folder with a checkpoint, or a GGUF file")
             hint = "owner/name, /path/to/model or file.gguf"
             yield Input(self._source, placeholder=hint, suggester=CheckpointSuggester(), compact=True)
-            yield Static("", markup=False, classes="dialog-problem")
-            yield Static("Bits of a weight")
+            yield Plain("", classes="dialog-problem")
+            yield Plain("Bits per weight")
             with RadioSet(compact=True, id="quantize-bits"):
                 for bits, words in BITS.items():
                     yield Choice(f"{bits:g} · {words}", value=bits == Recipe().bits)
-            yield Static("Method")
+            yield Plain("Method")
             with RadioSet(compact=True, id="quantize-method"):
                 for method, words in GOOD_FOR.items():
                     yield Choice(f"{method} · {words}", value=method == DEFAULT_METHOD)
-            yield Box("even out keys, for a KV cache of 4 bits or fewer", compact=True, id="quantize-smooth")
+            yield Box("smooth keys, for a KV cache of 4 bits or fewer", compact=True, id="quantize-smooth")
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Quantize", id="yes", variant="primary", compact=True)
                 yield Button("Cancel", id="no", compact=True)
 
     @on(Input.Submitted)
     def submit(self) -> None:
-        """Begin, if what is named looks like a checkpoint."""
+        """Start if the source looks like a checkpoint."""
         text = self.query_one(Input).value
         if (problem := checkpoint_problem(text)) is not None:
-            line = self.query_one(".dialog-problem", Static)
+            line = self.query_one(".dialog-problem", Plain)
             line.update(problem)
             line.display = True
             return
@@ -210,5 +211,5 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
         self.dismiss(QuantizeRequest(source=source, bits=bits, method=method, smooth_attention=smooth))
 
     def _chosen(self, radios: str, values: Sequence[C]) -> C:
-        """The value of the button that is pressed; one always is."""
+        """The value of the selected button; one always is."""
         return values[max(0, self.query_one(radios, RadioSet).pressed_index)]

@@ -1,4 +1,4 @@
-"""Which server answers: our own runtime, or one elsewhere; and which of its models."""
+"""Dialogs that choose a server, our own runtime or a remote one, and one of its models."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
-from textual.widgets import Button, Input, OptionList, Static
+from textual.widgets import Button, Input, OptionList
 from textual.widgets.option_list import Option
 
+from app.printable import printable_name
 from app.remote import endpoint_problem
-from app.tui.printable import printable
+from app.tui.plain import Plain, plain
 from app.tui.screens.dialogs import FormDialog
 
 
 class EndpointDialog(FormDialog[tuple[str, str]]):
-    """Asks for address and token of a server that speaks OpenAI's protocol; an empty address is our own runtime."""
+    """Asks for the address and token of an OpenAI-compatible server. An empty address means our own runtime."""
 
     def __init__(self, url: str, token: str) -> None:
         super().__init__()
@@ -26,33 +27,31 @@ class EndpointDialog(FormDialog[tuple[str, str]]):
     def compose(self) -> ComposeResult:
         """Address, token, buttons."""
         with Vertical(classes="dialog"):
-            yield Static(
-                "Address of a server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp); empty: this machine"
-            )
+            yield Plain("Address of an OpenAI-compatible server (vLLM, SGLang, llama.cpp); empty for this machine")
             yield Input(self._url, placeholder="http://host:8000/v1", compact=True, id="endpoint-url")
-            yield Static("Token, if it wants one; kept in the settings file, which only you can read")
+            yield Plain("Token, if it requires one; stored in the settings file, which only you can read")
             yield Input(self._token, password=True, compact=True, id="endpoint-token")
-            yield Static("", markup=False, classes="dialog-problem")
+            yield Plain("", classes="dialog-problem")
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Use it", id="yes", variant="primary", compact=True)
                 yield Button("Cancel", id="no", compact=True)
 
     @on(Input.Submitted)
     def submit(self) -> None:
-        """Take the address, if it may be one."""
+        """Accept the address if it is valid."""
         url = self.query_one("#endpoint-url", Input).value.strip()
         token = self.query_one("#endpoint-token", Input).value.strip()
-        problem = endpoint_problem(url) if url else None
+        problem = endpoint_problem(url, token) if url else None
         if problem is None:
             self.dismiss((url, token))
         else:
-            line = self.query_one(".dialog-problem", Static)
+            line = self.query_one(".dialog-problem", Plain)
             line.update(problem)
             line.display = True
 
 
 class RemoteModels(ModalScreen[str]):
-    """Asks which of the server's models answers."""
+    """Asks which of the server's models to use."""
 
     BINDINGS = [("escape", "dismiss", "back")]  # noqa: RUF012  declared so by Textual
 
@@ -63,17 +62,17 @@ class RemoteModels(ModalScreen[str]):
     def compose(self) -> ComposeResult:
         """The models."""
         with Vertical(classes="dialog"):
-            yield Static(printable(f"Models of {self._where}"), markup=False)
-            yield OptionList(*(Option(printable(name)) for name in self._names), compact=True, markup=False)
+            yield Plain(f"Models of {self._where}")
+            yield OptionList(*(Option(plain(printable_name(name))) for name in self._names), compact=True, markup=False)
 
     def on_mount(self) -> None:
-        """Begin with the one that answers."""
+        """Highlight the current one."""
         if self._current in self._names:
             self.query_one(OptionList).highlighted = self._names.index(self._current)
 
     @on(OptionList.OptionSelected)
     def pick(self, event: OptionList.OptionSelected) -> None:
-        """Take one."""
+        """Return the selected model."""
         self.dismiss(self._names[event.option_index])
 
     async def action_dismiss(self, result: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The keys (F1), and the log of the runtime (F6)."""
+"""The list of keys (F1) and the runtime's log (F6)."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen, Screen
-from textual.widgets import Footer, Static, TextArea
+from textual.widgets import Footer, TextArea
 
 from app import paths
+from app.printable import printable
 from app.supervisor import OLD_LOG_NAME
-from app.tui.keys import KEYS, worn
-from app.tui.printable import printable
+from app.tui.keys import KEYS, current_key
+from app.tui.plain import Plain
 from app.tui.widgets.composer import Composer
 from app.tui.widgets.message_view import MessageView
 
 WRITING = (
     ("⏎", "send"),
-    ("Shift+⏎, Alt+⏎, Ctrl+J", "begin a new line"),
-    ("↑ ↓", "what you said before, from the first or last line"),
+    ("Shift+⏎, Alt+⏎, Ctrl+J", "start a new line"),
+    ("↑ ↓", "earlier prompts, from the first or last line"),
 )
 WITH_IDS = 100
-"""From this width on the list of keys tells the ids of actions."""
+"""Minimum width at which the list of keys shows action ids."""
 LOG_CHARACTERS = 200_000
-"""The end of a log that is shown."""
+"""Characters shown of the end of a log."""
 
 
 class HelpScreen(ModalScreen[None]):
-    """Every key, by the place where it works."""
+    """All keys, grouped by where they work."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q", "dismiss", "close", id="help.close")]
 
     def compose(self) -> ComposeResult:
-        """One list."""
+        """The list."""
         with VerticalScroll(classes="dialog", id="help"):
-            yield Static("Everywhere", classes="setting-group")
-            yield Static(_table(self._rows(KEYS)))
-            yield Static("While writing", classes="setting-group")
-            yield Static(_table([*WRITING, *self._rows(Composer.BINDINGS)]))
-            yield Static("On a message (Ctrl+↑ or a click)", classes="setting-group")
-            yield Static(_table(self._rows(MessageView.BINDINGS)))
+            yield Plain("Everywhere", classes="setting-group")
+            yield Plain(_table(self._rows(KEYS)))
+            yield Plain("While writing", classes="setting-group")
+            yield Plain(_table([*WRITING, *self._rows(Composer.BINDINGS)]))
+            yield Plain("On a message (Ctrl+↑ or a click)", classes="setting-group")
+            yield Plain(_table(self._rows(MessageView.BINDINGS)))
 
     def _rows(self, bindings: Iterable[BindingType]) -> list[tuple[str, ...]]:
-        """Keys and what they do; the id of the action, by which its key is changed, where there is room for it."""
+        """Keys, what they do, and, where there is room, the ids by which they can be changed."""
         keymap = getattr(self.app, "keymap", {})
         wide = self.app.size.width >= WITH_IDS
         found = [one for one in bindings if isinstance(one, Binding)]
-        rows = [(key_name(worn(one, keymap)), one.tooltip or one.description) for one in found]
+        rows = [(key_name(current_key(one, keymap)), one.tooltip or one.description) for one in found]
         return [(*row, one.id or "") for row, one in zip(rows, found, strict=True)] if wide else list(rows)
 
     async def action_dismiss(self, result: None = None) -> None:
@@ -60,17 +61,17 @@ class HelpScreen(ModalScreen[None]):
 
 
 class LogScreen(Screen[None]):
-    """What the runtime wrote: when it started, what it warned of, why it ended."""
+    """The runtime's log: its start, warnings, and why it ended."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "back", id="log.back")]
 
     def compose(self) -> ComposeResult:
-        """The log, to be read and copied."""
+        """The log, as text that can be copied."""
         yield TextArea("", read_only=True, compact=True, id="log", show_line_numbers=False)
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Read it."""
+        """Read the log."""
         area = self.query_one(TextArea)
         area.load_text(printable(log_text()))
         area.move_cursor(area.document.end)
@@ -81,20 +82,20 @@ class LogScreen(Screen[None]):
 
 
 def log_text() -> str:
-    """The log of the runtime before the present one, and its own."""
+    """The logs of the previous and of the current runtime."""
     present = paths.log_file()
     parts = []
-    for file, words in ((present.with_name(OLD_LOG_NAME), "the runtime before"), (present, "the present runtime")):
+    for file, words in ((present.with_name(OLD_LOG_NAME), "previous runtime"), (present, "current runtime")):
         try:
             text = file.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
         except OSError:
             continue
-        parts.append(f"── {words} · {file}\n{text.strip() or 'nothing was written'}\n")
-    return "\n".join(parts) or f"There is no log yet; it will be {present}."
+        parts.append(f"── {words} · {file}\n{text.strip() or 'empty'}\n")
+    return "\n".join(parts) or f"There is no log yet. It will be written to {present}."
 
 
 def key_name(key: str) -> str:
-    """A key as people write it: `^N`, `Esc`, `F2`."""
+    """The display name of a key: `^N`, `Esc`, `F2`."""
     names = {
         "escape": "Esc",
         "underscore": "_",

@@ -1,4 +1,4 @@
-"""The tokens of an answer (T on a message, F7): how likely each was, what else could have come, what changed it."""
+"""The token inspector (T on a message, F7): each token's probability, its alternatives, and what changed it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Footer
 
 from app.errors import ClientError
 from app.tui.figures import SEPARATOR, fitting
@@ -28,6 +28,7 @@ from app.tui.inspected import (
     verdicts,
     views,
 )
+from app.tui.plain import Plain
 from app.tui.session import Session
 from app.tui.widgets.token_text import LEVELS, TokenStrip, TokenText
 
@@ -36,20 +37,20 @@ if TYPE_CHECKING:
     from runtime.wire.inspection import Inspection
 
 LEGEND_CELLS = 80
-"""From this width on the legend says what it is the legend of."""
+"""Minimum width at which the legend has a title."""
 NOTED_LINES = 20
-"""From this height on it says where the figures come from."""
+"""Minimum height at which the origin of the figures is shown."""
 
 
 class InspectorScreen(Screen[None]):
-    """A strip of the whole answer, its text, and beside or below it what there is to say of one token."""
+    """A strip of the whole answer, its text, and the details of one token beside or below it."""
 
     AUTO_FOCUS = "#token-text"
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("n", "mark(1)", "next change", tooltip="The next token that something changed", id="tokens.next"),
-        Binding("p", "mark(-1)", "before", tooltip="The one before", id="tokens.previous", show=False),
-        Binding("m", "view", "look", tooltip="Certainty, compensation, drafts: what the heat means", id="tokens.view"),
+        Binding("n", "mark(1)", "next change", tooltip="The next changed token", id="tokens.next"),
+        Binding("p", "mark(-1)", "previous", tooltip="The previous changed token", id="tokens.previous", show=False),
+        Binding("m", "view", "view", tooltip="Switch the view: certainty, compensation, drafts", id="tokens.view"),
         Binding("escape", "back", "back", tooltip="Back to the chat", id="tokens.back"),
     ]
 
@@ -57,8 +58,8 @@ class InspectorScreen(Screen[None]):
         """Make the screen.
 
         Args:
-            session: asks the runtime.
-            answer: a message of the conversation in sight.
+            session: the session.
+            answer: a message of the conversation on screen.
         """
         super().__init__()
         self._session, self._answer = session, answer
@@ -67,26 +68,26 @@ class InspectorScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         """Figures, strip, text, one token, keys."""
-        yield Static("", markup=False, id="token-summary")
+        yield Plain("", id="token-summary")
         yield TokenStrip()
         with Container(id="token-body"):
             yield TokenText()
             with Vertical(id="token-panel"):
-                yield Static("", markup=False, id="token-head")
-                yield Static("", markup=False, id="token-verdicts")
-                yield Static("", markup=False, id="token-candidates")
-        yield Static("", id="token-legend")
+                yield Plain("", id="token-head")
+                yield Plain("", id="token-verdicts")
+                yield Plain("", id="token-candidates")
+        yield Plain("", id="token-legend")
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
         """Ask the runtime."""
-        self.query_one("#token-summary", Static).update("The model reads its answer again …")
+        self.query_one("#token-summary", Plain).update("The model is reading its answer again …")
         self.run_worker(self._read(), group="inspect", exclusive=True, exit_on_error=False)
 
     async def _read(self) -> None:
         from models.progress import Progress
 
-        line = self.query_one("#token-summary", Static)
+        line = self.query_one("#token-summary", Plain)
         try:
             async with aclosing(self._session.inspect(self._answer.id)) as reports:
                 async for report in reports:
@@ -97,7 +98,7 @@ class InspectorScreen(Screen[None]):
                     else:
                         self._told = report
         except (ClientError, OSError) as error:
-            line.update(f"The tokens can't be looked at: {error}")
+            line.update(f"The tokens can't be shown: {error}")
             return
         self._show()
 
@@ -108,12 +109,12 @@ class InspectorScreen(Screen[None]):
         text.show(self._told.tokens, self._view)
         line = fitting(summary(self._told), self.size.width - 2)
         noted = self.size.height >= NOTED_LINES and self.size.width > len(NOTE)
-        self.query_one("#token-summary", Static).update(f"{line}\n{NOTE}" if noted else line)
-        self.query_one("#token-legend", Static).update(self._legend())
+        self.query_one("#token-summary", Plain).update(f"{line}\n{NOTE}" if noted else line)
+        self.query_one("#token-legend", Plain).update(self._legend())
         self.show_token()
 
     def _legend(self) -> Text:
-        """What each heat means."""
+        """The meaning of each heat level."""
         strip = self.query_one(TokenStrip)
         steps = LEGENDS[self._view]
         heats = (0, 3) if self._view == "drafts" else range(len(steps))
@@ -128,7 +129,7 @@ class InspectorScreen(Screen[None]):
 
     @on(TokenText.Moved)
     def show_token(self) -> None:
-        """Tell of the token under the cursor."""
+        """Show the details of the token under the cursor."""
         if self._told is None:
             return
         at = self.query_one(TokenText).cursor
@@ -142,33 +143,33 @@ class InspectorScreen(Screen[None]):
         panel = self.query_one("#token-panel", Vertical)
         width = max(30, panel.content_size.width)
         sentences = verdicts(token)
-        self.query_one("#token-head", Static).update(fitting(told, width, SEPARATOR))
-        self.query_one("#token-verdicts", Static).update("\n".join(sentences))
+        self.query_one("#token-head", Plain).update(fitting(told, width, SEPARATOR))
+        self.query_one("#token-verdicts", Plain).update("\n".join(sentences))
         taken = 1 + sum(1 + len(sentence) // width for sentence in sentences)
         room = max(3, panel.content_size.height - taken)
-        self.query_one("#token-candidates", Static).update("\n".join(candidate_rows(token, width, min(room, 11))))
+        self.query_one("#token-candidates", Plain).update("\n".join(candidate_rows(token, width, min(room, 11))))
 
     @on(TokenStrip.Pointed)
     def go_to(self, event: TokenStrip.Pointed) -> None:
-        """Go where the strip was clicked."""
+        """Go to the clicked position of the strip."""
         self.query_one(TokenText).go(event.token)
 
     def on_resize(self) -> None:
-        """Use the new room."""
+        """Lay out for the new size."""
         self.call_after_refresh(self._show)
 
     def action_mark(self, step: int) -> None:
-        """Go to the next change, or the one before."""
+        """Go to the next or previous change."""
         if self._told is not None and not self.query_one(TokenText).go_to_mark(step):
-            self.notify("No token was changed.", timeout=3)
+            self.notify("No token changed.", timeout=3)
 
     def action_view(self) -> None:
-        """Let the heat mean something else."""
+        """Switch to the next view."""
         if self._told is not None:
             ways = views(self._told)
             self._view = ways[(ways.index(self._view) + 1) % len(ways)]
             self._show()
 
     def action_back(self) -> None:
-        """Back to the chat; what is being read is stopped."""
+        """Stop reading and go back to the chat."""
         self.dismiss()

@@ -1,27 +1,28 @@
-"""The models (F2): pick, make or delete one."""
+"""The models screen (F2): choose, download, quantize or delete a model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from rich.cells import cell_len
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
-from textual.widgets import DataTable, Footer, Static
+from textual.widgets import Footer
 
 from app.amounts import byte_count
 from app.errors import ClientError
+from app.printable import printable_name
 from app.prospects import recommended, room, words
 from app.tui.figures import SEPARATOR
 from app.tui.machine import found_words
 from app.tui.messages import LoadAsked, QuantizeAsked, RemoveAsked
-from app.tui.printable import printable
+from app.tui.plain import Plain
 from app.tui.screens.dialogs import ConfirmDialog, QuantizeDialog
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.plain_table import PlainTable
 from app.tui.widgets.progress_panel import ProgressPanel
 from models.catalogue import KNOWN
 from models.recipe import Recipe
@@ -32,16 +33,16 @@ if TYPE_CHECKING:
     from runtime.wire.prospects import Prospect
     from runtime.wire.requests import QuantizeRequest
 
-EMPTY = "There are no models yet. Q makes one of a checkpoint: a name on the hub, a folder or a GGUF file."
+EMPTY = "There are no models yet. Q makes one from a checkpoint: a name on the hub, a folder or a GGUF file."
 SLIM_NAME = 18
-"""Characters of a name where the terminal is slim."""
+"""Maximum characters of a name on a slim terminal."""
 ROOMY = 110
-"""Width in cells from which every figure has a column of its own."""
+"""Minimum width in cells at which every figure has its own column."""
 _WORDS = {"yes": "fits", "tight": "tight", "no": "too large"}
 
 
-class ModelTable(DataTable[str]):
-    """The table, whose Enter says what it does."""
+class ModelTable(PlainTable):
+    """The table of models."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "select_cursor", "load", tooltip="Load the model and chat with it", id="models.load"),
@@ -49,11 +50,11 @@ class ModelTable(DataTable[str]):
 
 
 class ModelsScreen(Screen[None]):
-    """A table of the stored models, those that can be fetched below them, and what can be done with them."""
+    """A table of the stored models, followed by those that can be downloaded."""
 
     AUTO_FOCUS = "ModelTable"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q", "quantize", "quantize", tooltip="Make a low-bit model of a checkpoint", id="models.quantize"),
+        Binding("q", "quantize", "quantize", tooltip="Quantize a checkpoint", id="models.quantize"),
         Binding("d,delete", "delete", "delete", tooltip="Delete the stored model", id="models.delete"),
         Binding("s", "app.stop_work", "stop", tooltip="Stop loading or quantizing", id="models.stop", show=False),
         Binding("escape", "dismiss", "back", tooltip="Back to the chat", id="models.back"),
@@ -68,11 +69,11 @@ class ModelsScreen(Screen[None]):
         self._pointed = False
 
     def compose(self) -> ComposeResult:
-        """Header, what machine was found, table, what is said about the chosen one, progress, keys."""
+        """Header, detected machine, table, note on the selected model, progress, keys."""
         yield HeaderBar()
-        yield Static("", markup=False, id="models-found")
+        yield Plain("", id="models-found")
         yield ModelTable(cursor_type="row")
-        yield Static("", markup=False, id="models-note")
+        yield Plain("", id="models-note")
         yield ProgressPanel()
         yield Footer(compact=True, show_command_palette=False)
 
@@ -81,7 +82,7 @@ class ModelsScreen(Screen[None]):
         self.show_session()
 
     def show_session(self) -> None:
-        """Bring header and progress up to date, and the table when a model came, went or was loaded."""
+        """Update header and progress, and the table when a model was added, deleted or loaded."""
         if not self.query(ProgressPanel):
             return
         session = self._session
@@ -98,7 +99,7 @@ class ModelsScreen(Screen[None]):
 
     async def _refill(self) -> None:
         try:
-            self._models, note = await self._session.models(), ""
+            self._models, note = await self._session.client().models(), ""
             note = "" if self._models else EMPTY
         except (ClientError, OSError) as error:
             self._models, note = (), str(error)
@@ -107,13 +108,13 @@ class ModelsScreen(Screen[None]):
             await self._look()
 
     async def _look(self) -> None:
-        """Add what can be fetched, seen from this machine."""
+        """Add the models that can be downloaded."""
         try:
-            report, found = await self._session.device(), await self._session.prospects()
+            report, found = await self._session.client().device(), await self._session.client().prospects()
         except (ClientError, OSError):
             return
-        line = self.query_one("#models-found", Static)
-        line.update(printable(found_words(report)))
+        line = self.query_one("#models-found", Plain)
+        line.update(found_words(report))
         line.display = True
         here = {model.name for model in self._models}
         self._fetchable = [one for one in found if not any(_made_of(one, name) for name in here)]
@@ -124,19 +125,12 @@ class ModelsScreen(Screen[None]):
             self.query_one(ModelTable).move_cursor(row=len(self._models) + self._fetchable.index(best))
 
     def _fill(self, note: str) -> None:
-        table = self.query_one(ModelTable)
-        row = table.cursor_row
         rows = {model.name: self._cells(model) for model in self._models}
         best = recommended(self._fetchable)
         for one in self._fetchable:
             fits = "best here" if one is best else _WORDS[one.fits]
             rows[f"↓{one.source}"] = self._cells_to_fetch(one, fits)
-        table.clear(columns=True)
-        for at, label in enumerate(self._columns()):
-            table.add_column(label, width=max(map(cell_len, (label, *(cells[at] for cells in rows.values())))))
-        for key, cells in rows.items():
-            table.add_row(*cells, key=key)
-        table.move_cursor(row=min(row, max(0, table.row_count - 1)))
+        self.query_one(ModelTable).fill(rows, self._columns())
         if note:
             self._note(note, warning=True)
         else:
@@ -151,7 +145,7 @@ class ModelsScreen(Screen[None]):
 
     def _cells(self, model: ModelEntry) -> list[str]:
         size = f"{byte_count(model.gpu_bytes)} at {model.bits:g}"
-        name = printable(model.name)
+        name = printable_name(model.name)
         if self.has_class("-slim") and len(name) > SLIM_NAME:
             name = f"{name[: SLIM_NAME - 1]}…"
         cells = ["●" if model.loaded else " ", name, size]
@@ -185,12 +179,12 @@ class ModelsScreen(Screen[None]):
     def _about(self, model: ModelEntry | None) -> str:
         if model is None:
             return ""
-        made = f"{model.method}, keys evened out" if model.smooth_attention else model.method
+        made = f"{model.method}, smoothed keys" if model.smooth_attention else model.method
         parts = [made, perplexity(model, words=True) if self.has_class("-slim") else "", model.warning or ""]
-        return printable(" · ".join(part for part in parts if part))
+        return SEPARATOR.join(part for part in parts if part)
 
     def _note(self, text: str, *, warning: bool = False) -> None:
-        note = self.query_one("#models-note", Static)
+        note = self.query_one("#models-note", Plain)
         note.update(text)
         note.set_class(warning, "-warning")
         note.display = bool(text)
@@ -199,31 +193,33 @@ class ModelsScreen(Screen[None]):
         """Show the columns that fit."""
         self.call_after_refresh(self.refill)
 
-    @on(DataTable.RowHighlighted)
+    @on(PlainTable.RowHighlighted)
     def tell_about(self) -> None:
-        """Say what there is to know about the model under the cursor."""
+        """Show the details of the model under the cursor."""
         if (one := self._chosen_to_fetch()) is not None:
-            does = "" if one.bits is None else f"{SEPARATOR}Enter gets it at {one.bits:g} bits, Q as you choose"
+            does = (
+                "" if one.bits is None else f"{SEPARATOR}Enter downloads it at {one.bits:g} bits, Q with other options"
+            )
             self._note(f"{words(one)}{does}", warning=one.bits is None)
         elif self._models:
             model = self._chosen()
             self._note(self._about(model), warning=model is not None and bool(model.warning))
 
-    @on(DataTable.RowSelected)
+    @on(PlainTable.RowSelected)
     def load(self) -> None:
-        """Load the model under the cursor, fetched first if need be, and go back to the chat."""
+        """Load the model under the cursor, downloading it first if needed, and go back to the chat."""
         if (model := self._chosen()) is not None:
             self.app.post_message(LoadAsked(model.name))
             self.dismiss()
         elif (one := self._chosen_to_fetch()) is not None:
             if one.bits is None:
-                self.notify(f"{one.title} {room(one)}.", severity="warning", markup=False)
+                self.notify(f"{one.title} {room(one)}.", severity="warning")
                 return
             self.app.post_message(QuantizeAsked(_usual_request(one.source, one.bits)))
             self.dismiss()
 
     def action_quantize(self) -> None:
-        """Ask for a checkpoint and make a low-bit model of it."""
+        """Ask for a checkpoint and quantize it."""
 
         def begin(request: QuantizeRequest | None) -> None:
             if request is not None:
@@ -233,12 +229,12 @@ class ModelsScreen(Screen[None]):
         self.app.push_screen(QuantizeDialog("" if one is None else one.source), begin)
 
     def action_delete(self) -> None:
-        """Delete the model under the cursor, if that is confirmed."""
+        """Delete the model under the cursor after a confirmation."""
         model = self._chosen()
         if model is None:
             return
         if model.bundled:
-            self.notify("The bundled model belongs to the program and cannot be deleted.", severity="warning")
+            self.notify("The bundled model is part of the program and can't be deleted.", severity="warning")
             return
 
         def delete(confirmed: bool | None) -> None:
@@ -247,8 +243,8 @@ class ModelsScreen(Screen[None]):
                 self.app.post_message(RemoveAsked(model.name))
 
         question = (
-            f"Delete {model.name} ({byte_count(model.disk_bytes)})? What is kept of chats with it goes too; the "
-            "checkpoint it was made of stays."
+            f"Delete {model.name} ({byte_count(model.disk_bytes)})? Caches of chats with it are deleted too; the "
+            "checkpoint it was made from stays."
         )
         self.app.push_screen(ConfirmDialog(question, "Delete"), delete)
 
@@ -258,7 +254,7 @@ class ModelsScreen(Screen[None]):
 
 
 def _usual_request(source: str, bits: float) -> QuantizeRequest:
-    """What makes a low-bit model as it is usually made; one with a short name keeps that where its bits are usual."""
+    """The default request for a checkpoint. A model with a short name keeps it at its default bits."""
     from runtime.wire.requests import QuantizeRequest
 
     usual = Recipe()
@@ -274,13 +270,13 @@ def _usual_request(source: str, bits: float) -> QuantizeRequest:
 
 
 def _made_of(one: Prospect, name: str) -> bool:
-    """Whether a stored model was made of it, by the name that it was given."""
+    """Whether a stored model was made from it, judging by its name."""
     source = one.source
     return name == source or name.startswith(f"{source}-")
 
 
 def _sizes(sizes: Sequence[int]) -> str:
-    """Sizes in one unit: `767 · 855 · 943 MB`."""
+    """Sizes in a common unit: `767 · 855 · 943 MB`."""
     words = [byte_count(size).split(" ") for size in sizes]
     if len({unit for _, unit in words}) > 1:
         return SEPARATOR.join(" ".join(pair) for pair in words)
@@ -288,7 +284,7 @@ def _sizes(sizes: Sequence[int]) -> str:
 
 
 def _context(tokens: int) -> str:
-    """`8k`, `128k`."""
+    """A context length: `8k`, `128k`."""
     return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
 
 

@@ -1,8 +1,8 @@
-"""System prompts with names (F8): one is chosen for the chat in sight; others are kept, changed, deleted."""
+"""System prompt presets (F8): choose one for the current chat, or save, edit and delete them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import ClassVar
 
 from textual import on
@@ -10,29 +10,32 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
-from textual.widgets import Button, Input, OptionList, Static, TextArea
+from textual.widgets import Button, Input, OptionList, TextArea
 from textual.widgets.option_list import Option
 
 from app import presets
 from app.settings import SettingsError
-from app.tui.printable import printable
+from app.tui.plain import Links, Plain, plain
 from app.tui.screens.dialogs import ConfirmDialog, FormDialog
+from app.tui.session import Session
 
-NONE = "none: as set for all chats (F3)"
+NONE = "none: use the general setting (F3)"
 Preset = tuple[str, str]
-"""Name and text; both empty: none."""
+"""Name and text; both empty for none."""
+PROMPT_KEYS = ("preset", "system_prompt")
+"""Settings keys of a chat's own system prompt: its preset's name, its text."""
 
 
 class PresetDialog(FormDialog[Preset]):
-    """Asks for name and text of a preset."""
+    """Asks for the name and text of a preset."""
 
     def __init__(self, name: str = "", text: str = "", taken: Collection[str] = ()) -> None:
         """Make the dialog.
 
         Args:
-            name: the name it has, or is likely to get.
-            text: its text so far.
-            taken: names of other presets.
+            name: its current or suggested name.
+            text: its current text.
+            taken: names of the other presets.
         """
         super().__init__()
         self._named, self._text, self._taken = name, text, taken
@@ -40,36 +43,36 @@ class PresetDialog(FormDialog[Preset]):
     def compose(self) -> ComposeResult:
         """Name, text, buttons."""
         with Vertical(classes="dialog"):
-            yield Static("Name of the preset")
+            yield Plain("Preset name")
             yield Input(self._named, placeholder="Proofreader", compact=True)
-            yield Static("What the model is told before the chat")
+            yield Plain("System prompt")
             yield TextArea(self._text, compact=True, tab_behavior="focus", show_line_numbers=False)
-            yield Static("", markup=False, classes="dialog-problem")
+            yield Plain("", classes="dialog-problem")
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Keep", id="yes", variant="primary", compact=True)
+                yield Button("Save", id="yes", variant="primary", compact=True)
                 yield Button("Cancel", id="no", compact=True)
 
     @on(Input.Submitted)
     def submit(self) -> None:
-        """Take it, if it has a name and a text."""
+        """Accept it if it has a valid name and a text."""
         name, text = self.query_one(Input).value.strip(), self.query_one(TextArea).text.strip()
-        problem = presets.name_problem(name) or (None if text else "A preset needs a text.")
+        problem = presets.name_problem(name) or (None if text else "A preset needs text.")
         if name in self._taken:
-            problem = f"There is a preset {name} already."
+            problem = f"A preset named {name} already exists."
         if problem is None:
             self.dismiss((name, text))
             return
-        line = self.query_one(".dialog-problem", Static)
+        line = self.query_one(".dialog-problem", Plain)
         line.update(problem)
         line.display = True
 
 
 def ask_for_preset(app: App[object], text: str) -> None:
-    """Ask for the name under which a system prompt is kept."""
+    """Ask for a name under which to save a system prompt."""
     try:
         known = presets.load()
     except SettingsError as error:
-        app.notify(str(error), severity="error", markup=False)
+        app.notify(str(error), severity="error")
         return
 
     def keep(found: Preset | None) -> None:
@@ -80,20 +83,20 @@ def ask_for_preset(app: App[object], text: str) -> None:
 
 
 def save(app: App[object], wanted: Mapping[str, str]) -> None:
-    """Keep these presets; tell where that can't be."""
+    """Save these presets, or show why that fails."""
     try:
         presets.save(wanted)
     except SettingsError as error:
-        app.notify(str(error), severity="error", markup=False)
+        app.notify(str(error), severity="error")
 
 
 class PresetsDialog(ModalScreen[Preset]):
-    """The presets. It ends with the one that was chosen."""
+    """The list of presets. It returns the chosen one."""
 
     VERTICAL_BREAKPOINTS = [(0, "-low"), (22, "-high")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("n", "make", "new", tooltip="Keep another preset", id="presets.new"),
-        Binding("e", "edit", "edit", tooltip="Change the preset under the cursor", id="presets.edit"),
+        Binding("n", "make", "new", tooltip="Save a new preset", id="presets.new"),
+        Binding("e", "edit", "edit", tooltip="Edit the preset under the cursor", id="presets.edit"),
         Binding("d,delete", "delete", "delete", tooltip="Delete the preset under the cursor", id="presets.delete"),
         Binding("escape", "dismiss", "back", tooltip="Leave the chat as it is", id="presets.back"),
     ]
@@ -102,7 +105,7 @@ class PresetsDialog(ModalScreen[Preset]):
         """Make the dialog.
 
         Args:
-            current: the system prompt that the chat has of its own; empty where it has none.
+            current: the chat's own system prompt; empty if it has none.
         """
         super().__init__()
         self._current = current
@@ -110,35 +113,35 @@ class PresetsDialog(ModalScreen[Preset]):
         self._readable = True
 
     def compose(self) -> ComposeResult:
-        """Names, the text of the one under the cursor, keys."""
+        """Names, the selected preset's text, keys."""
         with Vertical(classes="dialog"):
-            yield Static("What shall the model be told before this chat?")
+            yield Plain("Choose a system prompt for this chat.")
             yield OptionList(compact=True, markup=False)
-            yield Static("", markup=False, id="preset-text")
-            yield Static("", markup=False, classes="dialog-problem")
-            yield Static(
-                "⏎ takes it · [@click=screen.make]N new[/] · [@click=screen.edit]E edit[/] · "
+            yield Plain("", id="preset-text")
+            yield Plain("", classes="dialog-problem")
+            yield Links(
+                "⏎ use · [@click=screen.make]N new[/] · [@click=screen.edit]E edit[/] · "
                 "[@click=screen.delete]D delete[/] · [@click=screen.dismiss]Esc back[/]",
                 classes="dialog-keys",
             )
 
     def on_mount(self) -> None:
-        """Begin with the one that the chat has."""
+        """Highlight the chat's current preset."""
         self._fill()
         names = [name for name, text in self._presets.items() if text == self._current]
         self._go_to(names[0] if names else "")
 
     def _fill(self) -> None:
-        problem = self.query_one(".dialog-problem", Static)
+        problem = self.query_one(".dialog-problem", Plain)
         try:
             self._presets, self._readable = presets.load(), True
         except SettingsError as error:
-            self._readable = False  # then nothing is written over it
-            problem.update(printable(str(error)))
+            self._readable = False  # so that the unreadable file is not overwritten
+            problem.update(str(error))
             problem.display = True
         listed = self.query_one(OptionList)
         listed.clear_options()
-        listed.add_options([Option(NONE), *(Option(printable(name)) for name in self._presets)])
+        listed.add_options([Option(NONE), *(Option(plain(name)) for name in self._presets)])
 
     def _go_to(self, name: str) -> None:
         names = list(self._presets)
@@ -146,27 +149,27 @@ class PresetsDialog(ModalScreen[Preset]):
 
     @property
     def _under(self) -> Preset:
-        """The preset under the cursor; empty for none."""
+        """The preset under the cursor; empty if none."""
         at = self.query_one(OptionList).highlighted or 0
         return list(self._presets.items())[at - 1] if 0 < at <= len(self._presets) else ("", "")
 
     @on(OptionList.OptionHighlighted)
     def tell(self) -> None:
-        """Show the text of the one under the cursor."""
-        self.query_one("#preset-text", Static).update(printable(self._under[1]))
+        """Show the text of the preset under the cursor."""
+        self.query_one("#preset-text", Plain).update(self._under[1])
 
     @on(OptionList.OptionSelected)
     def choose(self) -> None:
-        """Take the one under the cursor."""
+        """Return the preset under the cursor."""
         self.dismiss(self._under)
 
     def action_make(self) -> None:
-        """Ask for another preset."""
+        """Ask for a new preset."""
         if self._readable:
             self.app.push_screen(PresetDialog(taken=self._presets), self._kept)
 
     def action_edit(self) -> None:
-        """Ask for another name and text of the one under the cursor."""
+        """Edit the preset under the cursor."""
         before, text = self._under
         if before:
             others = self._presets.keys() - {before}
@@ -178,7 +181,7 @@ class PresetsDialog(ModalScreen[Preset]):
             self._save({**others, found[0]: found[1]}, found[0])
 
     def action_delete(self) -> None:
-        """Ask whether to delete the one under the cursor."""
+        """Delete the preset under the cursor after a confirmation."""
         name, _ = self._under
 
         def decided(confirmed: bool | None) -> None:
@@ -187,7 +190,7 @@ class PresetsDialog(ModalScreen[Preset]):
 
         if name:
             self.app.push_screen(
-                ConfirmDialog(f"Delete the preset {name}? Chats that have it keep it.", "Delete"), decided
+                ConfirmDialog(f"Delete the preset {name}? Chats that use it keep it.", "Delete"), decided
             )
 
     def _save(self, wanted: dict[str, str], go_to: str) -> None:
@@ -196,5 +199,26 @@ class PresetsDialog(ModalScreen[Preset]):
         self._go_to(go_to)
 
     async def action_dismiss(self, result: Preset | None = None) -> None:
-        """Leave the chat as it is."""
+        """Close the dialog without a change."""
         self.dismiss(result)
+
+
+def ask_for_chat_preset(app: App[object], session: Session, changed: Callable[[], None]) -> None:
+    """Ask for a preset for the chat on screen.
+
+    Args:
+        app: shows the dialog.
+        session: has the chat.
+        changed: called after a change.
+    """
+    conversation = session.conversation
+
+    def take(found: Preset | None) -> None:
+        if found is not None:
+            others = {key: value for key, value in conversation.extras.settings.items() if key not in PROMPT_KEYS}
+            own = dict(zip(PROMPT_KEYS, found, strict=True)) if found[0] else {}
+            session.note(conversation, settings={**others, **own})
+            changed()
+
+    current = conversation.extras.settings.get("system_prompt")
+    app.push_screen(PresetsDialog(str(current or "")), take)

@@ -1,4 +1,4 @@
-"""The settings (F3). Each is applied as soon as it is left; what needs a reload is reloaded on leaving the screen."""
+"""The settings screen (F3). A setting applies when its field loses focus; a needed reload happens on leaving."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Button, Footer, Input, RadioSet, Select, Static, TextArea
+from textual.widgets import Button, Footer, Input, RadioSet, Select, TextArea
 
 from app.errors import ClientError
 from app.remote import host_of
 from app.settings import RULES, Settings
 from app.tui.messages import ReloadAsked, SettingChanged
+from app.tui.plain import Plain
 from app.tui.screens.dialogs import ConfirmDialog
 from app.tui.session import Session
 from app.tui.widgets.budget_row import BudgetRow, effect
@@ -47,15 +48,15 @@ GROUPS = {
     "Runtime": ("backend", "idle_unload"),
 }
 OF_ANY_RUNTIME = ("Chat", "Look")
-"""Groups that also count where a server elsewhere answers."""
-ELSEWHERE = (
-    "{host} answers. Its model, how it is set, its memory and its context are its own; "
-    "^P, Endpoint, lets this machine answer again."
+"""Groups that also apply to a remote server."""
+REMOTE_NOTE = (
+    "{host} generates the answers, with its own model, settings, memory and context. "
+    "To use this machine again: ^P, Endpoint."
 )
 
 
 class SettingsScreen(Screen[None]):
-    """All settings but the model, which F2 picks."""
+    """All settings except the model, which F2 picks."""
 
     AUTO_FOCUS = "#setting-budget RadioSet, #settings TextArea"
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (75, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
@@ -73,41 +74,41 @@ class SettingsScreen(Screen[None]):
         self._remote: str | None = None
 
     def compose(self) -> ComposeResult:
-        """Groups of settings, a line that says what a change entails, and the work that a change began."""
+        """Groups of settings, a line about pending reloads, and the progress of a job that a change started."""
         yield HeaderBar()
         with VerticalScroll(id="settings", can_focus=False):
             remote = self._remote = self._session.remote
             if remote is not None:
-                yield Static(ELSEWHERE.format(host=host_of(remote)), markup=False, id="settings-elsewhere")
+                yield Plain(REMOTE_NOTE.format(host=host_of(remote)), id="settings-elsewhere")
             for group, keys in GROUPS.items():
                 if remote is not None and group not in OF_ANY_RUNTIME:
                     continue
-                yield Static(group, classes="setting-group")
+                yield Plain(group, classes="setting-group")
                 for key in keys:
                     row = BudgetRow if key == "budget" else SettingRow
                     yield row(key, self._before.get(key))
                     if key == "gamma":
                         yield OfferRow()
                 if group == "Memory":
-                    yield Static("", markup=False, id="cache-effect")
+                    yield Plain("", id="cache-effect")
                     yield SavedRow()
-        yield Static("", markup=False, id="settings-note")
+        yield Plain("", id="settings-note")
         yield ProgressPanel()
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Show what runs."""
+        """Show the running model."""
         self.show_session()
 
     def show_session(self) -> None:
-        """Bring header, progress and what the budget buys up to date."""
+        """Update header, progress and the budget's effect."""
         if not self.query(ProgressPanel):
             return
         session = self._session
         self.query_one(HeaderBar).show(session)
         self.query_one(ProgressPanel).show(session.job)
         if session.remote != self._remote:
-            self.refresh(recompose=True)  # another server answers from now on
+            self.refresh(recompose=True)  # the server changed
         if session.remote is not None:
             return
         self._show_effect()
@@ -120,14 +121,14 @@ class SettingsScreen(Screen[None]):
 
     async def _ask_device(self) -> None:
         try:
-            self._report = await self._session.device()
+            self._report = await self._session.client().device()
         except (ClientError, OSError):
-            self._report = None  # then the effect is told without it
+            self._report = None  # the effect is shown without it
         self._show_effect()
 
     async def _ask_caches(self) -> None:
         try:
-            self._caches = await self._session.caches()
+            self._caches = await self._session.client().caches()
         except (ClientError, OSError):
             self._caches = None
         for row in self.query(SavedRow):
@@ -136,7 +137,7 @@ class SettingsScreen(Screen[None]):
 
     @on(Button.Pressed, "#offer-take")
     def take_offer(self) -> None:
-        """Decode as the best way that was measured does; the model is loaded again when the screen is left."""
+        """Apply the best measured offer; the model is reloaded on leaving the screen."""
         for key, value in self.query_one(OfferRow).changes.items():
             row = self.query_one(f"#setting-{key}", SettingRow)
             row.put(value)
@@ -144,22 +145,22 @@ class SettingsScreen(Screen[None]):
 
     @on(Button.Pressed, "#saved-delete")
     def delete_saved(self) -> None:
-        """Delete what is kept of chats, if that is confirmed."""
+        """Delete the caches of all chats after a confirmation."""
 
         def delete(confirmed: bool | None) -> None:
             if confirmed:
                 self.run_worker(self._delete_saved(), group="saved", exclusive=True, exit_on_error=False)
 
         question = (
-            "Delete the caches of all chats? What was said stays, and is read from its beginning when it goes on."
+            "Delete the caches of all chats? The messages stay. A chat that goes on is processed again from the start."
         )
         self.app.push_screen(ConfirmDialog(question, "Delete"), delete)
 
     async def _delete_saved(self) -> None:
         try:
-            await self._session.forget_all()
+            await self._session.client().forget()
         except (ClientError, OSError) as error:
-            self.notify(str(error), severity="error", markup=False)
+            self.notify(str(error), severity="error")
         await self._ask_caches()
 
     def _show_effect(self) -> None:
@@ -179,7 +180,7 @@ class SettingsScreen(Screen[None]):
         self.query_one(BudgetRow).show_effect(lines, () if found is None else found.bought, wanted)
         self.query_one(OfferRow).show(None if found is None else found.offer, settings)
         words = cache_effect(caches.kinds if caches is not None else {}, settings.kv, settings.context, session.status)
-        about = self.query_one("#cache-effect", Static)
+        about = self.query_one("#cache-effect", Plain)
         about.update("\n".join(words))
         about.display = bool(words)
 
@@ -193,7 +194,7 @@ class SettingsScreen(Screen[None]):
         self._apply(event.control)
 
     def on_descendant_blur(self, event: events.DescendantBlur) -> None:
-        """Apply a text that was left."""
+        """Apply a text area that lost focus."""
         if isinstance(event.widget, TextArea):
             self._apply(event.widget)
 
@@ -205,7 +206,7 @@ class SettingsScreen(Screen[None]):
     def _take(self, row: SettingRow) -> None:
         if row.take():
             self.app.post_message(SettingChanged(row.key, row.value))
-            self._say_what_reloads()
+            self._show_reload_note()
             self.call_later(self._show_effect)
 
     def _to_reload(self) -> list[str]:
@@ -214,20 +215,20 @@ class SettingsScreen(Screen[None]):
             if RULES[row.key].reload and row.value != self._before.get(row.key)
         ]  # fmt: skip
 
-    def _say_what_reloads(self) -> None:
+    def _show_reload_note(self) -> None:
         keys = self._to_reload()
-        note = self.query_one("#settings-note", Static)
+        note = self.query_one("#settings-note", Plain)
         names = ", ".join(key.replace("_", " ") for key in keys)
-        note.update(f"{names}: the model is loaded again when you leave this screen" if keys else "")
+        note.update(f"{names}: the model is reloaded when you leave this screen" if keys else "")
 
     def apply(self) -> None:
-        """Apply what is typed, and reload if that is needed. The screen is about to be left."""
+        """Apply what was typed, and reload if needed, before the screen closes."""
         for row in self.query(SettingRow):
             self._take(row)
         if self._to_reload():
             self.app.post_message(ReloadAsked())
 
     def action_leave(self) -> None:
-        """Apply what is typed, and go back to the chat."""
+        """Apply what was typed, and go back to the chat."""
         self.apply()
         self.dismiss()

@@ -1,4 +1,4 @@
-"""The chats beside the one in sight: by day, pinned ones first, found as one types."""
+"""The sidebar: saved chats by day, pinned ones first, with search as you type."""
 
 from __future__ import annotations
 
@@ -18,29 +18,26 @@ from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
 from app.errors import HistoryError
+from app.printable import printable
 from app.tui.messages import ChatAsked
-from app.tui.printable import printable
-from app.tui.screens.chat_deeds import ChatDeeds
+from app.tui.plain import plain
+from app.tui.screens.chat_list import ChatList, list_bindings
 from app.tui.session import Session
 
 if TYPE_CHECKING:
     from app.history.store import Chat
 
-LEAST_COLUMNS = 100
-"""A terminal narrower than this has no room for it."""
+MIN_COLUMNS = 100
+"""Minimum width of the terminal for the sidebar."""
 DAYS = ((0, "Today"), (1, "Yesterday"), (7, "Last 7 days"), (31, "Last month"))
 
 
-class Sidebar(Vertical, ChatDeeds):
-    """A search line, and the chats below it. It is brought up to date by `refill`."""
+class Sidebar(Vertical, ChatList):
+    """A search line above the chats. `refill` updates it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "search", "search", tooltip="Search what was said", id="sidebar.search"),
-        Binding("r", "rename", "rename", tooltip="Give the chat another title", id="sidebar.rename"),
-        Binding("p", "pin", "pin", tooltip="Put the chat above the others, or back", id="sidebar.pin"),
-        Binding("d,delete", "delete", "delete", tooltip="Delete the chat; U brings it back", id="sidebar.delete"),
-        Binding("u", "undo", "undo", tooltip="Bring back what was deleted last", id="sidebar.undo"),
-        Binding("escape", "leave", "back", tooltip="Back to writing", id="sidebar.back"),
+        *list_bindings("sidebar"),
+        Binding("escape", "leave", "back", tooltip="Back to the composer", id="sidebar.back"),
     ]
 
     def __init__(self, session: Session) -> None:
@@ -54,14 +51,14 @@ class Sidebar(Vertical, ChatDeeds):
         yield OptionList(compact=True, markup=False, id="sidebar-chats")
 
     def fold(self, columns: int) -> None:
-        """Show or hide it, as is wanted and as there is room for, and bring it up to date."""
+        """Show or hide the sidebar, depending on setting and room, and update it."""
         wanted = self._session.settings.sidebar == "on"
-        self.display = wanted and self._session.kept is not None and columns >= LEAST_COLUMNS
+        self.display = wanted and self._session.history is not None and columns >= MIN_COLUMNS
         self.refill()
 
     @on(Input.Changed, "#sidebar-search")
     def refill(self) -> None:
-        """List the chats, or those in which the words are found."""
+        """List the chats, or those that match the search."""
         if self.display:
             self._refill()
 
@@ -71,13 +68,13 @@ class Sidebar(Vertical, ChatDeeds):
         try:
             await self._find(text)
             if not self._chats:
-                note = "nothing has these words" if text else "no chat is kept yet"
+                note = "no matches" if text else "no saved chats yet"
         except HistoryError as error:
             note = str(error)
         self._list(note, grouped=not text)
 
     def _list(self, note: str, *, grouped: bool) -> None:
-        """Fill the list, if that changes what is seen of it; the chat under the cursor stays under it."""
+        """Fill the list if it changed; the chat under the cursor stays under it."""
         session, listed = self._session, self.query_one(OptionList)
         writing = [chat.id for chat in self._chats if session.answers.of(chat.id) is not None]
         seen = (self._chats, note, grouped, session.conversation.id, writing, self.size.width)
@@ -94,7 +91,7 @@ class Sidebar(Vertical, ChatDeeds):
             for chat in chats:
                 listed.add_option(Option(self._line(chat, width, writing=chat.id in writing), id=chat.id))
         if note:
-            listed.add_option(Option(Text(printable(note)), disabled=True))
+            listed.add_option(Option(plain(note), disabled=True))
         ids = [chat.id for chat in self._chats]
         stay = under.id if under is not None and listed.has_focus else session.conversation.id
         if stay in ids:
@@ -118,33 +115,24 @@ class Sidebar(Vertical, ChatDeeds):
     @on(OptionList.OptionSelected)
     @on(Input.Submitted, "#sidebar-search")
     def open(self) -> None:
-        """Go on with the chat under the cursor; from a search, with the first that was found."""
+        """Open the chat under the cursor; from a search, the first match."""
         chat = self._chosen() or (self._chats[0] if self._chats else None)
         if chat is not None:
             self.query_one(Input).value = ""
             self.app.post_message(ChatAsked(chat))
 
     def on_key(self, event: Key) -> None:
-        """From the search line, down leads into the list."""
+        """Move from the search line down into the list."""
         if event.key == "down" and isinstance(self.screen.focused, Input):
             event.prevent_default().stop()
             self.query_one(OptionList).focus()
 
-    def action_search(self) -> None:
-        """Go to the search line."""
-        self.query_one(Input).focus()
-
-    async def action_leave(self) -> None:
-        """Empty the search; where it is empty, back to writing."""
-        search = self.query_one(Input)
-        if search.value:
-            search.value = ""
-        else:
-            await self.run_action("screen.to_composer")
+    def _back(self) -> None:
+        self.call_later(self.run_action, "screen.to_composer")
 
 
 def grouped_by_day(chats: Sequence[Chat], now: datetime | None = None) -> Iterator[tuple[str, list[Chat]]]:
-    """Chats under the names of days; they come pinned first, then newest first."""
+    """Chats grouped under day names. The input has pinned ones first, then newest first."""
     today = (now or datetime.now(UTC)).astimezone().date()
 
     def name(chat: Chat) -> str:

@@ -1,4 +1,4 @@
-"""The slowdown budget: a choice, and beside it what it buys on this model and device."""
+"""The slowdown budget on the settings screen, with its effect on this model and device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from textual import events, on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Input, RadioSet, Static
+from textual.widgets import Input, RadioSet
 
 from app.settings import UNSET, Settings
 from app.tui.figures import compensated, percent
-from app.tui.printable import printable
-from app.tui.widgets.bought_chart import BoughtChart
+from app.tui.plain import Plain
+from app.tui.widgets.quality_chart import QualityChart
 from app.tui.widgets.setting_row import SettingRow
 from app.tui.widgets.toggles import Choice
 from runtime.compensation import DEFAULT_BUDGET_PERCENT, of_settings
@@ -23,35 +23,35 @@ if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport
 
 CHOICES = (0.0, 2.5, 5.0, 10.0, 20.0)
-"""Percent, each a button; any other number is custom."""
-LEAST_TOLD = 0.05
-"""A slowdown in percent below which there is none."""
+"""The budgets in percent that have a button; any other number is custom."""
+MIN_SHOWN = 0.05
+"""Slowdowns below this percentage are shown as none."""
 CUSTOM = len(CHOICES)
-"""Index of the button for any other number."""
+"""Index of the button for a custom number."""
 
 
 class BudgetRow(SettingRow):
-    """The setting `budget`. A button applies at once, a custom number when its field is left."""
+    """The setting `budget`. A button applies at once, a custom number when its field loses focus."""
 
     def compose(self) -> ComposeResult:
-        """The choice, the field of a custom number, the problem, the effect."""
+        """Buttons, the field for a custom number, the problem, the effect."""
         value = self._value if isinstance(self._value, float) else DEFAULT_BUDGET_PERCENT
         at = CHOICES.index(value) if value in CHOICES else CUSTOM
         labels = [*(f"{choice:g} %" if choice else "off" for choice in CHOICES), "custom"]
         with Vertical(classes="budget-body"):
             with Horizontal(classes="setting-line"):
-                yield Static("budget", classes="setting-name")
+                yield Plain("budget", classes="setting-name")
                 with Vertical(classes="budget-choice"):
                     yield RadioSet(*(Choice(label, value=i == at) for i, label in enumerate(labels)), compact=True)
                     with Horizontal(classes="budget-custom"):
                         yield Input(f"{value:g}" if at == CUSTOM else "", placeholder="percent", compact=True)
-                        yield Static("% slower at most", classes="setting-meaning")
-                    yield Static("", markup=False, classes="setting-problem")
-            yield Static("", markup=False, id="budget-effect")
-        yield BoughtChart()
+                        yield Plain("% slower at most", classes="setting-meaning")
+                    yield Plain("", classes="setting-problem")
+            yield Plain("", id="budget-effect")
+        yield QualityChart()
 
     def on_mount(self) -> None:
-        """Show the field of a custom number only where one is chosen."""
+        """Show the field for a custom number only if that is chosen."""
         self._show_custom()
 
     def _show_custom(self) -> None:
@@ -59,20 +59,20 @@ class BudgetRow(SettingRow):
 
     @on(RadioSet.Changed)
     def choose(self, event: RadioSet.Changed) -> None:
-        """Open the field for a custom number, or put it away."""
+        """Show or hide the field for a custom number."""
         self._show_custom()
         if event.index == CUSTOM:
-            event.stop()  # nothing to apply before there is a number
+            event.stop()  # nothing to apply until a number is typed
             self.query_one(Input).focus()
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
-        """Let the arrow keys begin at what is chosen."""
+        """Start the arrow keys at the chosen button."""
         buttons = self.query_one(RadioSet)
         if event.widget is buttons and buttons.pressed_button is not None:
             buttons._selected = buttons.pressed_index  # noqa: SLF001  Textual has no other way to place its cursor
 
     def typed(self) -> str:
-        """The chosen percentage; `auto` while the default is chosen by nobody."""
+        """The chosen percentage; `auto` while the user has chosen nothing."""
         at = self.query_one(RadioSet).pressed_index
         if at == CUSTOM:
             return self.query_one(Input).value.strip().removesuffix("%").rstrip()
@@ -81,15 +81,15 @@ class BudgetRow(SettingRow):
     def show_effect(
         self, lines: Sequence[str], points: Sequence[tuple[float, float]] = (), budget: float | None = None
     ) -> None:
-        """Say and draw what the budget buys.
+        """Show the budget's effect.
 
         Args:
-            lines: in words.
-            points: what other slowdowns would buy, as `BoughtChart` has it.
-            budget: the wanted one in percent; None where a fixed k_chunk overrides it.
+            lines: the effect in words.
+            points: the effect of other slowdowns, as for `QualityChart`.
+            budget: the chosen budget in percent; None if a fixed k_chunk overrides it.
         """
-        self.query_one("#budget-effect", Static).update(printable("\n".join(lines)))
-        self.query_one(BoughtChart).show(points, budget)
+        self.query_one("#budget-effect", Plain).update("\n".join(lines))
+        self.query_one(QualityChart).show(points, budget)
 
 
 def effect(
@@ -100,23 +100,23 @@ def effect(
     speed: float | None,
     tuning: bool,
 ) -> list[str]:
-    """What the budget buys now, in lines.
+    """The budget's present effect, as lines of text.
 
     Args:
-        settings: what a person chose.
-        status: what runs; None where no model is loaded.
-        report: the device and the tuning, where the runtime told.
-        speed: tokens a second of the last answer.
-        tuning: whether another budget is being applied right now.
+        settings: the user's settings.
+        status: the runtime's status; None if no model is loaded.
+        report: the device and the tuning, if known.
+        speed: tokens per second of the last answer.
+        tuning: whether another budget is being applied.
     """
     if status is None:
-        return ["What it buys is shown here once a model is loaded."]
+        return ["Its effect is shown here once a model is loaded."]
     lines = []
     wanted = of_settings(settings.k_chunk, settings.budget)
     if wanted.budget_percent is None:
         lines.append(f"k_chunk {wanted.k_chunk}, set below, overrides the budget.")
     elif tuning:
-        lines.append("Another budget is being applied; until then:")
+        lines.append("A new budget is being applied; until then:")
     elif status.budget_percent is not None and status.budget_percent != wanted.budget_percent:
         lines.append(f"Not applied yet: still {status.budget_percent:g} %. F4, then R, tries again.")
     lines.append(_quality(status, report))
@@ -129,23 +129,22 @@ def effect(
 
 
 def _quality(status: Status, report: DeviceReport | None) -> str:
-    """What compensation does for the answers."""
+    """The effect of compensation on quality, in words."""
     if not compensated(status.k_chunk):
-        return "no compensation: the plain low-bit model"
+        return "no compensation: plain low-bit model"
     found = report.tuning if report is not None else None
     if found is None or found.predicted_loss_won is None or not found.loss_without:
-        return "nearer to full precision; details: F4"
+        return "closer to full precision; details: F4"
     share = percent(100 * found.predicted_loss_won / found.loss_without)
-    return f"wins back {share} of what low bits lose"
+    return f"recovers {share} of the lost quality"
 
 
 def _cost(status: Status, report: DeviceReport | None) -> str:
     if not compensated(status.k_chunk):
         return ""
-    found = report.tuning if report is not None else None
-    expected = f"{percent(found.predicted_slowdown_percent)} expected" if found is not None else ""
     if status.slowdown_percent is None:
-        return f"{expected} slower, not measured" if expected else "slowdown not measured"
+        found = report.tuning if report is not None else None
+        expected = None if found is None else percent(found.predicted_slowdown_percent)
+        return "slowdown not measured" if expected is None else f"{expected} slower expected, not measured"
     slower = status.slowdown_percent
-    words = f"{percent(slower)} slower" if slower >= LEAST_TOLD else "no slower"
-    return f"{words}, measured{f' ({expected})' if expected else ''}"
+    return f"{percent(slower) if slower >= MIN_SHOWN else 'no'} slower, measured"

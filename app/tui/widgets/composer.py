@@ -1,4 +1,4 @@
-"""Where a person writes."""
+"""The composer: the text area for prompts."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from textual.events import Key, Paste
 from textual.timer import Timer
 from textual.widgets import TextArea
 
+from app.printable import printable_name
 from app.tui.figures import token_count
 from app.tui.messages import Submitted
 
 AMBER = 0.8
-"""Share of the context from which on the meter warns."""
+"""Share of the context above which the meter warns."""
 METER_CELLS = 8
 BORDER_CELLS = 6
-"""Of the composer's width, where nothing can be written into the border."""
+"""Cells of the composer's width that the border's text can't use."""
 BURST_S = 0.01
-"""Keys that come so soon after each other are pasted, not typed."""
+"""Keys that arrive closer together than this are pasted, not typed."""
 ENTER_S = 0.03
-"""How long Enter waits to see whether more of a paste follows."""
+"""Seconds that Enter waits to see whether more of a paste follows."""
 FOLD_LINES = 20
 FOLD_CHARACTERS = 4000
-"""A paste of more lines or characters is shown as one mark."""
+"""A paste with more lines or characters is folded into a placeholder."""
 LARGEST_FILE = 2_000_000
-"""Bytes of a file that is attached."""
+"""Maximum size of an attached file in bytes."""
 
 
 class Composer(TextArea):
     """A prompt of any number of lines. Enter sends; Shift+Enter, Alt+Enter or Ctrl+J begin a new line."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+underscore", "undo", "Undo", tooltip="Undo what was typed", show=False, id="composer.undo"),
+        Binding("ctrl+underscore", "undo", "Undo", tooltip="Undo typing", show=False, id="composer.undo"),
         Binding("ctrl+up", "screen.to_messages", "To the messages", show=False, id="chat.messages"),
         Binding("pageup", "app.scroll_chat(-1)", "Page up", show=False, id="chat.page_up"),
         Binding("pagedown", "app.scroll_chat(1)", "Page down", show=False, id="chat.page_down"),
@@ -53,7 +54,7 @@ class Composer(TextArea):
         )
         self.border_subtitle = "⏎ send"
         self.past: list[str] = []
-        """What was said before, the newest last; the arrow keys recall it."""
+        """Earlier prompts, newest last; the arrow keys recall them."""
         self._recalled: int | None = None
         self._typed = ""
         self._attached: dict[str, str] = {}
@@ -63,14 +64,14 @@ class Composer(TextArea):
 
     @property
     def value(self) -> str:
-        """What is written, with all that is folded."""
+        """The text, with folded parts expanded."""
         text = self.text
         for mark, content in self._attached.items():
             text = text.replace(mark, content)
         return text
 
     def put(self, text: str) -> None:
-        """Put a text in the place of what is written."""
+        """Replace the text."""
         self._recalled = None
         self._attached.clear()
         self.load_text("")
@@ -81,11 +82,11 @@ class Composer(TextArea):
         self.move_cursor(self.document.end)
 
     def give_back(self, text: str) -> None:
-        """Put back what could not be sent, before what was written since."""
+        """Put a prompt back that could not be sent, before anything typed since."""
         self.put(f"{text}\n{self.value}" if self.text else text)
 
     def attach(self, name: str, content: str) -> None:
-        """Write a mark that stands for a long text."""
+        """Insert a placeholder for a long text."""
         mark, number = f"⟦{name}⟧", 2
         while mark in self._attached:
             mark, number = f"⟦{name} ({number})⟧", number + 1
@@ -93,11 +94,11 @@ class Composer(TextArea):
         self.replace(mark, *self.selection)
 
     def attach_file(self, path: Path) -> None:
-        """Write a mark that stands for a text file, with its name.
+        """Insert a placeholder for a text file.
 
         Raises:
             OSError: it can't be read.
-            ValueError: it is no text, or too large.
+            ValueError: it is not text, or too large.
         """
         if path.stat().st_size > LARGEST_FILE:
             raise ValueError(f"{path.name} is larger than {LARGEST_FILE // 1_000_000} MB")
@@ -107,16 +108,16 @@ class Composer(TextArea):
             raise ValueError(f"{path.name} is not text in UTF-8") from error
         fence = "`" * max(3, _longest_run(text, "`") + 1)
         lines = text.count("\n") + 1
-        self.attach(f"{path.name}: {lines:,} lines", f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}")
+        self.attach(f"{printable_name(path.name)}: {lines:,} lines", f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}")
 
     def on_paste(self, event: Paste) -> None:
-        """Fold a large paste; a path that is dropped on the terminal attaches its file."""
+        """Fold a large paste; attach a file whose path is dropped on the terminal."""
         file = _dropped(event.text)
         if file is not None:
             try:
                 self.attach_file(file)
             except (OSError, ValueError):
-                return  # then the path is pasted as it is
+                return  # paste the path as it is
         elif _is_large(event.text):
             self.attach(f"{event.text.count(chr(10)) + 1:,} lines", event.text.replace("\r\n", "\n"))
         else:
@@ -143,7 +144,7 @@ class Composer(TextArea):
         event.stop()
 
     def _settle_enter(self, *, pasted: bool) -> None:
-        """Another key came after Enter: in the same burst Enter was part of a paste, else the text is sent first."""
+        """Resolve a pending Enter when another key arrives: a line break within a paste, otherwise a send."""
         if self._enter is not None:
             self._enter.stop()
             self._enter = None
@@ -158,7 +159,7 @@ class Composer(TextArea):
         self.scroll_cursor_visible()
 
     def _send(self) -> None:
-        """Give the text away; what is typed from now on belongs to the next one."""
+        """Send the text and start an empty one."""
         self._enter = None
         text = self.value.strip("\n")
         if text.strip():
@@ -166,10 +167,10 @@ class Composer(TextArea):
             self.post_message(Submitted(text))
 
     def _recall(self, step: int) -> bool:
-        """Go through what was said before, from the edges of what is written.
+        """Step through earlier prompts, from the first or last line of the text.
 
         Returns:
-            Whether the key was for this.
+            Whether the key was used.
         """
         at = len(self.past) if self._recalled is None else self._recalled
         edge = self.cursor_at_first_line if step < 0 else self.cursor_at_last_line and self._recalled is not None
@@ -185,7 +186,7 @@ class Composer(TextArea):
         return True
 
     def show_context(self, used: int | None, context: int | None, leaves_out: int = 0) -> None:
-        """Show how full the context is, and what the next message leaves out; amber from 80 % on."""
+        """Show how full the context is and what the next message drops; amber above 80 %."""
         if used is None or not context:
             self.set_class(False, "-nearly-full")
             self.border_subtitle = "⏎ send"
@@ -195,7 +196,7 @@ class Composer(TextArea):
 
 
 def context_line(used: int, context: int, width: int, leaves_out: int = 0) -> str:
-    """The context meter, with what the next message leaves out, as far as the width allows."""
+    """The context meter, and what the next message drops, as far as the width allows."""
     share = used / context
     filled = min(METER_CELLS, round(share * METER_CELLS))
     meter = f"{'▰' * filled}{'▱' * (METER_CELLS - filled)} {token_count(used)} of {token_count(context)}"
@@ -203,7 +204,7 @@ def context_line(used: int, context: int, width: int, leaves_out: int = 0) -> st
         return f"context {meter}"
     messages = "oldest message" if leaves_out == 1 else f"oldest {leaves_out} messages"
     lines = (
-        f"context {meter} · with the next message the model stops reading the {messages}",
+        f"context {meter} · with the next message the model no longer sees the {messages}",
         f"{meter} · next drops the {messages}",
         f"{meter} · drops {leaves_out} next",
     )
@@ -215,7 +216,7 @@ def _is_large(text: str) -> bool:
 
 
 def _dropped(text: str) -> Path | None:
-    """The file whose path was dropped on the terminal, if that is what was pasted."""
+    """The file whose path was dropped on the terminal, if the paste is one."""
     name = text.strip().strip("'\"").removeprefix("file://").replace("\\ ", " ")
     if "\n" in name or not name.startswith("/"):
         return None
@@ -234,5 +235,5 @@ def _longest_run(text: str, letter: str) -> int:
 
 
 def remembered(said: Sequence[str], text: str) -> list[str]:
-    """What was said, with one more text at its end and no text twice in a row."""
+    """The prompts with one more at the end, without repeats in a row."""
     return [*said] if said and said[-1] == text else [*said, text]

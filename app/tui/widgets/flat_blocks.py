@@ -1,9 +1,9 @@
-"""Lists and tables of Markdown as one widget each.
+"""Markdown lists and tables as one widget each.
 
-Textual makes four widgets of every item and one of every cell. A long list then costs seconds of computing in one
-piece, at the end of an answer or when a chat is opened, in which no key is heard. These lay out their text themselves:
-the parser hands each over as one token, for which Textual asks `Markdown.unhandled_token`. A list that holds more than
-paragraphs and lists, a block of code for instance, is left to Textual.
+Textual makes four widgets for every list item and one for every table cell. At the end of an answer, or when a chat is
+opened, a long list then blocks the program for seconds. These widgets lay out their text themselves: the parser passes
+each list or table as one token, for which Textual calls `Markdown.unhandled_token`. A list that contains more than
+paragraphs and lists, such as a code block, is left to Textual.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from textual.widgets import Markdown
 from textual.widgets.markdown import MarkdownBlock
 
 LIST, TABLE = "flat_list", "flat_table"
-"""Types of the tokens that stand for a whole list or table."""
+"""Types of the tokens that represent a whole list or table."""
 _OPENINGS = {"bullet_list_open": LIST, "ordered_list_open": LIST, "table_open": TABLE}
 _IN_LISTS = ("bullet_list_", "ordered_list_", "list_item_", "paragraph_", "inline")
 GAP = "  "
 """Between two columns."""
-LEAST_COLUMN = 4
-"""Cells below which no column shrinks."""
-LEAST_TEXT = 8
-"""Cells that an item has at least, however deep it stands."""
+MIN_COLUMN = 4
+"""Minimum width of a column in cells."""
+MIN_TEXT = 8
+"""Minimum width of a list item in cells, at any depth."""
 
 
 class Parser(MarkdownIt):
-    """A parser that gathers lists and tables, and shows raw HTML as it stands.
+    """A parser that merges lists and tables into one token each, and shows raw HTML as text.
 
-    Textual would leave HTML out, and with it what the model said.
+    Textual would drop HTML, which is part of the model's answer.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Parser(MarkdownIt):
 
 
 def gathered(tokens: Sequence[Token]) -> list[Token]:
-    """The same tokens, with one in the place of those of a list or table; its `meta` has them."""
+    """The tokens, with those of each list or table replaced by one whose `meta` holds them."""
     found, at = [], 0
     while at < len(tokens):
         token = tokens[at]
@@ -70,7 +70,7 @@ def gathered(tokens: Sequence[Token]) -> list[Token]:
 
 
 class Flow(Visual):
-    """Lines that a block makes for the width it gets."""
+    """The lines of a block at a given width."""
 
     def __init__(self, block: FlatBlock) -> None:
         self._block = block
@@ -80,11 +80,11 @@ class Flow(Visual):
         return self._block.flow(width).render_strips(width, height, style, options) if width else []
 
     def get_optimal_width(self, rules: RulesMap, container_width: int) -> int:  # noqa: ARG002  the protocol has it
-        """All there is."""
+        """The whole container's width."""
         return container_width
 
     def get_height(self, rules: RulesMap, width: int) -> int:  # noqa: ARG002  the protocol has it
-        """How many lines there are."""
+        """The number of lines."""
         return self._block.flow(width).plain.count("\n") + 1
 
 
@@ -101,14 +101,14 @@ class FlatBlock(MarkdownBlock):
 
     @abstractmethod
     def _take(self, tokens: Sequence[Token]) -> None:
-        """Understand the tokens."""
+        """Parse the tokens."""
 
     @abstractmethod
     def _lines(self, width: int) -> Iterator[Content]:
-        """Lines for so many cells; longer ones are cut."""
+        """The lines for a width in cells; longer ones are cut."""
 
     def set_content(self, content: Content) -> None:
-        """Keep what Textual made of an inline token; it is a part of the text."""
+        """Store the content that Textual made of an inline token."""
         self._inline = content
 
     def _content_of(self, token: Token) -> Content:
@@ -117,10 +117,10 @@ class FlatBlock(MarkdownBlock):
         return self._inline
 
     def flow(self, width: int) -> Content:
-        """The lines in one text, cut where even the least of it is too wide.
+        """All lines as one text, cut where even the minimum is too wide.
 
         Args:
-            width: cells of a line.
+            width: width of a line in cells.
         """
         if self._flowed is None or self._flowed[0] != width:
             lines = (
@@ -143,15 +143,15 @@ class Items:
     """A list."""
 
     start: int | None
-    """Number of its first item; None where it has dots."""
+    """Number of its first item; None for a bullet list."""
     items: list[list[Content | Items]] = field(default_factory=list)
     """What each item holds, paragraphs and lists."""
 
     def symbols(self, depth: int) -> list[str]:
-        """What stands before each item.
+        """The bullet or number of each item.
 
         Args:
-            depth: lists with dots around this one.
+            depth: number of bullet lists around this one.
         """
         if self.start is None:
             return [Markdown.BULLETS[depth % len(Markdown.BULLETS)]] * len(self.items)
@@ -164,7 +164,7 @@ class Items:
         for symbol, parts in zip(self.symbols(depth), self.items, strict=True):
             indent = Content(" " * len(symbol))
             lead = Content.styled(symbol, ".list-symbol")
-            room = max(LEAST_TEXT, width - len(symbol))
+            room = max(MIN_TEXT, width - len(symbol))
             for part in parts or [Content("")]:
                 inner = depth + (self.start is None)
                 for line in part.lines(room, inner) if isinstance(part, Items) else part.wrap(room):
@@ -173,7 +173,7 @@ class Items:
 
 
 class FlatList(FlatBlock):
-    """A list with dots or numbers, whose items may hold such lists."""
+    """A bullet or numbered list, which may contain such lists."""
 
     def _take(self, tokens: Sequence[Token]) -> None:
         open_lists: list[Items] = []
@@ -196,7 +196,7 @@ class FlatList(FlatBlock):
 
 
 class FlatTable(FlatBlock):
-    """A table whose columns share the width; rows are parted where one of them is wrapped."""
+    """A table whose columns share the width; rows are separated if any of them wraps."""
 
     def _take(self, tokens: Sequence[Token]) -> None:
         self._rows: list[list[Content]] = []
@@ -233,21 +233,21 @@ class FlatTable(FlatBlock):
 
 
 def placed(line: Content, width: int, side: str) -> Content:
-    """A line of a cell: at its left, or where the table says (`right`, `center`)."""
+    """A line of a cell, aligned left or as the table says (`right`, `center`)."""
     room = max(0, width - line.cell_length)
     left = {"right": room, "center": room // 2}.get(side, 0)
     return line.pad(left, room - left)
 
 
 def shared(natural: Sequence[int], room: int) -> list[int]:
-    """Widths of columns: what they need, where there is room; else the widest give way first.
+    """Column widths: the natural ones if there is room, otherwise the widest shrink first.
 
     Args:
-        natural: cells that each column needs.
-        room: cells that there are.
+        natural: width of each column's content in cells.
+        room: available cells.
     """
-    low, high = LEAST_COLUMN, max(LEAST_COLUMN, *natural)
-    while low < high:  # the largest width such that all columns fit when none is wider
+    low, high = MIN_COLUMN, max(MIN_COLUMN, *natural)
+    while low < high:  # the largest maximum width at which all columns fit
         middle = (low + high + 1) // 2
         fits = sum(min(one, middle) for one in natural) <= room
         low, high = (middle, high) if fits else (low, middle - 1)

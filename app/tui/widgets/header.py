@@ -1,4 +1,4 @@
-"""The top line: what runs, and what it takes."""
+"""The header: the running model, its settings, and the device."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
-from textual.widgets import Static
 
 from app.amounts import byte_count
+from app.printable import printable_name
 from app.tui.figures import SEPARATOR, bit_count, budget_text, k_chunk_text
+from app.tui.plain import Plain
 from app.tui.session import Session
+from runtime.kv.kinds import DEFAULT_KV
 
 
-class HeaderPart(Static, can_focus=True):
-    """A piece of the header that opens a screen when it is clicked or entered."""
+class HeaderPart(Plain, can_focus=True):
+    """A part of the header that opens a screen on a click or Enter."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Open", show=False, id="header.open")]
 
     def __init__(self, action: str, tooltip: str, *, id: str) -> None:  # noqa: A002  the name is Textual's
-        super().__init__(id=id, markup=False)
+        super().__init__(id=id)
         self._action = action
         self.tooltip = tooltip
 
     def leads_to(self, action: str, tooltip: str) -> None:
-        """Open something else from now on."""
+        """Change the screen it opens."""
         self._action, self.tooltip = action, tooltip
 
     async def action_open(self) -> None:
@@ -41,14 +43,14 @@ class HeaderBar(Horizontal):
     """`lowbit-chat  demo · 4-bit · budget 5 %        cpu · 812 MB`."""
 
     def compose(self) -> ComposeResult:
-        """The name, what runs, how it is set, and on what it runs."""
-        yield Static("lowbit-chat", id="header-name")
-        yield HeaderPart("app.models", "The model that runs. Opens the models (F2).", id="header-model")
-        yield HeaderPart("app.settings", "How it is set. Opens the settings (F3).", id="header-settings")
-        yield HeaderPart("app.device", "What it runs on. Opens the device (F4).", id="header-device")
+        """Name, model, settings, device."""
+        yield Plain("lowbit-chat", id="header-name")
+        yield HeaderPart("app.models", "The running model. Opens the models (F2).", id="header-model")
+        yield HeaderPart("app.settings", "Its settings. Opens the settings (F3).", id="header-settings")
+        yield HeaderPart("app.device", "The device. Opens the device screen (F4).", id="header-device")
 
     def show(self, session: Session) -> None:
-        """Say what the session is doing."""
+        """Show the session's state."""
         model, settings = model_parts(session), settings_parts(session)
         self.set_class(bool(settings), "-parted")
         self.query_one("#header-model", HeaderPart).update(SEPARATOR.join(model))
@@ -56,43 +58,44 @@ class HeaderBar(Horizontal):
         device = self.query_one("#header-device", HeaderPart)
         device.update(device_line(session))
         if session.remote is None:
-            device.leads_to("app.device", "What it runs on. Opens the device (F4).")
+            device.leads_to("app.device", "The device. Opens the device screen (F4).")
         else:
-            device.leads_to("app.endpoint", "The server that answers. Asks for another one, or this machine again.")
+            device.leads_to("app.endpoint", "The remote server. Opens the choice of server.")
 
 
 def model_line(session: Session) -> str:
-    """What runs and how it is set, or why nothing does."""
+    """The running model and its settings, or why there is none."""
     return SEPARATOR.join([*model_parts(session), *settings_parts(session)])
 
 
 def model_parts(session: Session) -> list[str]:
-    """What runs, or why nothing does."""
+    """The running model, or why there is none."""
     status = session.status
     if session.working and session.job is not None:
         return [f"{session.job.title} …"]
     if status is None:
         return [session.problem or "starting …"]
     if session.resting:
-        return [f"{session.wanted} rests until you write"]
+        return [f"{printable_name(session.wanted or '')} unloaded; loads when you write"]
     if not session.ready or status.model is None:
         return ["no model loaded"]
-    return [status.model] if status.bits is None else [status.model, bit_count(status.bits)]
+    name = printable_name(status.model)
+    return [name] if status.bits is None else [name, bit_count(status.bits)]
 
 
 def settings_parts(session: Session) -> list[str]:
-    """How the model that runs is set: its budget, or its k_chunk where that was given instead."""
+    """The running model's settings: its budget, or the k_chunk that overrides it."""
     status = session.status
     if status is None or session.working or not session.ready or status.model is None:
         return []
     parts = [budget_text(status.budget_percent) or k_chunk_text(status.k_chunk)]
-    if status.kv and status.kv != "fp16":
+    if status.kv and status.kv != DEFAULT_KV:
         parts.append(f"KV {status.kv}")
     return [part for part in parts if part]
 
 
 def device_line(session: Session) -> str:
-    """What it runs on, and the memory really in use."""
+    """The device, and the memory in use."""
     status = session.status
     if status is None or not session.ready:
         return ""

@@ -1,4 +1,4 @@
-"""The knee curve of one layer type: how its time grows with k_chunk, drawn with Braille dots.
+"""The knee curve of one layer type: its time against k_chunk, drawn with Braille dots.
 
 Source: QDEC Fig. 17.
 """
@@ -17,16 +17,16 @@ from textual.widget import Widget
 Points = Sequence[tuple[int, float]]
 
 DOTS_X, DOTS_Y = 2, 4
-"""Braille dots of a cell."""
+"""Braille dots per cell, horizontally and vertically."""
 _BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row, then column
 LABEL_CELLS = 6
 """Width of the labels of the vertical axis."""
-LEAST_SPAN = 0.05
-"""A flat curve is not blown up to more than this share of the time."""
+MIN_SPAN = 0.05
+"""Minimum span of the vertical axis, as a share of the time, so that a flat curve stays flat."""
 
 
 class KneeChart(Widget):
-    """One chart: title, curves of every n_tb with the chosen one in front, and the chosen k_chunk on the axis."""
+    """A chart with a title, the curves of every n_tb with the chosen one in front, and the chosen k_chunk."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"knee--title", "knee--chosen", "knee--other", "knee--axis"}
 
@@ -36,10 +36,10 @@ class KneeChart(Widget):
         """Make a chart.
 
         Args:
-            title: the layer type and what was chosen for it.
-            chosen: (k_chunk, time relative to none) of the n_tb that was chosen, k_chunk ascending, at least one.
+            title: the layer type and its chosen values.
+            chosen: (k_chunk, time relative to no compensation) for the chosen n_tb, k_chunk ascending, not empty.
             others: the same for other n_tb.
-            k_chunk: what was chosen.
+            k_chunk: the chosen value.
         """
         super().__init__()
         self._title = title
@@ -72,7 +72,7 @@ class KneeChart(Widget):
         return Strip(cells).adjust_cell_length(width, self.rich_style)
 
     def _plots(self, width: int, rows: int) -> tuple[list[list[int]], list[list[int]]]:
-        """The dots of the chosen curve and of the others, kept until the size changes."""
+        """The dots of the chosen curve and of the others, cached until the size changes."""
         if self._plotted is None or self._plotted[0] != (width, rows):
             front = plot([self._chosen], width, rows, self._last, self._span)
             back = plot(self._others, width, rows, self._last, self._span)
@@ -89,10 +89,10 @@ class KneeChart(Widget):
 
     @property
     def _span(self) -> tuple[float, float]:
-        """The ends of the vertical axis: those of the chosen curve, for others may be many times slower."""
+        """The range of the vertical axis: that of the chosen curve, because others may be many times slower."""
         times = [time for _, time in self._chosen]
         low = min(1.0, *times)
-        return low, max(low + LEAST_SPAN, *times)
+        return low, max(low + MIN_SPAN, *times)
 
 
 def plot(curves: Sequence[Points], width: int, height: int, last: int, span: tuple[float, float]) -> list[list[int]]:
@@ -100,13 +100,13 @@ def plot(curves: Sequence[Points], width: int, height: int, last: int, span: tup
 
     Args:
         curves: (x, y) with x ascending.
-        width: cells.
-        height: cells.
-        last: x at the right edge; 0 is at the left one.
-        span: y at the bottom and at the top; what is above is cut off.
+        width: width in cells.
+        height: height in cells.
+        last: x at the right edge; the left edge is 0.
+        span: y at the bottom and at the top; points above are cut off.
 
     Returns:
-        The dots of every cell, by row from the top, as the low byte of a Braille character; 0 is none.
+        The dots of each cell, by row from the top, as the low byte of a Braille character; 0 is none.
     """
     cells = [[0] * width for _ in range(height)]
     dots = height * DOTS_Y
@@ -127,7 +127,7 @@ def plot(curves: Sequence[Points], width: int, height: int, last: int, span: tup
 
 
 def at(points: Points, x: float) -> float | None:
-    """A curve's value, linear between its points; None left and right of them."""
+    """A curve's value, linear between its points; None outside them."""
     for (x0, y0), (x1, y1) in pairwise(points):
         if x0 <= x <= x1:
             return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
@@ -140,7 +140,7 @@ def axis(width: int, last: int, k_chunk: int | None) -> str:
     if k_chunk:
         text = f"▲{k_chunk}"
         place = round(min(1.0, k_chunk / last) * (width - 1))
-        if place + len(text) > width:  # the number goes to the other side of its mark
+        if place + len(text) > width:  # put the number on the other side of its mark
             text = text[1:] + text[0]
             place -= len(text) - 1
         _write(line, place, text)
@@ -150,7 +150,7 @@ def axis(width: int, last: int, k_chunk: int | None) -> str:
 
 
 def _write(line: list[str], place: int, text: str) -> None:
-    """Put a label where neither it nor its neighbours' cells are taken."""
+    """Write a label unless its cells or their neighbours are taken."""
     end = place + len(text)
     if place >= 0 and end <= len(line) and set(line[max(0, place - 1) : end + 1]) <= {"─"}:
         line[place:end] = text

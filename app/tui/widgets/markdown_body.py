@@ -1,6 +1,6 @@
-"""Markdown that grows, with a plain tail for the block that is too large to render at every token.
+"""Growing Markdown, with a plain-text tail for a block that is too large to render at every token.
 
-What a model thinks before it answers stands above the answer, folded.
+A model's reasoning is shown above the answer, folded.
 """
 
 from __future__ import annotations
@@ -11,51 +11,52 @@ import contextlib
 from markdown_it.token import Token
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Collapsible, Label, Markdown, Static
+from textual.widgets import Collapsible, Label, Markdown  # noqa: TID251  the label gets code that is styled already
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from app.conversation import split_reasoning
-from app.tui.printable import printable
+from app.printable import printable
+from app.tui.plain import Plain
 from app.tui.widgets.flat_blocks import LIST, TABLE, FlatList, FlatTable, Parser
 
 SETTLE_S = 0.5
-"""Longest wait for a layout."""
+"""Maximum wait for a layout, in seconds."""
 TAIL_PIECE_LINES = 50
-"""Lines of one piece of the tail; only the last piece is laid out again when text comes."""
+"""Lines per piece of the tail; new text re-lays out only the last piece."""
 
 
-def warm() -> None:
-    """Import and compute what the first block of code needs, in a thread, while nobody waits for it."""
+def preload() -> None:
+    """Import and compute what the first code block needs; called in a thread while the program is idle."""
     from textual.highlight import highlight
 
     Parser().parse("- a")
     highlight("x = 1", language="python")
 
 
-class CopyLink(Static):
-    """A word that copies the code beside it."""
+class CopyLink(Plain):
+    """A link that copies a code block."""
 
     def on_click(self) -> None:
         """Copy the block."""
         fence = next((one for one in self.ancestors if isinstance(one, CodeFence)), None)
         if fence is not None:
             self.app.copy_to_clipboard(fence.code)
-            self.notify("The code is copied.", timeout=2)
+            self.notify("Code copied.", timeout=2)
 
 
 class CodeFence(MarkdownFence):
-    """A block of code: its language, a way to copy it, and long lines wrapped rather than cut."""
+    """A code block with its language, a copy link, and wrapped lines."""
 
     def compose(self) -> ComposeResult:
         """The head, then the code."""
         with Horizontal(classes="code-head"):
-            yield Static(printable(self.lexer or "code"), markup=False, classes="code-language")
+            yield Plain(self.lexer or "code", classes="code-language")
             yield CopyLink("copy", classes="code-copy")
         yield Label(self._highlighted_code, id="code-content", expand=True)
 
 
 class AnswerMarkdown(Markdown):
-    """Markdown of an answer. A link is opened only if it is a web address."""
+    """The Markdown of an answer. Only links to web addresses are opened."""
 
     BLOCKS = {**Markdown.BLOCKS, "fence": CodeFence, "code_block": CodeFence}  # noqa: RUF012  declared so by Textual
 
@@ -68,15 +69,15 @@ class AnswerMarkdown(Markdown):
         if event.href.startswith(("https://", "http://")):
             self.app.open_url(event.href)
         else:
-            self.notify(f"not opened: {event.href}", markup=False)
+            self.notify(f"link not opened: {event.href}")
 
     def unhandled_token(self, token: Token) -> MarkdownBlock | None:
-        """The widget of a list or a table."""
+        """The widget for a list or table."""
         made = {LIST: FlatList, TABLE: FlatTable}.get(token.type)
         return None if made is None else made(self, token)
 
     def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
-        """The widget of a kind of block."""
+        """The widget class for a kind of block."""
         found: type[MarkdownBlock] = self.BLOCKS[block_name]
         return found
 
@@ -86,10 +87,10 @@ class PlainTail(Vertical):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pieces: list[Static] = []
+        self._pieces: list[Plain] = []
 
     async def show(self, text: str) -> None:
-        """Show this text, which mostly continues the last one."""
+        """Show a text, which usually extends the previous one."""
         if not text:
             self._pieces.clear()
             await self.remove_children()
@@ -102,13 +103,13 @@ class PlainTail(Vertical):
             if at < len(self._pieces):
                 self._pieces[at].update("\n".join(piece))
             else:
-                fresh = Static("\n".join(piece), markup=False)
+                fresh = Plain("\n".join(piece))
                 self._pieces.append(fresh)
                 await self.mount(fresh)
 
 
 class Reasoning(Collapsible):
-    """What a model thinks, folded."""
+    """A model's reasoning, folded."""
 
     def __init__(self) -> None:
         self._tail = PlainTail()
@@ -116,12 +117,12 @@ class Reasoning(Collapsible):
         self._shown = ""
 
     async def show(self, text: str, *, ended: bool) -> None:
-        """Show what was thought so far; nothing where there is none."""
+        """Show the reasoning so far; hide if there is none."""
         self.display = bool(text)
-        self.title = f"thought · {len(text.split()):,} words" if ended else "thinks …"
+        self.title = f"thought · {len(text.split()):,} words" if ended else "thinking …"
         if text != self._shown:
             self._shown = text
-            await self._tail.show(printable(text))
+            await self._tail.show(text)
 
 
 class MarkdownBody(Vertical):
@@ -144,7 +145,7 @@ class MarkdownBody(Vertical):
         yield self._tail
 
     async def on_mount(self) -> None:
-        """Show what was thought before."""
+        """Show the reasoning that is already there."""
         await self._show_thought(self._thought, ended=True)
 
     @property
@@ -167,10 +168,10 @@ class MarkdownBody(Vertical):
             self._has_tail = bool(text)
             thought, answer = split_reasoning(self._given + text)
             await self._show_thought(thought, ended=bool(answer))
-            await self._tail.show(printable(answer[self._answer :]))
+            await self._tail.show(answer[self._answer :])
 
     async def settle(self) -> None:
-        """Wait until what was given is laid out; a widget that is gone is never laid out."""
+        """Wait until everything is laid out, unless the widget is gone."""
         painted = asyncio.Event()
         self.call_after_refresh(painted.set)
         with contextlib.suppress(TimeoutError):

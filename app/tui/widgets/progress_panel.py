@@ -1,64 +1,63 @@
-"""Long work, in words and as a bar, with a way to stop it."""
+"""The progress of a job: text, a bar, and links to stop or resume it."""
 
 from __future__ import annotations
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Static
 
 from app.tui.jobs import Job
-from app.tui.printable import printable
+from app.tui.plain import Links, Plain
 
 BAR_CELLS = 24
 SLIM_BAR_CELLS = 10
-"""Of the bar where the numbers beside it would not fit."""
+"""Width of the bar where the numbers beside it would not fit."""
 SLIM = 60
-"""Width in cells below which that is so."""
+"""Width of the panel in cells below which that is the case."""
 
 
 class ProgressPanel(Vertical):
-    """Shows a job while it runs, and afterwards only if it did not end well."""
+    """Shows a job while it runs, and afterwards only if it failed or was stopped."""
 
     def compose(self) -> ComposeResult:
-        """What happens; how far it is."""
+        """Text and bar."""
         with Horizontal(classes="progress-line"):
-            yield Static("", markup=False, classes="progress-words")
-            yield Static("", classes="progress-action")
-        yield Static("", markup=False, classes="progress-course")
+            yield Plain("", classes="progress-words")
+            yield Links("", classes="progress-action")
+        yield Plain("", classes="progress-course")
         with Horizontal(classes="progress-line progress-numbers"):
-            yield Static("", markup=False, classes="progress-bar")
-            yield Static("", markup=False, classes="progress-pace")
+            yield Plain("", classes="progress-bar")
+            yield Plain("", classes="progress-pace")
 
     def show(self, job: Job | None) -> None:
-        """Show the state of a job, or nothing."""
+        """Show a job, or hide if there is none."""
         self.display = job is not None and job.outcome != "done"
         if job is None or not self.display:
             return
         running = job.outcome == "running"
         self.set_class(job.outcome == "failed", "-failed")
-        self.query_one(".progress-words", Static).update(printable(job.line))
-        self.query_one(".progress-action", Static).update(_actions(job))
-        course = self.query_one(".progress-course", Static)
+        self.query_one(".progress-words", Plain).update(job.line)
+        self.query_one(".progress-action", Plain).update(_actions(job))
+        course = self.query_one(".progress-course", Plain)
         course.update(job.course)
         course.display = bool(job.course)
         numbers = self.query_one(".progress-numbers")
         numbers.display = running and bool(job.pace)
-        self.query_one(".progress-bar", Static).update(
+        self.query_one(".progress-bar", Plain).update(
             bar(job.fraction, SLIM_BAR_CELLS if self.app.size.width < SLIM else BAR_CELLS)
         )
-        self.query_one(".progress-pace", Static).update(job.pace)
+        self.query_one(".progress-pace", Plain).update(job.pace)
 
 
 def _actions(job: Job) -> str:
-    """What can be done about it, to click."""
+    """Links to stop, resume or dismiss the job."""
     if job.outcome == "running":
         return "[@click=app.stop_work]stop[/] ^T"
-    resume = "[@click=app.resume_work]go on[/] · " if job.stages else ""
+    resume = "[@click=app.resume_work]resume[/] · " if job.stages else ""
     return f"{resume}[@click=app.dismiss_job]close[/]"
 
 
 def bar(fraction: float | None, cells: int = BAR_CELLS) -> str:
-    """A bar of text: `━━━━━────`; nothing where the whole is not known."""
+    """A bar of text: `━━━━━────`; empty if the total is unknown."""
     if fraction is None:
         return ""
     filled = round(fraction * cells)

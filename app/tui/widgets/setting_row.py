@@ -5,35 +5,37 @@ from __future__ import annotations
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Input, Select, Static, TextArea
+from textual.widgets import Input, Select, TextArea
 
 from app.settings import DEFAULT_IDLE_MINUTES, RULES, UNSET, SettingsError, Value, check
+from app.tui.plain import Plain
 from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
+from runtime.kv.kinds import CHAT_KINDS
 
 MEANINGS = {
     "idle_unload": f"minutes until an unused model leaves memory; 0 is never; auto: {DEFAULT_IDLE_MINUTES}",
-    "overflow": "what becomes of the oldest messages of a full chat",
+    "overflow": "what happens to the oldest messages of a full chat",
     "k_chunk": "a number overrides the budget; 0 is none",
     "prompt_budget": f"% more time to the first word; auto: {DEFAULT_PROMPT_BUDGET_PERCENT:g}",
 }
-"""What the settings screen says of a key instead of the rule's own words."""
+"""Descriptions for the settings screen that replace the rule's own."""
 KV_ADVICE = {
-    "fp16": "exact and largest; right for short chats",
-    "int8": "half of the memory, no loss to be measured: for long chats",
-    "int4": "under a third of the memory, little loss: where memory is tight",
-    "hierarchical": "8 bits, of which drafts read 4; speculation takes it by itself",
-    "kcvt4": "4 bits by key channel, for comparison; int4 does as well",
-    "gear4": "4 bits with GEAR's corrections, larger than int4; for comparison",
-    "gear-l4": "as gear4, low rank alone; for comparison",
-    "kivi2": "2 bits: clearly worse, only where nothing else fits",
+    "int4": "the default: 28 % of fp16's memory, perplexity within 0.6 %",
+    "int8": "half of fp16's memory, no measurable loss",
+    "fp16": "exact; the largest and, in long chats, the slowest",
+    "hierarchical": "8 bits, of which drafts read 4; chosen by speculation",
+    "kcvt4": "4 bits per key channel; for comparison, int4 is as good",
+    "gear4": "4 bits with GEAR's corrections; for comparison, larger than int4",
+    "gear-l4": "gear4 with the low-rank part only; for comparison",
+    "kivi2": "2 bits: clearly worse, only if nothing else fits",
     "gear2": "2 bits with GEAR's corrections: better than kivi2, worse than int4",
-    "gear-l2": "as gear2, low rank alone",
+    "gear-l2": "gear2 with the low-rank part only",
 }
-"""When to choose which kind of KV cache; the numbers are in docs/kv.md."""
+"""When to choose each kind of KV cache; docs/kv.md has the numbers."""
 
 
 class SettingRow(Vertical):
-    """One setting: its name, its value, what it means, and what is wrong with what was typed."""
+    """One setting: name, value, meaning, and any problem with the typed value."""
 
     def __init__(self, key: str, value: Value) -> None:
         super().__init__(id=f"setting-{key}", classes="setting")
@@ -42,12 +44,13 @@ class SettingRow(Vertical):
         self._value = value
 
     def compose(self) -> ComposeResult:
-        """Name, field and meaning on one line, the problem under them."""
+        """Name, field and meaning on one line, the problem below."""
         shown = UNSET if self._value is None else str(self._value)
         with Horizontal(classes="setting-line"):
-            yield Static(self.key if self.key == "k_chunk" else self.key.replace("_", " "), classes="setting-name")
+            yield Plain(self.key if self.key == "k_chunk" else self.key.replace("_", " "), classes="setting-name")
             if self._rule.choices:
-                choices = [(choice, choice) for choice in self._rule.choices]
+                offered = CHAT_KINDS if self.key == "kv" else self._rule.choices
+                choices = [(choice, choice) for choice in dict.fromkeys((*offered, shown))]
                 yield Select(choices, value=shown, allow_blank=False, compact=True)
             elif self._rule.kind is str:
                 yield TextArea(
@@ -61,22 +64,22 @@ class SettingRow(Vertical):
             else:
                 yield Input(shown, compact=True)
             if self._rule.kind is not str or self._rule.choices:
-                yield Static(self._meaning(shown), markup=False, classes="setting-meaning")
-        yield Static("", markup=False, classes="setting-problem")
+                yield Plain(self._meaning(shown), classes="setting-meaning")
+        yield Plain("", classes="setting-problem")
 
     def _meaning(self, value: str) -> str:
-        """What the setting means, or when to choose the kind of cache that is chosen."""
+        """The setting's meaning, or when to choose the selected kind of cache."""
         words = KV_ADVICE[value] if self.key == "kv" else MEANINGS.get(self.key, self._rule.meaning)
         return words + (" · reloads" if self._rule.reload else "")
 
     @on(Select.Changed)
     def tell_meaning(self, event: Select.Changed) -> None:
-        """Say when to choose what is chosen now."""
+        """Show when to choose the selected value."""
         if isinstance(event.value, str):
-            self.query_one(".setting-meaning", Static).update(self._meaning(event.value))
+            self.query_one(".setting-meaning", Plain).update(self._meaning(event.value))
 
     def typed(self) -> str:
-        """What stands in the field; `auto` for an empty one, where that is acceptable."""
+        """The field's text; `auto` for an empty field where that is allowed."""
         if self._rule.choices:
             return str(self.query_one(Select).value)
         if self._rule.kind is str:
@@ -84,19 +87,19 @@ class SettingRow(Vertical):
         return self.query_one(Input).value.strip() or (UNSET if self._rule.optional else "")
 
     def put(self, value: str) -> None:
-        """Write something into the field, as a person would; not for texts of many lines."""
+        """Set the field as if typed; not for multi-line texts."""
         if self._rule.choices:
             self.query_one(Select).value = value
         else:
             self.query_one(Input).value = value
 
     def take(self) -> bool:
-        """Check what was typed and say so.
+        """Validate the typed value and show any problem.
 
         Returns:
-            Whether there is a new, acceptable value; `value` then holds it.
+            Whether there is a new, valid value; `value` then holds it.
         """
-        problem = self.query_one(".setting-problem", Static)
+        problem = self.query_one(".setting-problem", Plain)
         try:
             value = check(self.key, self.typed())
         except SettingsError:
@@ -110,5 +113,5 @@ class SettingRow(Vertical):
 
     @property
     def value(self) -> Value:
-        """The value that was last accepted."""
+        """The last valid value."""
         return self._value

@@ -1,4 +1,4 @@
-"""Buttons that show their state by their shape as well, so that one that is off does not look as if it were on."""
+"""Toggle buttons that also show their state by shape, so that off never looks like on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Choice(RadioButton):
 
     @property
     def BUTTON_INNER(self) -> str:  # type: ignore[override]
-        """The mark of the present state."""
+        """The symbol of the current state."""
         return "●" if self.value else "○"
 
 
@@ -25,5 +25,5 @@ class Box(Checkbox):
 
     @property
     def BUTTON_INNER(self) -> str:  # type: ignore[override]
-        """The mark of the present state."""
+        """The symbol of the current state."""
         return "[x]" if self.value else "[ ]"

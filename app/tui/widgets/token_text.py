@@ -1,4 +1,4 @@
-"""The tokens of an answer as a text whose heat can be seen and walked over, and all of it as one strip."""
+"""The tokens of an answer as a heat map: a navigable text, and the whole answer as one strip."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 HEAT_CLASSES = {f"token--heat{step}" for step in range(HEATS)}
 LEVELS = "▁▃▅▆█"
-"""What stands for each step of heat in the strip, where there are no colours."""
+"""The character of each heat level in the strip, for terminals without colours."""
 
 
 class TokenText(ScrollView, can_focus=True):
@@ -33,8 +33,8 @@ class TokenText(ScrollView, can_focus=True):
 
     COMPONENT_CLASSES: ClassVar[set[str]] = HEAT_CLASSES | {"token--changed", "token--cursor"}
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left", "step(-1)", "token", tooltip="The token before", id="tokens.before", key_display="←→"),
-        Binding("right", "step(1)", "token", tooltip="The token after", id="tokens.after", show=False),
+        Binding("left", "step(-1)", "token", tooltip="The previous token", id="tokens.before", key_display="←→"),
+        Binding("right", "step(1)", "token", tooltip="The next token", id="tokens.after", show=False),
         Binding("up", "line(-1)", "up", tooltip="The line above", id="tokens.up", show=False),
         Binding("down", "line(1)", "down", tooltip="The line below", id="tokens.down", show=False),
         Binding("home", "to(0)", "first", tooltip="The first token", id="tokens.first", show=False),
@@ -56,14 +56,14 @@ class TokenText(ScrollView, can_focus=True):
         self.cursor = 0
 
     def show(self, tokens: Sequence[InspectedToken], view: View) -> None:
-        """Show these tokens in one way of looking at them."""
+        """Show tokens in a view."""
         self._tokens = tokens
         self._heats = [heat(token, view) for token in tokens]
         self._marked = [missed(token) if view == "drafts" else changed(token) for token in tokens]
         self._lay_out()
 
     def on_resize(self, event: Resize) -> None:
-        """Wrap anew."""
+        """Wrap to the new width."""
         if event.size.width:
             self._lay_out()
 
@@ -75,7 +75,7 @@ class TokenText(ScrollView, can_focus=True):
         self._scroll_to_cursor()
 
     def _place(self, token: int) -> tuple[int, int, int]:
-        """Line, first cell and width of a token; of the one behind it where it is not seen by itself."""
+        """Line, first cell and width of a token; those of the next one if it is invisible."""
         for y, line in enumerate(self._lines):
             x = 0
             for run in line:
@@ -86,7 +86,7 @@ class TokenText(ScrollView, can_focus=True):
         return max(0, len(self._lines) - 1), 0, 0
 
     def token_at(self, x: int, y: int) -> int | None:
-        """The token of a cell, or the one nearest to it in its line."""
+        """The token at a cell, or the nearest one in its line."""
         if not 0 <= y < len(self._lines) or not self._lines[y]:
             return None
         for run in self._lines[y]:
@@ -96,7 +96,7 @@ class TokenText(ScrollView, can_focus=True):
         return self._lines[y][-1].token
 
     def render_line(self, y: int) -> Strip:
-        """One line: each token in its heat, marked where something changed it."""
+        """One line: each token in its heat, marked if it changed."""
         _, top = self.scroll_offset
         width, plain = self.size.width, self.rich_style
         if y + top >= len(self._lines):
@@ -124,7 +124,7 @@ class TokenText(ScrollView, can_focus=True):
         self.scroll_to_region(Region(x, y, max(1, cells), 1), animate=False, force=True)
 
     def go_to_mark(self, step: int) -> bool:
-        """Go to the next token that is marked (1), or the one before (-1); round the end. Returns whether any is."""
+        """Go to the next (1) or previous (-1) marked token, wrapping around. Returns whether any is marked."""
         marks = [token for token, marked in enumerate(self._marked) if marked]
         ahead = [token for token in marks if (token - self.cursor) * step > 0]
         if marks:
@@ -132,7 +132,7 @@ class TokenText(ScrollView, can_focus=True):
         return bool(marks)
 
     def action_step(self, step: int) -> None:
-        """Go to the token before or after."""
+        """Go to the previous or next token."""
         self.go(self.cursor + step)
 
     def action_line(self, step: int) -> None:
@@ -147,7 +147,7 @@ class TokenText(ScrollView, can_focus=True):
         self.go(token if token >= 0 else len(self._tokens) - 1)
 
     def on_click(self, event: Click) -> None:
-        """Put the cursor where the mouse is."""
+        """Put the cursor at the mouse."""
         offset = event.get_content_offset(self)
         if offset is not None:
             found = self.token_at(offset.x, offset.y + self.scroll_offset.y)
@@ -156,13 +156,13 @@ class TokenText(ScrollView, can_focus=True):
 
 
 class TokenStrip(Widget):
-    """All tokens in one line: how hot they are, and below, where something changed and where the cursor stands."""
+    """All tokens in one line of heat, with a line below that marks changes and the cursor."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = HEAT_CLASSES | {"token--changed", "token--here"}
 
     @dataclass
     class Pointed(Message):
-        """A place of the strip was clicked."""
+        """A position of the strip was clicked."""
 
         token: int
 
@@ -186,7 +186,7 @@ class TokenStrip(Widget):
         return [range(cell * count // cells, (cell + 1) * count // cells) for cell in range(cells)]
 
     def render_line(self, y: int) -> Strip:
-        """The heat, or the marks below it."""
+        """The line of heat, or the line of marks."""
         plain = self.rich_style
         segments = []
         for span in self._spans():

@@ -1,4 +1,4 @@
-"""The messages of the chat, of which only a window is mounted."""
+"""The messages of the chat; only a window of them is mounted."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Callable, Sequence
 
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
-from textual.widgets import Static
 
 from app.conversation import Conversation, Message
+from app.tui.plain import Plain
 from app.tui.widgets.message_view import MessageView
 from app.tui.window import Window
 
-SINCE = "the model no longer reads what is above: it does not fit the context"
+SINCE = "the model no longer sees the messages above, which don't fit in the context"
 WELCOME = (
     "Ask anything.\n\n"
-    "⏎ sends · Ctrl+J begins a new line · ↑ recalls what you said\n"
-    "F1 lists the keys · F2 picks a model, or gets one · F3 sets quality and speed · Ctrl+P finds everything else"
+    "⏎ sends · Ctrl+J starts a new line · ↑ recalls earlier prompts\n"
+    "F1 lists the keys · F2 picks or downloads a model · F3 sets quality and speed · Ctrl+P finds everything else"
 )
 
 
 class Transcript(VerticalScroll):
-    """A scrolling list of messages that follows its end until a person scrolls away from it."""
+    """A scrolling list of messages that follows its end until the user scrolls away."""
 
     def __init__(self, conversation: Callable[[], Conversation], inspects: Callable[[], bool]) -> None:
         """Make an empty transcript.
 
         Args:
-            conversation: gives the conversation whose path is to be seen.
-            inspects: whether the tokens of answers can be looked at.
+            conversation: returns the conversation whose path is shown.
+            inspects: whether the tokens of answers can be inspected.
         """
         super().__init__(id="transcript")
         self._conversation, self._inspects = conversation, inspects
@@ -42,16 +42,16 @@ class Transcript(VerticalScroll):
         return self._conversation().path()
 
     def compose(self) -> ComposeResult:
-        """A column that is never shorter than what is seen of it, so that a short chat stands at the top."""
+        """A column at least as tall as the view, so that a short chat stays at the top."""
         yield self._column
 
     async def on_mount(self) -> None:
-        """Follow the end, and show what there is."""
+        """Show the messages and follow the end."""
         await self.reopen()
 
     @property
     def following(self) -> bool:
-        """Whether the end is in sight."""
+        """Whether the end is visible."""
         return self.scroll_offset.y >= self.max_scroll_y
 
     def view(self, message_id: str) -> MessageView | None:
@@ -71,26 +71,26 @@ class Transcript(VerticalScroll):
             self._views.clear()
             await self._column.remove_children()
             if not messages:
-                await self._column.mount(Static(self._greeting, id="welcome", markup=False))
+                await self._column.mount(Plain(self._greeting, id="welcome"))
             await self._column.mount_all([self._make(message) for message in messages[self._window.start :]])
         self.mark()
         self.anchor()
         self.call_after_refresh(self._fill_up)
 
     def _fill_up(self) -> None:
-        """Mount more where what is mounted leaves little to scroll back to, or even some of the screen empty."""
+        """Mount more messages if there is little to scroll back to or the screen isn't full."""
         if not self._moving and self._window.roomy and self.max_scroll_y <= self.size.height / 2:
             self._moving = True
             self.run_worker(self._earlier(), group="window", exit_on_error=False)
 
     def greet(self, words: str) -> None:
-        """Say something to whoever has said nothing yet, before the keys; or no longer."""
+        """Show a greeting above the keys in an empty chat; an empty text removes it."""
         self._greeting = f"{words}\n\n{WELCOME}" if words else WELCOME
-        for welcome in self.query("#welcome").results(Static):
+        for welcome in self.query("#welcome").results(Plain):
             welcome.update(self._greeting)
 
     async def extend(self) -> None:
-        """Show the messages that were added at the end, and follow it."""
+        """Show the messages that were added at the end, and follow the end."""
         messages = self._messages()
         added = len(messages) - self._window.total
         if self._window.end != self._window.total or added <= 0:
@@ -104,7 +104,7 @@ class Transcript(VerticalScroll):
         self.anchor()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """Mount more when an end of what is mounted comes near."""
+        """Mount more when the view comes near an end of the mounted range."""
         super().watch_scroll_y(old_value, new_value)
         if self._moving or old_value == new_value:
             return
@@ -130,7 +130,7 @@ class Transcript(VerticalScroll):
         self._fill_up()
 
     async def _move(self, window: Window, *, keep_place: bool = True) -> None:
-        """Mount and unmount so that `window` is shown, with what is in sight staying in its place."""
+        """Mount and unmount messages to match `window`; visible ones stay in place."""
         self._window = window
         shown = self._messages()[window.start : window.end]
         wanted = {message.id for message in shown}
@@ -163,15 +163,15 @@ class Transcript(VerticalScroll):
         return view
 
     def mark(self) -> None:
-        """Say of every mounted message where it stands: among its siblings, at the end, where reading begins."""
+        """Update every mounted message's position: branch, whether it is the last, where the model's view begins."""
         conversation = self._conversation()
         messages, extras = conversation.path(), conversation.extras
-        beside = conversation.branches()
+        branches = conversation.branches()
         for view in self._views.values():
             if view.message.id not in conversation:
                 continue
-            siblings = beside[view.message.parent]
-            summary = f" · told in short: {extras.summary}" if extras.summary else ""
+            siblings = branches[view.message.parent]
+            summary = f" · summary: {extras.summary}" if extras.summary else ""
             since = f"{SINCE}{summary}" if view.message.id == extras.since else ""
             branch = (siblings.index(view.message.id) + 1, len(siblings))
             view.mark(last=view.message.id == messages[-1].id, branch=branch, since=since)

@@ -1,4 +1,4 @@
-"""The CPU backend as `runtime.backend.Backend` describes it."""
+"""The CPU backend as `runtime.backends.Backend` describes it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from models.progress import Progress, ProgressCallback, ignore_progress
 from models.spec import ModelSpec
-from runtime.backend import Device, Footprint, ModelSizes, Presence
+from models.weights import Weights
+from runtime.backends import Device, Footprint, ModelSizes, Presence
+from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.compensation import CHUNK
-from runtime.decoder import Decoder, DecoderOptions
-from runtime.errors import BackendError
+from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
-from runtime.problem import Problem
-from runtime.weights import Weights
 
 if TYPE_CHECKING:
     from runtime.backends.cpu.decoder import CpuDecoder
@@ -31,7 +30,7 @@ class CpuBackend:
     prompt_levels = (CHUNK,)  # fewer cost as much: weights are unpacked whole
 
     def probe(self) -> Presence:
-        """See `runtime.backend.Backend.probe`."""
+        """See `runtime.backends.Backend.probe`."""
         try:
             from runtime.backends.cpu.machine.isa import VARIANT, supported_variants
         except (ImportError, OSError, BackendError) as error:
@@ -45,7 +44,7 @@ class CpuBackend:
         return Presence(usable=True, reason=f"the CPU kernels use {VARIANT}{forced}", variant=VARIANT)
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
-        """See `runtime.backend.Backend.footprint`.
+        """See `runtime.backends.Backend.footprint`.
 
         Residuals are copied out of the mapped file: as rows, and once more as tiles where every one is read.
         """
@@ -53,7 +52,7 @@ class CpuBackend:
         return Footprint(weight_bytes=sizes.weight_bytes, residual_bytes=residuals, residuals_beside=True)
 
     def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
-        """See `runtime.backend.Backend.prepare`."""
+        """See `runtime.backends.Backend.prepare`."""
         try:
             from runtime.backends.cpu.link import units_of
             from runtime.backends.cpu.machine.build import build
@@ -68,7 +67,7 @@ class CpuBackend:
             build(units_of(model, KINDS[kv], compensated=compensated), report)
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
-        """See `runtime.backend.Backend.open`."""
+        """See `runtime.backends.Backend.open`."""
         try:
             from runtime.backends.cpu.decoder import CpuDecoder
         except (ImportError, OSError) as error:
@@ -76,7 +75,7 @@ class CpuBackend:
         return CpuDecoder(model, options)
 
     def device(self, options: DecoderOptions) -> Device:
-        """See `runtime.backend.Backend.device`."""
+        """See `runtime.backends.Backend.device`."""
         from runtime.backends.cpu.machine.isa import VARIANT
         from runtime.backends.cpu.pool import default_threads
         from tuner.detect import detect_cpu
@@ -86,17 +85,17 @@ class CpuBackend:
         return Device(name=detect_cpu().name, capability=capability, driver=None)
 
     def timer(self, decoder: CpuDecoder, *, seconds: float) -> Timer:
-        """See `runtime.backend.Backend.timer`."""
+        """See `runtime.backends.Backend.timer`."""
         from runtime.backends.cpu.timer import CpuTimer
 
         return CpuTimer(decoder, seconds=seconds)
 
     def problems(self, decoder: Decoder) -> tuple[Problem, ...]:
-        """See `runtime.backend.Backend.problems`."""
+        """See `runtime.backends.Backend.problems`."""
         return ()
 
     def link_gb_s(self) -> float | None:
-        """See `runtime.backend.Backend.link_gb_s`. Residuals are read where they lie."""
+        """See `runtime.backends.Backend.link_gb_s`. Residuals are read where they lie."""
         return None
 
 

@@ -1,7 +1,7 @@
 """The KV cache of the CPU backend: pages of records (`runtime.backends.cpu.data.pages`), and windows of recent tokens.
 
-Per layer: records [pages, H_kv, bytes]; of kinds with a window also, per slot and head and in half precision, keys
-[tokens / 16, D, 16] (16 tokens side by side) and values [tokens, D padded to 16].
+Per page and layer: records [H_kv, bytes]; of kinds with a window also, per slot, layer and head and in half precision,
+keys [tokens / 16, D, 16] (16 tokens side by side) and values [tokens, D padded to 16].
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy.typing as npt
 from models.spec import ModelSpec
 from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.control import CONTROL_WORDS
 from runtime.backends.cpu.data.pages import PageLayout
+from runtime.backends.cpu.data.sizes import LANES, SPAN
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.kernels.attention.span import SPAN
-from runtime.backends.cpu.link import link, scratch_of
-from runtime.backends.cpu.machine import sync
-from runtime.backends.cpu.machine.emit import LANES
+from runtime.backends.cpu.link import link
 from runtime.backends.cpu.pool import Pool
+from runtime.backends.cpu.scratch import scratch_of
 from runtime.backends.cpu.tiles import padded
-from runtime.decoder import DecoderOptions
+from runtime.backends.decoder import DecoderOptions
 from runtime.kv.control import Int32Array, PagedCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, window_token_bytes
 from runtime.kv.low_rank import start
@@ -49,12 +49,12 @@ class CpuStore:
         """Where a record keeps what."""
         self.saved_layout = f"cpu-3-{self.layout.name}"
         """What is counted up here is how the bytes of a place are to be understood; where they are is in the name."""
-        heads = (spec.num_layers, slots, spec.num_kv_heads)
-        self.records = aligned_zeros((spec.num_layers, pages, spec.num_kv_heads, self.layout.record), np.uint8)
+        layers, heads = spec.num_layers, spec.num_kv_heads
+        self.records = _by_layer((pages, layers, heads, self.layout.record), np.uint8)
         """uint8 [layers, pages, H_kv, bytes]."""
-        self._keys = aligned_zeros((*heads, window // LANES, spec.head_dim, LANES), np.float16)
-        self._values = aligned_zeros((*heads, window, padded(spec.head_dim, LANES)), np.float16)
-        self._description = self.layout.description(window=window)
+        self._keys = _by_layer((slots, layers, heads, window // LANES, spec.head_dim, LANES), np.float16)
+        self._values = _by_layer((slots, layers, heads, window, padded(spec.head_dim, LANES)), np.float16)
+        self._description = self.layout.description(layers=layers, window=window)
         self.scratch_bytes = 0
         """Bytes of scratch that a thread needs to cut off and restore pages."""
         if kind.windowed:
@@ -97,7 +97,7 @@ class CpuStore:
         self._program = aligned_zeros((1, op.WIDTH), np.int64)
         self.scratch_bytes = scratch_of(self._flush(0, 0, 0))
         self._scratch = aligned_zeros((self.scratch_bytes,), np.uint8)
-        control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        control = aligned_zeros((CONTROL_WORDS,), np.int64)
         parameters = parameters_of(control)
         parameters["scratch"], parameters["scratch_stride"] = self._scratch.ctypes.data, self.scratch_bytes
         self._pool = Pool(control, 1)
@@ -211,6 +211,7 @@ class CpuCache(PagedCache):
         self._dither = aligned_zeros((kind.page,), np.float32)
         self._dither[:] = _dither(kind.page)
         self._description = self.store.layout.description(
+            layers=spec.num_layers,
             dither=int(self._dither.ctypes.data),
             tables=int(self.table.tables.ctypes.data),
             table_step=self.table.tables.strides[0],
@@ -256,6 +257,15 @@ class CpuCache(PagedCache):
             return self.kind.page - (position - sinks) % self.kind.page
         behind = position if position < sinks else position - sinks - paged
         return SPAN - behind % SPAN
+
+
+def _by_layer(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Zeros of a shape [pages or slots, layers, ...], seen as [layers, pages or slots, ...].
+
+    All layers of a page stand side by side, so that a short conversation touches little memory: the system gives it in
+    huge pages of 2 MiB, and with the layers apart each of them would take at least one.
+    """
+    return np.swapaxes(aligned_zeros(shape, dtype), 0, 1)
 
 
 def _dither(count: int) -> npt.NDArray[np.float32]:

@@ -9,20 +9,20 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from models.weights import Weights
 from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
+from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
+from runtime.backends.cpu.data.sizes import RUN_ROWS
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.plan import PlanOperations, Program
 from runtime.backends.cpu.pool import Pool, default_threads
 from runtime.backends.cpu.tiles import padded
-from runtime.backends.cpu.units.attention import RUN_ROWS
+from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
+from runtime.backends.operations.channels import LAYER_KINDS, k_chunk_of
 from runtime.compensation import k_chunk_by_type
-from runtime.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
 from runtime.errors import InvalidActivationError, RequestError
-from runtime.operations.channels import LAYER_KINDS, k_chunk_of
-from runtime.weights import Weights
 
 _PROGRAMS = 9
 """Recorded programs that are kept."""
@@ -35,7 +35,7 @@ FEW_ROWS = 16
 
 
 class CpuDecoder:
-    """Implements `runtime.decoder.Decoder` with the compiled CPU kernels.
+    """Implements `runtime.backends.decoder.Decoder` with the compiled CPU kernels.
 
     Args:
         model: The stored model.
@@ -55,7 +55,7 @@ class CpuDecoder:
             raise RequestError("context, slots and max_rows must be at least 1")
         threads = options.threads or default_threads()
         self.cache = CpuCache(model.spec, options, threads)
-        self._control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        self._control = aligned_zeros((CONTROL_WORDS,), np.int64)
         self._parameters = parameters_of(self._control)
         self._inputs = aligned_zeros((4, options.max_rows), np.int32)
         self._runs = aligned_zeros((options.max_rows, 2), np.int32)
@@ -96,7 +96,7 @@ class CpuDecoder:
             yield
 
     def forward(self, step: Step) -> Float32Array:
-        """See `runtime.decoder.Decoder.forward`."""
+        """See `runtime.backends.decoder.Decoder.forward`."""
         M, R = step.tokens.size, step.logit_rows.size
         check_step(step, self.spec, self.options)
         for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
@@ -111,12 +111,12 @@ class CpuDecoder:
         way = compensation_of(step, self.options)
         program = self._drafts if step.draft else self._program
         if way == "together":
-            program = self._prompts[M <= FEW_ROWS]
+            program = self._recorded_together(self.options, few=True) if M <= FEW_ROWS else self._prompts
         parameters["compensate"], parameters["draft"] = way != "none", step.draft
-        control[sync.FAILED] = 0
+        control[FAILED] = 0
         self._pool.step(program.words, token=M == 1, draft=step.draft)
         logits = program.logits[:R, : self.spec.vocab_size]
-        if control[sync.FAILED]:
+        if control[FAILED]:
             raise InvalidActivationError(NOT_FINITE)
         if way != "none" and self.options.measure_recall:
             blocks, head = program.selections
@@ -124,7 +124,10 @@ class CpuDecoder:
         return logits
 
     def hidden(self, step: Step) -> Float32Array:
-        """See `runtime.decoder.Decoder.hidden`. A program has the final norm in its head, so it is done here."""
+        """See `runtime.backends.decoder.Decoder.hidden`.
+
+        A program has the final norm in its head, so it is done here.
+        """
         self.forward(step)
         x = self._plan.stream[: step.tokens.size, : self.spec.hidden_size].astype(np.float64)
         scale = 1 / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + self.spec.norm_eps)
@@ -134,19 +137,19 @@ class CpuDecoder:
         return hidden
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
-        """See `runtime.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
+        """See `runtime.backends.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
         wanted = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
         self._program, self._prompts = self._recorded(k_chunk), self._recorded_together(wanted)
         self.options = wanted
 
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.decoder.Decoder.set_prompt_k_chunk`."""
+        """See `runtime.backends.decoder.Decoder.set_prompt_k_chunk`."""
         wanted = replace(self.options, prompt_k_chunk=prompt_k_chunk)
         self._prompts = self._recorded_together(wanted)
         self.options = wanted
 
     def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.decoder.Decoder.set_draft_k_chunk`."""
+        """See `runtime.backends.decoder.Decoder.set_draft_k_chunk`."""
         self._drafts = self._recorded(draft_k_chunk)
         self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
 
@@ -171,14 +174,17 @@ class CpuDecoder:
         self._pool.step(program)
 
     def close(self) -> None:
-        """See `runtime.decoder.Decoder.close`. Nothing runs between sessions, so there is nothing to stop."""
+        """See `runtime.backends.decoder.Decoder.close`. Nothing runs between sessions, so there is nothing to stop."""
 
-    def _recorded_together(self, options: DecoderOptions) -> tuple[Program, Program]:
-        """The programs for many and for few rows of a prompt; that of other steps where prompts are not compensated."""
+    def _recorded_together(self, options: DecoderOptions, *, few: bool = False) -> Program:
+        """The program for rows of a prompt; that of other steps where prompts are not compensated.
+
+        The one for few rows is recorded when a step first has so few.
+        """
         if not any(k_chunk_by_type(options.prompt_k_chunk).values()):
-            return self._program, self._program
+            return self._program
         head = {"head": k_chunk_of(options.k_chunk, "head")}
-        return self._recorded(head, options.prompt_k_chunk), self._recorded(head, options.prompt_k_chunk, few=True)
+        return self._recorded(head, options.prompt_k_chunk, few=few)
 
     def _recorded(
         self, k_chunk: Mapping[str, int] | int, prompt: Mapping[str, int] | int | None = None, *, few: bool = False
@@ -190,6 +196,7 @@ class CpuDecoder:
             while len(self._programs) >= _PROGRAMS:
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = self._plan.record(k_chunk, prompt, few=few)
+            self._plan.release()
         self._make_room(self._programs[key].scratch)
         return self._programs[key]
 

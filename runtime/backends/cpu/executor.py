@@ -13,12 +13,12 @@ from typing import Any
 import numba
 
 from runtime.backends.cpu.arena import LINE
-from runtime.backends.cpu.data.instructions import BESIDE, WIDTH, Header, changing_header_at
-from runtime.backends.cpu.data.step import Parameters, changing_parameters_at
+from runtime.backends.cpu.data.control import ACTIVE, DONE, TURN
+from runtime.backends.cpu.data.instructions import BESIDE, WIDTH, Header
+from runtime.backends.cpu.data.step import Parameters
+from runtime.backends.cpu.kernels.views import changing_header_at, changing_parameters_at
+from runtime.backends.cpu.machine.calls import call_5
 from runtime.backends.cpu.machine.sync import (
-    ACTIVE,
-    DONE,
-    TURN,
     add_word,
     begin_turn,
     left_of,
@@ -29,7 +29,7 @@ from runtime.backends.cpu.machine.sync import (
     wake_all,
     write_word,
 )
-from runtime.backends.cpu.machine.unit import call_5, compiled_unit
+from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import prefetch
 
 _NUMBERS = (1 << 32) - 1

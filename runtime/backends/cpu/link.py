@@ -2,59 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from models.weights import Weights
+from runtime.backends.cpu import units
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.pages import cache_of, form_of
-from runtime.backends.cpu.executor import execute, set_active
-from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.machine.build import build
 from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.cpu.parts import parts_of
-from runtime.backends.cpu.units import (
-    attention,
-    inputs,
-    outputs,
-    paging,
-    panels,
-    products,
-    repacking,
-    residuals,
-    selection,
-    w4a8,
-)
+from runtime.backends.cpu.scratch import scratch_of
 from runtime.kv.kinds import CacheKind
-from runtime.weights import Weights
 
-_INPUTS = {
-    op.Embed: inputs.embed,
-    op.Gather: inputs.gather,
-    op.Check: outputs.check,
-    op.Norm: inputs.norm,
-    op.Gate: inputs.gate,
-    op.Merge: inputs.merge,
-}
-_UNIFORM = {3: products.multiply_uniform_3, 4: products.multiply_uniform_4}
-_CODEBOOK = {3: products.multiply_codebook_3, 4: products.multiply_codebook_4}
-_W4A8 = {4: w4a8.multiply_w4a8}
-_STORED, _STORED_CODEBOOK = (_UNIFORM, repacking.UNIFORM), (_CODEBOOK, repacking.CODEBOOK)
-_STORED_W4A8 = (_W4A8, repacking.UNIFORM)
+_STORED, _STORED_CODEBOOK = (units.UNIFORM, units.REPACK_UNIFORM), (units.CODEBOOK, units.REPACK_CODEBOOK)
+_STORED_W4A8 = (units.W4A8, units.REPACK_UNIFORM)
 """What a matrix needs, by its bits: to be multiplied, and to be repacked first."""
-_COMPENSATE = {
-    2: products.compensate_2,
-    4: products.compensate_4,
-    8: products.compensate_8,
-    16: products.compensate_16,
-}
-_SHARE = {2: residuals.share_2, 4: residuals.share_4, 8: residuals.share_8, 16: residuals.share_16}
-_PANEL = {2: panels.panel_2, 4: panels.panel_4, 8: panels.panel_8, 16: panels.panel_16}
-_SELECT = {
-    SELECT_APPROX: selection.select_by_buckets,
-    SELECT_EXACT: selection.select_largest,
-    SELECT_STATIC: selection.select_always,
-    SELECT_RANDOM: selection.select_any,
-}
 
 
 def needed(kind: CacheKind) -> list[Unit]:
@@ -64,10 +29,18 @@ def needed(kind: CacheKind) -> list[Unit]:
         kind: The kind of cache.
     """
     form = form_of(kind)
-    paged = attention.page_unit(form, kind.rank)
-    heads = attention.heads_unit(form, int(kind.windowed))
-    windowed = [_flush_unit(kind.rank), paging.restore] if kind.windowed else []
-    return [execute, set_active, *_INPUTS.values(), heads, attention.attend, *([paged] if paged else []), *windowed]
+    paged = units.page_unit(form, kind.rank)
+    heads = units.heads_unit(form, int(kind.windowed))
+    windowed = [units.flush_unit(kind.rank), units.restore] if kind.windowed else []
+    return [
+        units.execute,
+        units.set_active,
+        *units.INPUTS.values(),
+        heads,
+        units.attend,
+        *([paged] if paged else []),
+        *windowed,
+    ]
 
 
 def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit]:
@@ -84,8 +57,8 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         stored = _STORED_W4A8 if linear.per_token else _STORED if linear.codebook is None else _STORED_CODEBOOK
         found |= {own[linear.bits] for own in stored if linear.bits in own}
         if compensated and linear.residual is not None:
-            found |= {_COMPENSATE[linear.residual.bits], _SELECT[SELECT_APPROX]}
-            found |= {panels.multiply_panel, _PANEL[linear.residual.bits], _SHARE[linear.residual.bits]}
+            found |= {units.COMPENSATE[linear.residual.bits], units.SELECT[op.SELECT_APPROX]}
+            found |= {units.multiply_panel, units.PANEL[linear.residual.bits], units.SHARE[linear.residual.bits]}
     return sorted(found, key=lambda unit: unit.name)
 
 
@@ -101,14 +74,18 @@ def link(program: npt.NDArray[np.int64], threads: int) -> None:
     Raises:
         BackendError: a unit cannot be compiled here.
     """
-    instructions = [op.read(words) for words in program]
-    units = [_units(instruction) for instruction in instructions]
-    build([unit for both in units for unit in both if unit is not None])
-    for words, instruction, (own, inner) in zip(program, instructions, units, strict=True):
-        header = op.header_of(words)
-        header["unit"], header["inner"] = own.address, 0 if inner is None else inner.address
-        header["scratch"] = scratch_of(instruction)
-        header["parts"], header["parts_of_many"] = parts_of(instruction, threads)
+    link_written(program, [op.read(words) for words in program], threads)
+
+
+def link_written(program: npt.NDArray[np.int64], instructions: Sequence[op.Instruction], threads: int) -> None:
+    """See `link`, for one who still has the instructions that were written into the program."""
+    linked = [_units(instruction) for instruction in instructions]
+    build([unit for both in linked for unit in both if unit is not None])
+    headers = op.headers_of(program)
+    headers["unit"] = [own.address for own, _ in linked]
+    headers["inner"] = [0 if inner is None else inner.address for _, inner in linked]
+    headers["scratch"] = [scratch_of(instruction) for instruction in instructions]
+    headers["parts"], headers["parts_of_many"] = zip(*(parts_of(own, threads) for own in instructions), strict=True)
 
 
 def most_scratch(program: npt.NDArray[np.int64]) -> int:
@@ -125,43 +102,22 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
     """The unit that runs an instruction, and the one that this calls."""
     match instruction:
         case op.Linear(weights=weights, total=total, residual=residual, kept=kept, whole=whole):
-            stored = _W4A8 if weights.group_scales else _CODEBOOK if weights.codebooks else _UNIFORM
-            own = stored[weights.bits]
+            own = units.product_unit(weights)
             if whole.codes:
-                return own, products.add_whole
-            return own, _SHARE[residual.bits] if kept else _COMPENSATE[residual.bits] if total else None
+                return own, units.add_whole
+            return own, units.SHARE[residual.bits] if kept else units.COMPENSATE[residual.bits] if total else None
         case op.Panel(residual=residual):
-            return panels.multiply_panel, _PANEL[residual.bits]
+            return units.multiply_panel, units.PANEL[residual.bits]
         case op.Select(mode=mode, measure=measure):
-            return _SELECT[mode], selection.add_recall if measure else None
+            return units.SELECT[mode], units.add_recall if measure else None
         case op.Heads(stored=stored):
             cache = cache_of(stored.cache)
-            return attention.heads_unit(int(cache["form"]), int(cache["window"])), None
+            return units.heads_unit(int(cache["form"]), int(cache["window"])), None
         case op.Attend(stored=stored):
             cache = cache_of(stored.cache)
-            return attention.attend, attention.page_unit(int(cache["form"]), int(cache["rank"]))
+            return units.attend, units.page_unit(int(cache["form"]), int(cache["rank"]))
         case op.Flush(page=of):
-            return _flush_unit(int(cache_of(of.cache)["rank"])), None
+            return units.flush_unit(int(cache_of(of.cache)["rank"])), None
         case op.Restore():
-            return paging.restore, None
-    return _INPUTS[type(instruction)], None
-
-
-def scratch_of(instruction: op.Instruction) -> int:
-    """Bytes of scratch that a thread needs for an instruction."""
-    match instruction:
-        case op.Linear():
-            return products.linear_scratch(instruction)
-        case op.Panel():
-            return panels.panel_scratch(instruction)
-        case op.Select():
-            return selection.select_scratch(instruction)
-        case op.Attend(stored=stored):
-            return attention.attend_scratch(instruction, cache_of(stored.cache))
-        case op.Flush(page=of) | op.Restore(page=of):
-            return paging.paging_scratch(cache_of(of.cache))
-    return 0
-
-
-def _flush_unit(rank: int) -> Unit:
-    return paging.flush_corrected if rank else paging.flush
+            return units.restore, None
+    return units.INPUTS[type(instruction)], None

@@ -18,22 +18,19 @@ from models.architecture import forward
 from models.packed import PackedLinear, PackedResidual
 from models.rope import tables
 from models.spec import ModelSpec
+from models.weights import Weights
 from runtime.backends.cpu.arena import LINE, Arena, aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.kernels.activation import code_bytes
-from runtime.backends.cpu.kernels.gemv import BLOCK
-from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
-from runtime.backends.cpu.link import link, most_scratch
-from runtime.backends.cpu.machine.emit import LANES
+from runtime.backends.cpu.data.instructions import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
+from runtime.backends.cpu.data.sizes import BLOCK, LANES, PIECE, RUN_ROWS
+from runtime.backends.cpu.link import link_written, most_scratch
 from runtime.backends.cpu.tiles import TiledLinear, padded, tile_linear, tile_residual
-from runtime.backends.cpu.units.attention import RUN_ROWS
-from runtime.decoder import DecoderOptions
+from runtime.backends.decoder import DecoderOptions
+from runtime.backends.operations.channels import CHUNK, buckets, k_chunk_of, layer_kind, static_channels, total_budget
+from runtime.backends.operations.panel import residual_scales
 from runtime.errors import RequestError
 from runtime.kv.basis import key_bases
-from runtime.operations.channels import CHUNK, buckets, k_chunk_of, layer_kind, static_channels, total_budget
-from runtime.operations.panel import residual_scales
-from runtime.weights import Weights
 
 MODES = {"approx": SELECT_APPROX, "exact": SELECT_EXACT, "static": SELECT_STATIC, "random": SELECT_RANDOM}
 ROW_PADDING = 16
@@ -134,9 +131,13 @@ class PlanOperations:
         words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
         for own, instruction in zip(words, self._program, strict=True):
             op.write(own, instruction)
-        link(words, self._threads)
+        link_written(words, self._program, self._threads)
         selections = (self._selections[0], self._selections[1])
         return Program(words, tuple(self._kinds), self._buffers["logits"], most_scratch(words), selections)
+
+    def release(self) -> None:
+        """Free what was read of the model's files: what programs need of it was copied, but for the embeddings."""
+        self._model.release()
 
     @property
     def weight_bytes(self) -> int:
@@ -300,7 +301,7 @@ class PlanOperations:
     def _rounded(self) -> op.Quantized:
         """The buffers of INT8 activations, with room for groups of one block."""
         width = padded(self._widest(), BLOCK)
-        codes = self._buffer("codes", (self._rows, code_bytes(width)), np.int8)
+        codes = self._buffer("codes", (self._rows, padded(width, PIECE)), np.int8)
         kinds = {"scales": np.float32, "shifts": np.float32, "sums": np.int32}
         factors = (self._buffer(name, (self._rows, width // BLOCK), kind) for name, kind in kinds.items())
         return op.Quantized(_address(codes), *map(_address, factors))

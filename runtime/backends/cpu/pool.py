@@ -16,10 +16,10 @@ import numpy.typing as npt
 import psutil
 
 from runtime.backends.cpu.crew import Crew
+from runtime.backends.cpu.data.control import ACTIVE, CLOSED, DONE, SLEEPERS, TURN
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.executor import execute, set_active
 from runtime.backends.cpu.link import is_linked, link, most_scratch
-from runtime.backends.cpu.machine import sync
+from runtime.backends.cpu.units import execute, set_active
 
 
 def default_threads() -> int:
@@ -94,19 +94,19 @@ class Pool:
 
     def _run(self, crew: Crew | None) -> None:
         wanted = crew.size if crew else self.threads
-        if self._control[sync.ACTIVE] != wanted:
+        if self._control[ACTIVE] != wanted:
             set_active(self._address, wanted)
-        self._parameters["first"] = (int(self._control[sync.TURN]) >> 32) + 1 & 0xFFFFFFFF
+        self._parameters["first"] = (int(self._control[TURN]) >> 32) + 1 & 0xFFFFFFFF
         began = time.perf_counter()
         execute(self._address, 0)
         if crew:
             crew.token(time.perf_counter() - began)
 
     def _start(self) -> None:
-        self._control[[sync.DONE, sync.SLEEPERS]] = 0
+        self._control[[DONE, SLEEPERS]] = 0
         # Numbers go on where the last session ended: what instructions note by them must not look like this one's.
-        self._control[sync.TURN] = int(self._control[sync.TURN]) >> 32 << 32 | sync.CLOSED
-        self._control[sync.ACTIVE] = self.threads
+        self._control[TURN] = int(self._control[TURN]) >> 32 << 32 | CLOSED
+        self._control[ACTIVE] = self.threads
         self._workers = [
             threading.Thread(target=execute, args=(self._address, number), name=f"decoder-{number}", daemon=True)
             for number in range(1, self.threads)

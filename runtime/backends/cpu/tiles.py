@@ -36,9 +36,8 @@ from models.packing import unpack
 from runtime.backends.cpu.arena import Arena
 from runtime.backends.cpu.data.arrangements import padded as padded
 from runtime.backends.cpu.data.instructions import WHOLE_BITS, Weights
-from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES
-from runtime.backends.cpu.machine.emit import LANES
-from runtime.backends.cpu.units import repacking
+from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES, LANES
+from runtime.backends.cpu.units import REPACK_CODEBOOK, REPACK_UNIFORM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +115,7 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     tiles, blocks = padded(N, LANES) // LANES, padded(K, BLOCK) // BLOCK
     codes = arena.zeros((tiles, blocks, BLOCK_BYTES[linear.bits]), np.uint8)
     words = np.ascontiguousarray(linear.codes)
-    repack = (repacking.UNIFORM if linear.codebook is None else repacking.CODEBOOK)[linear.bits]
+    repack = (REPACK_UNIFORM if linear.codebook is None else REPACK_CODEBOOK)[linear.bits]
     repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
     zeros, group_scales = linear.zeros, linear.group_scales
     if linear.per_token:

@@ -3,7 +3,7 @@
 A pass runs the products of one layer type of all blocks, and the selections before them, on the pool's threads: the
 machine code of a decode step without what lies between. Blocks differ in their weights, so a large model's come from
 memory, as in a step. Passes with and without compensation alternate, and of each the fastest tenth counts, as in
-`runtime.timing`; the time without is measured once, so that all numbers of a timer share one yardstick.
+`runtime.measure.timing`; the time without is measured once, so that all numbers of a timer share one yardstick.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.backends.cpu.decoder import CpuDecoder
-from runtime.decoder import Step
-from runtime.timing import undisturbed
+from runtime.backends.decoder import Step
+from runtime.measure.timing import undisturbed
 
 _LEAST, _MOST = 15, 151
 """Passes of one measurement."""

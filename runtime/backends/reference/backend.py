@@ -1,4 +1,4 @@
-"""The reference backend as `runtime.backend.Backend` describes it."""
+"""The reference backend as `runtime.backends.Backend` describes it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 from models.progress import ProgressCallback, ignore_progress
 from models.spec import ModelSpec
-from runtime.backend import Device, Footprint, ModelSizes, Presence
-from runtime.decoder import Decoder, DecoderOptions
-from runtime.errors import BackendError
+from models.weights import Weights
+from runtime.backends import Device, Footprint, ModelSizes, Presence
+from runtime.backends.decoder import Decoder, DecoderOptions
+from runtime.backends.operations.channels import layer_kind
+from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
-from runtime.operations.channels import layer_kind
-from runtime.problem import Problem
-from runtime.weights import Weights
 
 if TYPE_CHECKING:
     from tuner.timer import Timer
@@ -31,21 +30,21 @@ class ReferenceBackend:
     untuned = Problem(what=_FOR_CHECKING, fix="choose another backend, or a fixed k_chunk")
 
     def probe(self) -> Presence:
-        """See `runtime.backend.Backend.probe`."""
+        """See `runtime.backends.Backend.probe`."""
         return Presence(usable=True, reason="plain torch runs the model, slowly")
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
-        """See `runtime.backend.Backend.footprint`. Weights, and residuals that are used, are unpacked to float32."""
+        """See `runtime.backends.Backend.footprint`. Weights, and residuals that are used, are unpacked to float32."""
         shapes = (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())
         values = sum(N * K for N, K in shapes)
         weights = 4 * values * (2 if compensated else 1) + 2 * spec.vocab_size * spec.hidden_size
         return Footprint(weight_bytes=weights, residual_bytes=sizes.residual_bytes if compensated else 0)
 
     def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
-        """See `runtime.backend.Backend.prepare`. Nothing is done beforehand."""
+        """See `runtime.backends.Backend.prepare`. Nothing is done beforehand."""
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
-        """See `runtime.backend.Backend.open`."""
+        """See `runtime.backends.Backend.open`."""
         try:
             from runtime.backends.reference.decoder import ReferenceDecoder
         except (ImportError, OSError) as error:
@@ -53,19 +52,19 @@ class ReferenceBackend:
         return ReferenceDecoder(model, options)
 
     def device(self, options: DecoderOptions) -> Device:
-        """See `runtime.backend.Backend.device`."""
+        """See `runtime.backends.Backend.device`."""
         raise BackendError(_FOR_CHECKING)
 
     def timer(self, decoder: Decoder, *, seconds: float) -> Timer:
-        """See `runtime.backend.Backend.timer`."""
+        """See `runtime.backends.Backend.timer`."""
         raise BackendError(_FOR_CHECKING)
 
     def problems(self, decoder: Decoder) -> tuple[Problem, ...]:
-        """See `runtime.backend.Backend.problems`."""
+        """See `runtime.backends.Backend.problems`."""
         return ()
 
     def link_gb_s(self) -> float | None:
-        """See `runtime.backend.Backend.link_gb_s`."""
+        """See `runtime.backends.Backend.link_gb_s`."""
         return None
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from models.spec import ModelSpec
+from runtime.backends.operations.attention import attend
 from runtime.kv.control import PagedCache
 from runtime.kv.kinds import PARTS, CacheKind, Part
 from runtime.kv.oracle.page import Stored, dequantize, quantize
 from runtime.kv.torch_store import TorchStore
-from runtime.operations.attention import attend
 
 
 class ReferenceStore(TorchStore):

@@ -16,18 +16,18 @@ import torch
 from models.architecture import Operations, body, forward
 from models.packed import PackedLinear
 from models.rope import tables
+from models.weights import Weights
+from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
+from runtime.backends.operations.basis import to_basis
+from runtime.backends.operations.gate import silu_gate
+from runtime.backends.operations.norm import rms_norm
+from runtime.backends.operations.rope import rotate
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.linear import ReferenceLinear
-from runtime.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
 from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import InvalidActivationError
 from runtime.kv.basis import key_bases
 from runtime.kv.kinds import KINDS, CacheKind
-from runtime.operations.gate import silu_gate
-from runtime.operations.norm import rms_norm
-from runtime.operations.rope import rotate
-from runtime.operations.turn import turn
-from runtime.weights import Weights
 
 
 def _packed_bytes(linear: PackedLinear) -> int:
@@ -37,7 +37,7 @@ def _packed_bytes(linear: PackedLinear) -> int:
 
 
 class ReferenceDecoder:
-    """A stored model in plain torch, float32. Implements `runtime.decoder.Decoder`.
+    """A stored model in plain torch, float32. Implements `runtime.backends.decoder.Decoder`.
 
     Raises:
         RequestError: options.k_chunk asks for compensation that the stored model has no residuals for, or is malformed.
@@ -100,26 +100,26 @@ class ReferenceDecoder:
         return _finite(logits, step)
 
     def hidden(self, step: Step) -> Float32Array:
-        """See `runtime.decoder.Decoder.hidden`."""
+        """See `runtime.backends.decoder.Decoder.hidden`."""
         check_step(step, self.spec, self.options)
         with torch.inference_mode():
             run = _Pass(self, step)
             return _finite(run.norm(body(run, self.spec), "norm"), step)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
-        """See `runtime.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
+        """See `runtime.backends.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
         for linear in self.linears.values():
             linear.set_k_chunk(k_chunk)
         self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
 
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.decoder.Decoder.set_prompt_k_chunk`."""
+        """See `runtime.backends.decoder.Decoder.set_prompt_k_chunk`."""
         for linear in self.linears.values():
             linear.set_prompt_k_chunk(prompt_k_chunk)
         self.options = replace(self.options, prompt_k_chunk=prompt_k_chunk)
 
     def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.decoder.Decoder.set_draft_k_chunk`."""
+        """See `runtime.backends.decoder.Decoder.set_draft_k_chunk`."""
         for linear in self.linears.values():
             linear.set_draft_k_chunk(draft_k_chunk)
         self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
@@ -196,8 +196,8 @@ class _Pass(Operations[torch.Tensor]):
         q, k = self._heads(q), self._heads(k)
         if self._decoder.bases:
             reflection, mean = self._decoder.bases[layer]
-            q = turn(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
-            k = turn(k, reflection) - mean
+            q = to_basis(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
+            k = to_basis(k, reflection) - mean
         cache.append(layer, self._slots, self._positions, k, self._heads(v))
         slots, positions = self._slots, self._positions
         return self._by_rows(

@@ -11,12 +11,12 @@ import torch
 
 from models import per_token
 from models.packed import PackedLinear
-from runtime.decoder import DecoderOptions, Way
+from runtime.backends.decoder import DecoderOptions, Way
+from runtime.backends.operations import channels as budget
+from runtime.backends.operations.compensate import compensate, compensate_together, dequantize_residual
+from runtime.backends.operations.linear import dequantize, gemm_w4a8, gemv, whole
+from runtime.backends.operations.select import approximate, exact
 from runtime.errors import RequestError
-from runtime.operations import channels as budget
-from runtime.operations.compensate import compensate, compensate_together, dequantize_residual
-from runtime.operations.linear import dequantize, gemm_w4a8, gemv, whole
-from runtime.operations.select import approximate, exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The GPU backend as `runtime.backend.Backend` describes it."""
+"""The GPU backend as `runtime.backends.Backend` describes it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 
 from models.progress import ProgressCallback, ignore_progress
 from models.spec import ModelSpec
-from runtime.backend import Device, Footprint, ModelSizes, Presence
-from runtime.backends.triton import card
+from models.weights import Weights
+from runtime.backends import Device, Footprint, ModelSizes, Presence
+from runtime.backends.decoder import Decoder, DecoderOptions
+from runtime.backends.operations.channels import layer_kind
+from runtime.backends.triton import gpu
 from runtime.backends.triton.failures import first_line
 from runtime.backends.triton.sizes import buffer_bytes, weight_bytes
-from runtime.decoder import Decoder, DecoderOptions
-from runtime.errors import BackendError
+from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
-from runtime.operations.channels import layer_kind
-from runtime.problem import Problem
-from runtime.weights import Weights
 
 if TYPE_CHECKING:
     from runtime.backends.triton.decoder import TritonDecoder
@@ -39,8 +38,8 @@ class TritonBackend:
     prompt_levels = (1024, 512, 256, 128, 64, 32, 16)
 
     def probe(self) -> Presence:
-        """See `runtime.backend.Backend.probe`. What an unloaded model left behind is returned before."""
-        if card.is_started():
+        """See `runtime.backends.Backend.probe`. What an unloaded model left behind is returned before."""
+        if gpu.is_started():
             from runtime.backends.triton.reclaim import return_cached
 
             try:
@@ -48,10 +47,10 @@ class TritonBackend:
             except RuntimeError as error:
                 reason = f"the card stopped working in this process ({first_line(error)})"
                 return Presence(usable=False, reason=reason, fix="restart the program")
-        return card.look()
+        return gpu.probe()
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
-        """See `runtime.backend.Backend.footprint`. Residuals stay in main memory, but for two layers' of a prompt."""
+        """See `runtime.backends.Backend.footprint`. Residuals stay in main memory, but for two layers' of a prompt."""
         values = [N * K for N, K in (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())]
         staged = 2 * sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
         weights, recipe = sizes.weight_bytes, sizes.recipe
@@ -61,46 +60,49 @@ class TritonBackend:
         return Footprint(
             weight_bytes=weights,
             residual_bytes=sizes.residual_bytes if compensated else 0,
-            overhead_bytes=_MODULE_BYTES + (0 if card.is_started() else _DRIVER_BYTES) + (staged if compensated else 0),
+            overhead_bytes=_MODULE_BYTES + (0 if gpu.is_started() else _DRIVER_BYTES) + (staged if compensated else 0),
             buffer_bytes=partial(buffer_bytes, spec, token_group=token_group),
         )
 
     def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
-        """See `runtime.backend.Backend.prepare`. Which kernels a model takes is known once it is loaded: see `open`."""
+        """See `runtime.backends.Backend.prepare`.
+
+        Which kernels a model takes is known once it is loaded: see `open`.
+        """
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
-        """See `runtime.backend.Backend.open`."""
+        """See `runtime.backends.Backend.open`."""
         try:
             from runtime.backends.triton.decoder import TritonDecoder
-            from runtime.backends.triton.warm import warm
+            from runtime.backends.triton.warmup import warm_up
         except (ImportError, OSError) as error:
             raise BackendError(f"the GPU backend needs torch and Triton, which cannot be imported: {error}") from error
         decoder = TritonDecoder(model, options)
         try:
             if not options.measure_recall:  # what is measured counts every step
-                warm(decoder, progress)
+                warm_up(decoder, progress)
         except BaseException:
             decoder.close()
             raise
         return decoder
 
     def device(self, options: DecoderOptions) -> Device:
-        """See `runtime.backend.Backend.device`."""
-        return card.device()
+        """See `runtime.backends.Backend.device`."""
+        return gpu.device()
 
     def timer(self, decoder: TritonDecoder, *, seconds: float) -> Timer:
-        """See `runtime.backend.Backend.timer`."""
+        """See `runtime.backends.Backend.timer`."""
         from runtime.backends.triton.timer import CudaTimer
 
         return CudaTimer(decoder)
 
     def problems(self, decoder: TritonDecoder) -> tuple[Problem, ...]:
-        """See `runtime.backend.Backend.problems`."""
+        """See `runtime.backends.Backend.problems`."""
         return decoder.model.problems
 
     def link_gb_s(self) -> float | None:
-        """See `runtime.backend.Backend.link_gb_s`."""
-        return card.link_gb_s()
+        """See `runtime.backends.Backend.link_gb_s`."""
+        return gpu.link_gb_s()
 
 
 BACKEND = TritonBackend()

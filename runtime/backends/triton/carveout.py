@@ -1,4 +1,4 @@
-"""Shared memory beside products: room for the blocks of the kernel that compensates at the same time.
+"""Shared memory reserved while a product runs, for the blocks of the compensation kernel on the other stream.
 
 A multiprocessor's memory is cut into first-level cache and shared memory, as the kernels on it need, and changing the
 cut waits until it is empty. A product takes next to no shared memory, so the driver would leave it next to none, and a
@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-BESIDE_KIB = 32
+RESERVED_KIB = 32
 """Shared memory that a multiprocessor keeps while a product runs: a block of the compensation takes 16 KiB, the blocks
 of a product under 2 each (docs/kernels.md)."""
 _PREFERRED_CARVEOUT = 9
@@ -28,7 +28,7 @@ _PREFERRED_CARVEOUT = 9
 def leave_room(launched: Any, device: torch.device) -> None:
     """Ask for shared memory beside a kernel; it holds from the kernel's next launch on.
 
-    It is a wish: a driver that refuses it costs overlap, no results, and nothing is raised.
+    This is only a hint. A driver that refuses it costs overlap, but no results: nothing is raised.
 
     Args:
         launched: What the launch of a Triton kernel returned; nothing under the interpreter.
@@ -43,7 +43,7 @@ def leave_room(launched: Any, device: torch.device) -> None:
 def _ask(function: int, device: torch.device) -> None:
     """Once for each kernel."""
     most = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // 1024
-    percent = -(-100 * BESIDE_KIB // most)
+    percent = -(-100 * RESERVED_KIB // most)
     answer = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_CARVEOUT, percent)
     if answer:
         logger.debug("the driver keeps no shared memory beside products: error %d", answer)

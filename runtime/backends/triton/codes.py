@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from runtime.backends.triton.layout import GpuLinear
-from runtime.backends.triton.words import PIECE
+from runtime.backends.triton.sizes import PIECE
 
 EXPONENT = {3: 0x48004800, 4: 0x4C004C00}
 """Both halves' exponent bits of 2^bits, so that the top bits of the mantissa count ones."""
@@ -85,22 +85,6 @@ def weight_form(weight: GpuLinear) -> Form:
         SPAN=min(128, group_size & -group_size),
         EVEN_K=weight.shape[1] % PIECE == 0,
         TAIL=weight.tail,
-    )
-
-
-MATRIX_TYPES = Matrix("*i32", "*i32", "*fp16", "*fp32", "i32", "i32", "i32")
-"""The types of a matrix, for `Ahead`."""
-
-
-def common_form(bits: int, *, codebook: bool = False, group_size: int = 128, tail: int = 0) -> Form:
-    """The form of models' matrices: whole pieces; by default groups of 128 and whole blocks."""
-    return Form(
-        GROUP_SIZE=group_size,
-        BITS=bits,
-        CODEBOOK=codebook,
-        SPAN=group_size,
-        EVEN_K=True,
-        TAIL=tail,
     )
 
 

@@ -15,6 +15,9 @@ import torch
 from triton.errors import TritonError
 
 from models.architecture import body, forward
+from models.weights import Weights
+from runtime.backends.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of
+from runtime.backends.operations.channels import LAYER_KINDS, k_chunk_of
 from runtime.backends.triton.failures import explained, first_line
 from runtime.backends.triton.forward import Buffers, Pass
 from runtime.backends.triton.kernels.select import Selection, recall, select
@@ -22,11 +25,8 @@ from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.reclaim import return_cached
 from runtime.backends.triton.sampling import DeviceDraw
 from runtime.compensation import k_chunk_by_type
-from runtime.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, RequestError
-from runtime.operations.channels import LAYER_KINDS, k_chunk_of
-from runtime.sampling import Draw, Drawn
-from runtime.weights import Weights
+from runtime.text.sampling import Draw, Drawn
 
 _NOT_FINITE = (
     "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its activations "
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def _explained(call: Callable[P, T]) -> Callable[P, T]:
-    """Say what the driver's and Triton's errors mean and what to do."""
+    """Translate errors of the driver and of Triton into plain words with a remedy."""
 
     @wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -77,7 +77,7 @@ def _check_draft(k_chunk: Mapping[str, int] | int) -> None:
 
 
 class TritonDecoder:
-    """Implements `runtime.decoder.Decoder` with Triton kernels.
+    """Implements `runtime.backends.decoder.Decoder` with Triton kernels.
 
     A step of one row with its logits, a decoded token, is captured once for every setting of k_chunk and then replayed:
     the host writes three numbers, starts the graph and waits for the logits, or for the token drawn from them. Every
@@ -140,7 +140,7 @@ class TritonDecoder:
 
     @_explained
     def forward(self, step: Step) -> Float32Array:
-        """See `runtime.decoder.Decoder.forward`."""
+        """See `runtime.backends.decoder.Decoder.forward`."""
         logits = self._run(step)
         one = step.logit_rows.size == 1
         host = self._logits.copy_(logits, non_blocking=True) if one else logits.to("cpu")
@@ -149,7 +149,7 @@ class TritonDecoder:
 
     @_explained
     def hidden(self, step: Step) -> Float32Array:
-        """See `runtime.decoder.Decoder.hidden`."""
+        """See `runtime.backends.decoder.Decoder.hidden`."""
         check_step(step, self.spec, self.options)
         self.cache.begin(step.slots, step.positions, flush=step.flush)
         run = self._pass(step)
@@ -160,7 +160,7 @@ class TritonDecoder:
 
     @_explained
     def draw(self, step: Step, draws: Sequence[Draw]) -> list[Drawn]:
-        """See `runtime.decoder.DrawsTokens.draw`."""
+        """See `runtime.backends.decoder.DrawsTokens.draw`."""
         if len(draws) != step.logit_rows.size:
             raise RequestError(f"{len(draws)} draws are not one for each of {step.logit_rows.size} rows of logits")
         ready = [DeviceDraw(draw, self._device) for draw in draws]
@@ -189,18 +189,18 @@ class TritonDecoder:
             raise InvalidActivationError(_NOT_FINITE)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
-        """See `runtime.decoder.Decoder.set_k_chunk`."""
+        """See `runtime.backends.decoder.Decoder.set_k_chunk`."""
         self._model.set_k_chunk(k_chunk, n_tb or {})
         self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
 
     @_explained
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.decoder.Decoder.set_prompt_k_chunk`."""
+        """See `runtime.backends.decoder.Decoder.set_prompt_k_chunk`."""
         self._model.set_prompt_k_chunk(prompt_k_chunk, self._side)
         self.options = replace(self.options, prompt_k_chunk=prompt_k_chunk)
 
     def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.decoder.Decoder.set_draft_k_chunk`. Drafts have no compensation here."""
+        """See `runtime.backends.decoder.Decoder.set_draft_k_chunk`. Drafts have no compensation here."""
         _check_draft(draft_k_chunk)
 
     def session(self) -> AbstractContextManager[None]:
@@ -208,7 +208,7 @@ class TritonDecoder:
         return nullcontext()
 
     def close(self) -> None:
-        """See `runtime.decoder.Decoder.close`."""
+        """See `runtime.backends.decoder.Decoder.close`."""
         if self._closed:
             return
         self._closed = True

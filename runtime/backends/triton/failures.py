@@ -1,4 +1,4 @@
-"""What Triton's, the C compiler's and the driver's errors mean for a person, and what to do about them."""
+"""Errors of Triton, the C compiler and the driver in plain words, each with what to do about it."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from models.architecture import Operations
+from runtime.backends.decoder import Way
 from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
@@ -26,16 +27,14 @@ from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.gemv import ROWS, few_rows
 from runtime.backends.triton.kernels.norm import add_norm, embed_norm
+from runtime.backends.triton.kernels.residual_gemm import multiply
 from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
-from runtime.backends.triton.kernels.together import multiply
 from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
 from runtime.backends.triton.model import GpuModel, Linear
-from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes
-from runtime.backends.triton.whole import WholeLinear
-from runtime.backends.triton.words import pieces, token_width
+from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes, pieces, token_width
+from runtime.backends.triton.w4a8_layout import W4A8Linear
 from runtime.backends.triton.workspace import Workspace
-from runtime.decoder import Way
 
 Watch = Callable[[Linear, torch.Tensor, torch.Tensor], None]
 
@@ -290,7 +289,7 @@ def product(linear: Linear, x: Value, out: torch.Tensor, buffers: Buffers) -> No
         out: float32 [M, N]; overwritten.
         buffers: For the workspace.
     """
-    if isinstance(linear.weight, WholeLinear):
+    if isinstance(linear.weight, W4A8Linear):
         assert x.rounded is not None
         gemm_w4a8(x.rounded, linear.weight, out)
     elif x.tensor.shape[0] <= ROWS:

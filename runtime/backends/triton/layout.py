@@ -38,7 +38,7 @@ import torch
 
 from models.packed import PackedLinear
 from models.packing import packed_width, unpack
-from runtime.backends.triton.words import BLOCK, LANES, PIECE, WORDS, code_words, pieces, tail_words
+from runtime.backends.triton.sizes import BLOCK, LANES, PIECE, WORDS, code_words, pieces, tail_words
 from runtime.errors import BackendError
 
 SPARE_PIECE = 15
@@ -92,7 +92,7 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
 
     Args:
         packed: Codes in canonical packing, uniform or with codebooks, whose entries become half precision values; those
-            of W4A8 are `runtime.backends.triton.whole.repack_whole`'s.
+            of W4A8 are `runtime.backends.triton.w4a8_layout.repack_w4a8`'s.
         device: Where the result lies.
 
     Raises:

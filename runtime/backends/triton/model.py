@@ -11,20 +11,19 @@ import torch
 
 from models.packed import PackedLinear
 from models.rope import tables
+from models.weights import Weights
+from runtime.backends.decoder import DecoderOptions
+from runtime.backends.operations.channels import k_chunk_of, layer_kind, static_channels
 from runtime.backends.triton.cache import GpuCache
 from runtime.backends.triton.kernels.rope import Basis
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import REMEDY, GpuResidual, PageLockError, load_residuals, page_locked
 from runtime.backends.triton.staging import Shared, Staging
-from runtime.backends.triton.whole import WholeLinear, repack_whole
-from runtime.decoder import DecoderOptions
-from runtime.errors import RequestError
+from runtime.backends.triton.w4a8_layout import W4A8Linear, repack_w4a8
+from runtime.errors import Problem, RequestError
 from runtime.kv.basis import key_bases
 from runtime.kv.kinds import KINDS
-from runtime.operations.channels import k_chunk_of, layer_kind, static_channels
-from runtime.problem import Problem
-from runtime.weights import Weights
 from tuner.candidates import n_tb_candidates
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class Linear:
     """As it is stored (mapped)."""
     index: int
     """Its place in `ModelSpec.linear_names`."""
-    weight: GpuLinear | WholeLinear
+    weight: GpuLinear | W4A8Linear
     """In the kernels' layout."""
     residual: GpuResidual | None = None
     """Fetched from the CPU's memory; None until the layer is compensated for the first time, and where memory could not
@@ -57,7 +56,7 @@ class Linear:
 
 
 class GpuModel:
-    """Everything of one model that lies still between steps.
+    """Everything of one model that stays on the device between steps.
 
     Args:
         weights: The stored model.
@@ -76,7 +75,7 @@ class GpuModel:
             stored.name: Linear(stored, index, weight)
             for index, (stored, weight) in enumerate(zip(packed, _placed(packed, device), strict=True))
         }
-        self.token_group = next((w.group_size for w in self._weights() if isinstance(w, WholeLinear)), None)
+        self.token_group = next((w.group_size for w in self._weights() if isinstance(w, W4A8Linear)), None)
         """Channels of a sum of INT8 tokens, 0 = all of a row; None where products read half precision."""
         self.staging = Staging([], device, None)
         """Brings residuals of a prompt's layers to the device."""
@@ -151,7 +150,7 @@ class GpuModel:
             linear.by_rows = layer_kind(name) == "head" and wanted[name] > 0
 
     def close(self) -> None:
-        """Release every tensor: whoever still holds the closed model holds no memory of it."""
+        """Release every tensor, so that a reference to the closed model keeps no memory."""
         self.linears.clear()
         self.norms.clear()
         self.bases.clear()
@@ -159,7 +158,7 @@ class GpuModel:
         self.table = self.cos = self.sin = torch.empty(0)
         self.cache.close()
 
-    def _weights(self) -> list[GpuLinear | WholeLinear]:
+    def _weights(self) -> list[GpuLinear | W4A8Linear]:
         return [linear.weight for linear in self.linears.values()]
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
@@ -221,8 +220,8 @@ class GpuModel:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
 
-def _placed(packed: Sequence[PackedLinear], device: torch.device) -> list[GpuLinear | WholeLinear]:
+def _placed(packed: Sequence[PackedLinear], device: torch.device) -> list[GpuLinear | W4A8Linear]:
     """A model's matrices in the layouts of their kernels."""
-    placed = [repack_whole(each, device) if each.per_token else repack(each, device) for each in packed]
+    placed = [repack_w4a8(each, device) if each.per_token else repack(each, device) for each in packed]
     tail = max((each.tail for each in placed if isinstance(each, GpuLinear)), default=0)
     return [replace(each, other_tail=tail) if isinstance(each, GpuLinear) else each for each in placed]

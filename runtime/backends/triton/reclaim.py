@@ -1,4 +1,4 @@
-"""Memory that was given back and that torch still holds: returned to the card and to the system."""
+"""Return of freed memory, which torch keeps, to the card and to the system."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 def return_cached() -> None:
     """Empty torch's caches of device memory and of page-locked memory; does nothing where no card is in use.
 
-    torch keeps what it frees, for itself alone: another program, the next memory plan and a model that is loaded next
-    see none of it.
+    torch keeps what it frees for itself. Other programs, the next memory plan and the next model would not see it.
 
     Raises:
         RuntimeError: the card stopped working in this process.

@@ -15,8 +15,7 @@ import torch
 
 from models.packed import PackedLinear, PackedResidual
 from models.packing import packed_width
-from runtime.errors import BackendError
-from runtime.memory import size
+from runtime.errors import BackendError, size
 from tuner.detect import detect_memory
 
 LINE_WORDS = 32

@@ -1,16 +1,17 @@
-"""The next token, drawn where the logits are: a number goes to the host instead of a vocabulary of them.
+"""Sampling of the next token on the GPU: one number goes to the host instead of a vocabulary of logits.
 
-The same filters in the same order as `runtime.sampling.filtered`, and the same draw: the place of one uniform number of
-the seed's own stream among the weights added up in the order of token ids. So one seed gives the CPU's tokens, but for
-numbers that fall between two roundings of a sum. Everything is one sequence of launches over all logits, without a wait
-and without sizes that depend on the numbers: the host is through with them while the device still computes the logits.
+The same filters in the same order as `runtime.text.sampling.filtered`, and the same draw: the place of one uniform
+number of the seed's own stream among the weights added up in the order of token ids. So one seed gives the CPU's
+tokens, but for numbers that fall between two roundings of a sum. Everything is one sequence of launches over all
+logits, without a wait and without sizes that depend on the numbers: the host is through with them while the device
+still computes the logits.
 """
 
 from __future__ import annotations
 
 import torch
 
-from runtime.sampling import NEGLIGIBLE, Draw, Drawn, SamplingOptions
+from runtime.text.sampling import NEGLIGIBLE, Draw, Drawn, SamplingOptions
 
 
 class DeviceDraw:
@@ -57,7 +58,7 @@ class DeviceDraw:
         return Drawn(int(token), own, ranked)
 
     def _penalized(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [V] with those of seen tokens made smaller; see `runtime.sampling.Sampler`."""
+        """Logits [V] with those of seen tokens made smaller; see `runtime.text.sampling.Sampler`."""
         if self._seen is None:
             return logits
         # A tensor, by which the device divides as the host does; by a number it would multiply by the reciprocal.

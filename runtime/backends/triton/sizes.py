@@ -1,4 +1,4 @@
-"""What the GPU backend allocates beside weights and cache, from shapes alone: the memory plan and the buffers agree.
+"""Sizes of packed weights and buffers on the GPU, from shapes alone: the memory plan and the buffers agree.
 
 Importing this needs no torch.
 """
@@ -8,12 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models.recipe import Recipe
+from models.rope import table_bytes
 from models.spec import ModelSpec
-from runtime.backends.triton.words import code_words, pieces, token_width, whole_bytes
-from runtime.memory import table_bytes
-from runtime.operations.channels import layer_kind
+from runtime.backends.operations.channels import layer_kind
 
-BESIDE_ROWS = 8
+BLOCK = 512
+"""Input channels of a block."""
+PIECE = 32
+"""Input channels of a piece: two for each lane."""
+LANES = 16
+"""Words of an output channel, for one block and one word of it."""
+WORDS = {3: 3, 4: 4}
+"""Words of a block by bits."""
+SHORT = 2
+"""Most pieces of a short word."""
+CONCURRENT_ROWS = 8
 """Rows of a step, a decoded token or a few drafted ones, whose compensation runs beside the product. Of more rows, it
 follows the product and is added in place, so that it takes no memory."""
 SPLIT_ROWS = 16384
@@ -79,7 +88,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
         queries=rows * spec.q_width,
         stream=rows * spec.hidden_size,
         output=max(rows * widest, spec.vocab_size),
-        compensation=max(min(rows, BESIDE_ROWS) * widest, spec.vocab_size),
+        compensation=max(min(rows, CONCURRENT_ROWS) * widest, spec.vocab_size),
         scratch=SPLIT_ROWS * (spec.head_dim + 2),
     )
 
@@ -87,6 +96,44 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
 def buffer_bytes(spec: ModelSpec, context: int, rows: int, token_group: int | None = None) -> int:
     """Bytes of buffers and rotary tables, and of what a draw takes for a moment."""
     return buffer_sizes(spec, rows, token_group).nbytes + table_bytes(spec, context) + DRAW_BYTES * spec.vocab_size
+
+
+def pieces(K: int) -> int:
+    """Pieces of so many input channels."""
+    return -(-K // PIECE)
+
+
+def tail_words(bits: int, left: int) -> tuple[int, int]:
+    """Whole and short words of the pieces behind the last whole block, `left` of them."""
+    each = 16 // bits
+    last = left % each
+    return left // each + (last > SHORT), int(0 < last <= SHORT)
+
+
+def code_words(shape: tuple[int, int], bits: int) -> int:
+    """32-bit words that the codes of a matrix [N, K] take on the device."""
+    N, K = shape
+    blocks, left = divmod(pieces(K), BLOCK // PIECE)
+    whole, short = tail_words(bits, left)
+    return (blocks * WORDS[bits] + whole) * N * LANES + short * N * LANES // 2
+
+
+def half_of(group_size: int) -> int:
+    """Channels of a W4A8 operand, H, by the channels of a group; 0 = no groups."""
+    return 64 if group_size == 0 else min(64, group_size // 2)
+
+
+def token_width(K: int, group_size: int) -> int:
+    """Codes of an INT8 token of K channels, filled up to whole groups or blocks."""
+    each = group_size or 2 * half_of(0)
+    return -(-K // each) * each
+
+
+def w4a8_bytes(shape: tuple[int, int], group_size: int) -> int:
+    """Bytes of a W4A8 matrix without its bias."""
+    N, K = shape
+    groups = -(-K // group_size) if group_size else 1
+    return N * (token_width(K, group_size) // 2 + 2 + 2 * groups)
 
 
 def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bool) -> int:
@@ -111,7 +158,7 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
     for name in spec.linear_names():
         shape = spec.linear_shape(layer_kind(name))
         if recipe.per_token:
-            total += whole_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
+            total += w4a8_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
         else:
             group_size = 0 if recipe.codebook else recipe.group_size
             total += linear_bytes(shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name))

@@ -1,4 +1,4 @@
-"""Residuals of a prompt's layers on their way to the device, one layer ahead of the products that need them.
+"""Staging of a prompt's residuals: each layer's are copied to the device one layer ahead of the product.
 
 Two buffers take turns: while a layer is computed from one, the next layer's residuals arrive in the other, on a stream
 of their own. So the link is busy all the time, and costs only what is longer than the products.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.backends.triton.kernels.together import stage
+from runtime.backends.triton.kernels.residual_gemm import stage
 from runtime.backends.triton.residual import GpuResidual
 
 

@@ -1,4 +1,4 @@
-"""`CudaTimer`: what one layer type costs on this GPU, with compensation beside it. A `tuner.timer.Timer`.
+"""`CudaTimer`: time of one layer type on this GPU with its compensation. A `tuner.timer.Timer`.
 
 All layers of the type run one after another in a captured graph, each beside its compensation as in a decode step, and
 events around the replay give the time. Layers differ in their weights: those of a real model pass through the L2 cache
@@ -16,10 +16,10 @@ from functools import partial
 
 import torch
 
+from runtime.backends.operations.channels import layer_kind
 from runtime.backends.triton.decoder import CAPTURE_MODE, TritonDecoder
 from runtime.backends.triton.forward import Value, compensated_product, product
 from runtime.backends.triton.model import Linear
-from runtime.operations.channels import layer_kind
 from tuner.errors import TimerError
 
 _REPLAYS = 20

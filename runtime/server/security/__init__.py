@@ -6,6 +6,6 @@ rebinding) is refused. An `Origin`, which browsers add, must be the server itsel
 """
 
 from runtime.server.security.guard import Guard
-from runtime.server.security.policy import MAX_BODY_BYTES, Security, is_loopback
+from runtime.server.security.policy import MAX_BODY_BYTES, Security
 
-__all__ = ["MAX_BODY_BYTES", "Guard", "Security", "is_loopback"]
+__all__ = ["MAX_BODY_BYTES", "Guard", "Security"]

@@ -6,10 +6,10 @@ import hmac
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from runtime.errors import RequestError
+from runtime.system.hosts import address_of, is_loopback, plain_host
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Largest body of a request."""
@@ -65,7 +65,7 @@ class Security:
                 "give one with --token, or listen on 127.0.0.1"
             )
         bound = plain_host(host)
-        address = _address(bound)
+        address = address_of(bound)
         named = set() if not bound or (address is not None and address.is_unspecified) else {bound}
         return cls(
             token=token,
@@ -80,7 +80,7 @@ class Security:
         if match is None:
             return False
         host = plain_host(match["host"])
-        address = _address(host)
+        address = address_of(host)
         return host in self.hosts or (self.any_address and address is not None and not address.is_unspecified)
 
     def accepts_origin(self, origin: str, authority: str) -> bool:
@@ -103,28 +103,7 @@ def is_management(path: str) -> bool:
     return path == "/runtime" or path.startswith("/runtime/")
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that binds `host`. A name other than localhost may be anything."""
-    plain = plain_host(host)
-    address = _address(plain)
-    return plain == "localhost" if address is None else address.is_loopback
-
-
 def same_token(given: bytes, wanted: str) -> bool:
     """Whether an `Authorization` header carries a token; takes as long for any wrong one of the same length."""
     scheme, _, token = given.partition(b" ")
     return hmac.compare_digest(token.strip(), wanted.encode("ascii")) and scheme.lower() == b"bearer"
-
-
-def plain_host(host: str) -> str:
-    """A host in the one form in which it is compared: lower case, no brackets, no trailing dot, shortest address."""
-    plain = host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
-    address = _address(plain)
-    return plain if address is None else str(address)
-
-
-def _address(host: str) -> IPv4Address | IPv6Address | None:
-    try:
-        return ip_address(host)
-    except ValueError:
-        return None

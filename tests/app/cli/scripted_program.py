@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from app.cli.main import app
 from app.cli.services import Services
 from models.progress import Progress
-from runtime.generation import Piece, Usage
+from runtime.engine.generation import Piece, Usage
 
 
 class CountingEngine:
@@ -44,7 +45,10 @@ class CountingEngine:
         )
         yield Piece(text="", finish_reason="cancelled", usage=usage)
 
-    def speculate(self, gamma: Any) -> None:
+    def lent(self, _tokens: int = 0) -> AbstractContextManager[Any]:
+        return nullcontext(self.decoder)
+
+    def speculate(self, gamma: Any, *, copied: bool) -> None:
         assert gamma is None
 
     def close(self) -> None:

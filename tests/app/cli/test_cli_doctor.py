@@ -12,10 +12,10 @@ import pytest
 
 from app.cli import checks
 from app.cli.services import Services
-from runtime import tuning
-from runtime.backend import Presence
-from runtime.clocks import Clocks
-from runtime.lock import LockRecord
+from runtime.backends import Presence
+from runtime.budget import tuning
+from runtime.budget.clocks import Clocks
+from runtime.server.lock import LockRecord
 from tuner.detect import CpuInfo, Machine, MemoryInfo
 from tuner.gpu import GpuInfo, PcieLink
 
@@ -219,14 +219,17 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("content", ["{", None], ids=["damaged", "dead"])
 def test_a_lock_file_that_was_left(answer: Answer, machine: Any, isolated_home: Path, content: str | None) -> None:
     record = {"pid": 2**22 - 1, "create_time": 1.0, "host": "127.0.0.1", "port": 1, "token": "t", "version": "0"}
-    (isolated_home / "runtime.json").write_text(content or json.dumps(record))
+    lock = isolated_home / "runtime.json"
+    lock.write_text(content or json.dumps(record))
+    lock.chmod(0o600)
     assert "runtime.json" in whats(answer("doctor"))
 
 
 def test_the_lock_file_of_a_living_runtime(isolated_home: Path, services: Any) -> None:
     import os
 
-    from runtime.lock import lock_path, process_create_time, write_lock
+    from runtime.server.lock import lock_path, write_lock
+    from runtime.system.parent import process_create_time
 
     created = process_create_time(os.getpid())
     assert created is not None

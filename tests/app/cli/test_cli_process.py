@@ -36,6 +36,8 @@ VERBS = (
     "stop",
     "man",
 )
+ESCAPES = "\x1b]52;c;eA==\x07\x1b]0;title\x07\x9b2J\u202e"
+"""What writes the clipboard, the terminal's title, clears the screen, turns a line round."""
 HEAVY = ("torch", "transformers", "pydantic", "rich", "numpy", "numba", "huggingface_hub", "textual", "httpx", "psutil")
 
 
@@ -106,6 +108,32 @@ def test_errors_are_one_line_on_standard_error(small: str) -> None:
     assert (code, out) == (1, "")
     assert err.count("\n") == 1
     assert err.startswith("lowbit-chat: ")
+
+
+@pytest.mark.parametrize("way", ["a file's architecture", "all else"])
+def test_standard_error_says_nothing_to_the_terminal(way: str, tmp_path: Path) -> None:
+    if way != "all else":
+        import gguf
+
+        writer = gguf.GGUFWriter(tmp_path / "odd.gguf", f"odd{ESCAPES}")
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        command = (*PROGRAM, "quantize", str(tmp_path / "odd.gguf"))
+    else:
+        code = (
+            "import sys, warnings\nfrom app.cli import main, output\nfrom models.progress import Progress\n"
+            "def work(**_):\n    warnings.warn(sys.argv[1])\n    with output.Output().progress() as report:\n"
+            "        report(Progress(phase='x', done=0, total=1, unit='bytes', message=sys.argv[1]))\n"
+            "    sys.stderr.writelines([sys.argv[1]])\n    raise ZeroDivisionError(sys.argv[1])\n"
+            "main.app = work\nmain.main()"
+        )
+        command = (sys.executable, "-c", code, f"odd{ESCAPES}")
+    _, out, err = finish(start(*command))
+    assert out == ""
+    assert err.count("odd␛]52;c;eA==␇␛]0;title␇�2J") == 4 if way == "all else" else "odd" in err
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(err), err
 
 
 def test_nobody_reads_the_answer(small: str) -> None:
@@ -199,6 +227,30 @@ def test_ctrl_d_leaves_a_conversation(terminal: Terminal) -> None:
     terminal.type("\x04")
     terminal.until("engine closed")
     assert terminal.close() == 0
+
+
+def test_a_terminal_gets_words_and_no_commands(isolated_home: Path) -> None:
+    """On a terminal the program's own colours stay; what is data does not colour anything."""
+    code = (
+        "import sys\nfrom app.cli import main, output\nfrom models.progress import Progress\n"
+        "def work(**_):\n    written = output.Output()\n    written.picture('\\x1b[7mours\\x1b[0m')\n"
+        "    with written.progress() as report:\n"
+        "        report(Progress(phase='x', done=0, total=1, unit='bytes', message='bars ' + sys.argv[1]))\n"
+        "        written.note('meanwhile ' + sys.argv[1])\n"
+        "    written.text('text ' + sys.argv[1])\n    written.stream('piece ' + sys.argv[1])\n"
+        "    print(input('typed? '))\n    print('end')\n"
+        "main.app = work\nmain.main()"
+    )
+    terminal = Terminal(sys.executable, "-c", code, ESCAPES)
+    terminal.until("\x1b[7mours")
+    for word in ("meanwhile ", "text ", "piece ", "typed? "):
+        terminal.until(word)
+    terminal.type("\x1b]0;typed\x07\r")
+    terminal.until("end")
+    assert terminal.close() == 0
+    assert terminal.seen.count("␛]52;c;eA==␇␛]0;title␇�2J") >= 4
+    assert "\x1b]" not in terminal.seen
+    assert not {"\x07", "\x9b", "\u202e"} & set(terminal.seen)
 
 
 def test_no_color_is_honoured(isolated_home: Path) -> None:

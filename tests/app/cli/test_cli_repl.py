@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +9,10 @@ from typing import Any
 import pytest
 
 from app.cli.repl import Repl, remembered
-from runtime.decoder import DecoderOptions
+from runtime.backends.decoder import DecoderOptions
+from runtime.engine.generation import Piece, Usage
 from runtime.errors import ContextOverflowError
-from runtime.generation import Piece, Usage
-from runtime.sampling import SamplingOptions
+from runtime.text.sampling import SamplingOptions
 
 
 class ScriptedEngine:
@@ -165,6 +166,12 @@ def test_ctrl_c_at_the_prompt_goes_on(talk: Talk) -> None:
     _, err = talk(engine, KeyboardInterrupt, "one")
     assert "/bye or Ctrl-D leaves" in err
     assert len(engine.asked) == 1
+
+
+def test_ctrl_c_is_given_back_after_an_answer(talk: Talk) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    talk(ScriptedEngine("a"), "one")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_cut_answer_is_told(talk: Talk) -> None:

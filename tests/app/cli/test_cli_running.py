@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from runtime.lock import LockRecord, lock_path, program_version, write_lock
-from runtime.parent import own_record_time
+from runtime import program_version
+from runtime.server.lock import LockRecord, lock_path, write_lock
+from runtime.system.parent import own_record_time
 from runtime.wire.answers import Caches, Status
 
 Answer = Callable[..., dict[str, Any]]
@@ -54,7 +55,7 @@ def up(isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> type[Client]:
     isolated_home.mkdir(exist_ok=True)
     write_lock(lock_path(isolated_home), record)
     monkeypatch.setattr("app.client.RuntimeClient", Client)
-    monkeypatch.setattr("runtime.lock.is_alive", lambda _record: lock_path(isolated_home).exists())
+    monkeypatch.setattr("runtime.server.lock.is_alive", lambda _record: lock_path(isolated_home).exists())
     Client.asked, Client.model, Client.home = [], "small", isolated_home
     return Client
 

@@ -15,6 +15,7 @@ from app.settings import SettingsError
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "at_a_terminal", lambda: True)
     monkeypatch.setattr(sys, "argv", ["lowbit-chat"])
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
 
 
 @pytest.mark.usefixtures("terminal")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.profile_key import content_of
+from models.store.manifest import content_of
 
 Answer = Callable[..., dict[str, Any]]
 ENTRY = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from app.cli import main as program
-from runtime import clocks as clocking
-from runtime import tuning
+from runtime.budget import clocks as clocking
+from runtime.budget import spending, tuning
 from runtime.compensation import Compensation
 from runtime.errors import BackendError
 from tuner.errors import TimerError
@@ -85,7 +86,7 @@ def test_for_a_person(run: Callable[..., Any], clock: Clock, tmp_path: Path) -> 
     assert "gate_up" in result.stdout
     assert "of the 8 % allowed" in result.stdout
     assert "found in" in result.stdout
-    assert re.search(r"wins back about \d+% of what low bits lose", result.stdout)
+    assert re.search(r"recovers about \d+% of what low bits lose", result.stdout)
     assert "k_chunk" in result.stdout
     assert "tuning demo for" in result.stderr
     assert file.read_text().startswith("<?xml")
@@ -189,6 +190,15 @@ def test_wrong_usage_is_2(run: Callable[..., Any], arguments: list[str]) -> None
     assert "Usage: " in run("tune-device", *arguments, code=2).stderr
 
 
+def test_a_plot_without_its_library_is_refused_before_anything_is_tuned(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("tune-device", *SIMULATED, "--plot", tmp_path / "knee.svg", code=1)
+    assert "lowbit-chat[plot]" in result.stderr
+    assert result.stdout == ""
+
+
 def test_run_is_tuned_once_and_says_so(answer: Answer, run: Callable[..., Any], clock: Clock) -> None:
     arguments = ("run", "demo", "hi", "--max-tokens", 2)
     first = run(*arguments, "--budget", 8)
@@ -202,13 +212,13 @@ def test_run_is_tuned_once_and_says_so(answer: Answer, run: Callable[..., Any], 
 def test_without_a_word_the_budget_is_5(answer: Answer, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOWBIT_CHAT_BUDGET")
     asked: list[float] = []
-    within_budget = tuning.within_budget
+    within_budget = spending.within_budget
 
     def spy(*arguments: Any, budget_percent: float, **options: Any) -> Any:
         asked.append(budget_percent)
         return within_budget(*arguments, budget_percent=budget_percent, **options)
 
-    monkeypatch.setattr(tuning, "within_budget", spy)
+    monkeypatch.setattr(spending, "within_budget", spy)
     answer("run", "demo", "hi", "--max-tokens", 1)
     monkeypatch.setenv("LOWBIT_CHAT_K_CHUNK", "7")
     assert set(answer("run", "demo", "hi", "--max-tokens", 1)["k_chunk"].values()) == {7}
@@ -226,7 +236,7 @@ def test_what_nobody_asked_for_is_not_spoken_of(run: Callable[..., Any], monkeyp
 
 def test_bench_compensates_only_where_it_is_asked_to(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "8")
-    monkeypatch.setattr(tuning, "within_budget", None)  # must not even be tried
+    monkeypatch.setattr(spending, "within_budget", None)  # must not even be tried
     assert "k_chunk" not in answer("bench", "demo", "--prompt-tokens", 20, "--decode-tokens", 10)
 
 
@@ -265,7 +275,7 @@ def test_eval_where_a_budget_has_no_effect(
 ) -> None:
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog.\n")
-    monkeypatch.setattr(tuning, "within_budget", None)  # must not even be tried
+    monkeypatch.setattr(spending, "within_budget", None)  # must not even be tried
     result = run("eval", "demo", "--text", file, "--budget", 8, *hindrance, "--json")
     assert set(json.loads(result.stdout)["k_chunk"].values()) == {0}
     assert "fixed k_chunk" in result.stderr
@@ -292,12 +302,18 @@ def test_the_programs_own_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_serve_passes_the_budget_on(run: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from runtime.server import serve
+    from runtime.server.store.loading import LoadDefaults
 
     served: list[Any] = []
-    services.service = lambda compensation, *_: served.append(compensation)
+    services.service = served.append
     monkeypatch.setattr(serve, "run", lambda _service, *, model, **_: served.append(model) or 0)
     run("serve", "--model", "demo", "--budget", 2.5)
-    run("serve", "--k-chunk", 4)
-    assert served[0] == Compensation(budget_percent=2.5)
-    assert (served[1].model, served[1].compensation) == ("demo", None), "that of the service applies"
-    assert served[2] == Compensation(k_chunk=4)
+    run("serve", "--k-chunk", 4, "--kv", "int8", "--context", 512)
+    usual, first, other, _ = served
+    served.clear()
+    run("serve", "--speculate")
+    run("serve", "--speculate", "--kv", "int8")
+    assert [one.kv for one in served if isinstance(one, LoadDefaults)] == [None, "int8"]
+    assert usual == LoadDefaults(compensation=Compensation(budget_percent=2.5), kv="int4")
+    assert (first.model, first.compensation) == ("demo", None), "that of the service applies"
+    assert other == LoadDefaults(compensation=Compensation(k_chunk=4), kv="int8", context=512)

@@ -137,7 +137,7 @@ def test_eval(answer: Answer, text: Path) -> None:
     assert found.keys() == EVAL_FIELDS
     assert found["tokens"] == len(SENTENCE) * 6 - 1
     assert math.isclose(found["perplexity"], math.exp(found["nll_sum"] / found["tokens"]))
-    assert (found["kv"], found["bits"], found["select"], found["recall"]) == ("fp16", 4, "approx", None)
+    assert (found["kv"], found["bits"], found["select"], found["recall"]) == ("int4", 4, "approx", None)
 
 
 def test_eval_cuts_the_text(answer: Answer, text: Path) -> None:
@@ -157,9 +157,9 @@ def test_eval_as_a_chat(answer: Answer, text: Path) -> None:
 
 
 def test_eval_with_compensation(answer: Answer, text: Path) -> None:
-    plain = answer("eval", "demo", "--text", text, "--k-chunk", 0)
+    plain = answer("eval", "demo", "--text", text, "--k-chunk", 0, "--kv", "fp16")
     some = answer("eval", "demo", "--text", text, "--k-chunk", 512, "--kv", "int8")
-    every = answer("eval", "demo", "--text", text, "--k-chunk", 1024, "--select", "exact")
+    every = answer("eval", "demo", "--text", text, "--k-chunk", 1024, "--select", "exact", "--kv", "fp16")
     full = answer("eval", "demo", "--text", text, "--full-precision")
     assert some["recall"] is not None
     assert 0 < some["recall"] <= 1
@@ -210,7 +210,7 @@ def test_eval_of_no_text(error: Callable[..., str], tmp_path: Path, content: byt
 
 
 def test_bench(answer: Answer, run: Callable[..., Any]) -> None:
-    found = answer("bench", "demo", "--prompt-tokens", 20, "--decode-tokens", 10)
+    found = answer("bench", "demo", "--prompt-tokens", 20, "--decode-tokens", 10, "--kv", "fp16")
     assert found.keys() == {
         "ttft_s",
         "prefill_tokens_per_s",
@@ -232,7 +232,7 @@ def test_bench(answer: Answer, run: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("kv", ["int4", "kivi2"])
 def test_bench_of_a_kind_of_cache(answer: Answer, kv: str) -> None:
     lengths = ("--prompt-tokens", 20, "--decode-tokens", 4, "--backend", "reference")
-    plain, found = answer("bench", "demo", *lengths), answer("bench", "demo", *lengths, "--kv", kv)
+    plain, found = answer("bench", "demo", *lengths, "--kv", "fp16"), answer("bench", "demo", *lengths, "--kv", kv)
     assert found["kv_bytes_per_token"] < plain["kv_bytes_per_token"] / 1.5
 
 
@@ -266,6 +266,19 @@ def test_config(run: Callable[..., Any], isolated_home: Path) -> None:
 )
 def test_config_of_what_is_not_acceptable(error: Callable[..., str], arguments: tuple[str, ...]) -> None:
     assert error("config", *arguments)
+
+
+def test_config_of_a_token_that_would_travel_unencrypted(run: Callable[..., Any], error: Callable[..., str]) -> None:
+    """Whichever of the two is set last; a file that a person wrote says `auto` where there is no endpoint."""
+    Path(run("config", "path").stdout.strip()).write_text('endpoint = "auto"\n')
+    run("config", "set", "endpoint_token", "sesame")
+    assert "to gpu:8000 unencrypted" in error("config", "set", "endpoint", "http://gpu:8000/v1")
+    run("config", "set", "endpoint", "https://gpu/v1")
+    run("config", "set", "endpoint_token", "")
+    run("config", "set", "endpoint", "http://gpu:8000/v1")
+    assert "to gpu:8000 unencrypted" in error("config", "set", "endpoint_token", "sesame")
+    assert "enter http" in error("config", "set", "endpoint", "gpu:8000")
+    assert run("config", "get", "endpoint").stdout == "http://gpu:8000/v1\n"
 
 
 def test_numbers_that_json_lacks_become_null(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,9 @@ from app.errors import ClientError, ContextLengthError
 from app.protocol import ChatDelta, ChatOptions
 from app.settings import Settings
 from app.tui.app import ChatApp
+from models.catalogue import CATALOGUE
 from models.progress import Progress
-from models.shelf import SHELF
-from runtime.problem import Problem
+from runtime.errors import Problem
 from runtime.wire.answers import CacheFacts, Caches, Holding, ModelEntry, Status, Timings
 from runtime.wire.device import DeviceReport, Offer, Tuning
 from runtime.wire.inspection import Candidate, InspectedToken, Inspection, InspectRequest
@@ -39,7 +39,7 @@ def entry(name: str, **changes: Any) -> ModelEntry:
     return ModelEntry(**values | changes)
 
 
-DEAD = Status(state="empty", backend="cpu", reason="no GPU was found", kv="fp16", memory_bytes=120 * MEGABYTE)
+DEAD = Status(state="empty", backend="cpu", reason="no GPU was found", kv="int4", memory_bytes=120 * MEGABYTE)
 """What is known of a runtime that has no model."""
 TIMINGS = Timings(
     ttft_s=0.21, prefill_tokens_per_s=400.0, decode_tokens_per_s=58.1, prompt_tokens=888, cached_tokens=0,
@@ -63,8 +63,8 @@ CHUNKS = {"qkv": 48, "o": 41, "gate_up": 44, "down": 48}
 
 
 OFFER = Offer(
-    words="within 0.3 % of full precision at 0.9 x the low-bit speed (low bits with every residual; 4 tokens drafted a "
-    "round, 83 % accepted)",
+    words="within 0.3 % of full precision at 0.9 x the low-bit speed (low bits with all residuals; 4 tokens drafted "
+    "per round, 83 % accepted)",
     target="residual",
     gamma=4,
 )
@@ -179,6 +179,8 @@ class Runtime:
     """The model that says it answers, if it is another than was asked."""
     shelf: bool = True
     """Whether models to fetch are known."""
+    machine: Mapping[str, Any] = field(default_factory=lambda: MACHINE)
+    """What it says was detected."""
     free_bytes: int = MACHINE["memory"]["available_bytes"]
     """Main memory that is free."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
@@ -242,7 +244,7 @@ class Client:
         if found is None:
             raise ClientError(f"there is no model {request.model!r}")
         runtime.status = replace(
-            DEAD, state="ready", model=found.name, bits=found.bits, kv=request.kv or "fp16",
+            DEAD, state="ready", model=found.name, bits=found.bits, kv=request.kv or "int4",
             memory_bytes=812 * MEGABYTE, context=request.context or runtime.context,
         )  # fmt: skip
         self._compensate(request)
@@ -291,7 +293,7 @@ class Client:
         self._check()
         runtime = self.runtime
         return DeviceReport(
-            machine={**MACHINE, "memory": {**MACHINE["memory"], "available_bytes": runtime.free_bytes}},
+            machine={**runtime.machine, "memory": {**MACHINE["memory"], "available_bytes": runtime.free_bytes}},
             bandwidth_gb_s=41.3,
             tuning=runtime.tuning,
             problems=tuple(runtime.problems),
@@ -301,9 +303,9 @@ class Client:
         self._check()
         if not self.runtime.shelf:
             return ()
-        from runtime.prospects import prospects, room_of
+        from runtime.load.prospects import prospects, room_of
 
-        return prospects(SHELF, room_of(await self.device(), self.runtime.status))
+        return prospects(CATALOGUE, room_of(await self.device(), self.runtime.status))
 
     async def quantize(self, request: QuantizeRequest) -> AsyncIterator[Progress]:
         self._check()
@@ -386,7 +388,7 @@ class Client:
 class Supervisor:
     """Starts and ends the script."""
 
-    remedy = "it is started again"
+    remedy = "restarting it"
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -509,9 +511,11 @@ def stage() -> Callable[..., Any]:
     """`async with stage(runtime, size=(w, h), **settings) as s:` runs the application under Pilot."""
 
     @asynccontextmanager
-    async def run(runtime: Runtime, size: tuple[int, int] = (80, 24), **settings: Any) -> AsyncIterator[Stage]:
+    async def run(
+        runtime: Runtime, size: tuple[int, int] = (80, 24), *, notices: bool = False, **settings: Any
+    ) -> AsyncIterator[Stage]:
         app = make_app(runtime, **settings)
-        async with app.run_test(size=size) as pilot:
+        async with app.run_test(size=size, notifications=notices) as pilot:
             scene = Stage(app, pilot, runtime)
             scene.composer.cursor_blink = False
             yield scene

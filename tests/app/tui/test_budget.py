@@ -14,9 +14,9 @@ from app import settings
 from app.settings import Settings
 from app.tui.messages import QuantizeAsked
 from app.tui.screens.settings import SettingsScreen
-from app.tui.widgets.bought_chart import BoughtChart, axis
 from app.tui.widgets.budget_row import effect
 from app.tui.widgets.offer_row import changes
+from app.tui.widgets.quality_chart import QualityChart, axis
 from runtime.wire.device import Offer
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
@@ -36,11 +36,11 @@ async def test_a_budget_is_applied_at_once_without_a_reload_and_kept(stage: Call
     async with stage(runtime, size=(120, 40)) as s:
         await s.ready()
         await open_settings(s)
-        await s.shows("wins back 43.4 % of what low bits lose")
-        await s.shows("4.2 % slower, measured (4.6 % expected)")
+        await s.shows("recovers 43.4 % of the lost quality")
+        await s.shows("4.2 % slower, measured")
         await choose(s, "right")
         await s.until(lambda: runtime.status.budget_percent == 10 and not s.app.session.working)
-        await s.until(lambda: "8.4 % slower, measured (9.2 % expected)" in s.screen_text())
+        await s.until(lambda: "8.4 % slower, measured" in s.screen_text())
         await s.shows("budget 10 %")
         assert runtime.named("tune") == [TuneRequest(budget=10.0)]
         assert len(runtime.named("load")) == 1
@@ -50,7 +50,7 @@ async def test_a_budget_is_applied_at_once_without_a_reload_and_kept(stage: Call
         await s.ask("hi")
         await s.answered()
         s.transcript.view(s.last.id).action_toggle_details()
-        await s.shows("error compensation: 82 to 96 of 1,024 channels (k_chunk), 8.4 % slower by it")
+        await s.shows("error compensation: 82 to 96 of 1,024 channels (k_chunk), 8.4 % slower")
 
 
 async def test_leaving_the_default_alone_chooses_nothing(stage: Callable[..., Any], runtime: Any) -> None:
@@ -69,7 +69,7 @@ async def test_off_compensates_nothing_and_says_so(stage: Callable[..., Any], ru
         await s.ready()
         await open_settings(s)
         await choose(s, "left", "left")
-        await s.until(lambda: "no compensation: the plain low-bit model" in s.screen_text())
+        await s.until(lambda: "no compensation: plain low-bit model" in s.screen_text())
         await s.until(lambda: "budget off" in s.screen_text())
         await s.pilot.press("escape")
         await s.ask("hi")
@@ -97,7 +97,7 @@ async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: An
         assert settings.load().budget == 7.5
     async with stage(runtime, budget=7.5) as s:
         await s.ready()
-        assert runtime.named("load")[-1] == LoadRequest(model="demo", kv="fp16", budget=7.5)
+        assert runtime.named("load")[-1] == LoadRequest(model="demo", kv="int4", budget=7.5)
         screen = await open_settings(s)
         assert screen.query_one("#setting-budget Input", Input).value == "7.5"
         assert screen.query_one("#setting-budget Input", Input).visible
@@ -131,12 +131,12 @@ async def test_the_chat_waits_for_the_tuning_and_says_so(stage: Callable[..., An
         await open_settings(s)
         await choose(s, "right")
         await s.until(lambda: "Tuning for a budget of 10 % · timing qkv" in s.screen_text())
-        await s.shows("Another budget is being applied")
+        await s.shows("A new budget is being applied")
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
         await s.shows("0 of 4 layer types")
         await s.ask("hi")
-        await s.until(lambda: "waits until the tuning ends" in s.screen_text())
+        await s.until(lambda: "waiting for the tuning to end" in s.screen_text())
         await s.pilot.press("ctrl+t")
         await s.answered()
         assert s.last.state == "done"
@@ -175,7 +175,7 @@ async def test_a_budget_changed_during_an_answer_waits_for_its_end(stage: Callab
         await s.until(lambda: "one two" in s.last.text)
         await open_settings(s)
         await choose(s, "right")
-        await s.until(lambda: "waits for the answer to end" in s.screen_text())
+        await s.until(lambda: "waiting for the answer to end" in s.screen_text())
         assert s.last.state == "streaming"
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
@@ -277,12 +277,12 @@ def test_the_effect_in_words(runtime: Any) -> None:
     )
     lines = effect(Settings(), status, None, speed=None, tuning=False)
     assert lines == [
-        "nearer to full precision; details: F4",
+        "closer to full precision; details: F4",
         "slowdown not measured",
         "tok/s: after the next answer",
     ]
     assert effect(Settings(), None, None, speed=None, tuning=False) == [
-        "What it buys is shown here once a model is loaded."
+        "Its effect is shown here once a model is loaded."
     ]
     assert effect(Settings(budget=20.0), status, None, speed=9.04, tuning=False)[0].startswith("Not applied yet")
     assert effect(Settings(), status, None, speed=9.04, tuning=False)[-1] == "9.0 tok/s in the last answer"
@@ -292,14 +292,14 @@ async def test_a_picture_of_what_slowdown_buys_follows_the_budget(stage: Callabl
     async with stage(runtime, size=(120, 40)) as s:
         await s.ready()
         screen = await open_settings(s)
-        chart = screen.query_one(BoughtChart)
-        await s.shows("5 % slower at most wins back 45 % of the loss")
+        chart = screen.query_one(QualityChart)
+        await s.shows("5 % slower at most recovers 45 % of the loss")
         await s.shows("▲5 %")
         assert "66.7 %" in s.screen_text()  # the end of the curve
         runtime.tune_delay_s = 600
         await choose(s, "right")
-        await s.shows("10 % slower at most wins back 61.9 % of the loss")  # before it is applied
-        await s.shows("Another budget is being applied")
+        await s.shows("10 % slower at most recovers 61.9 % of the loss")  # before it is applied
+        await s.shows("A new budget is being applied")
         await s.pilot.press("ctrl+t")
         assert chart.size.height == 6
 
@@ -319,7 +319,7 @@ async def test_nothing_jumps_while_a_budget_is_chosen(stage: Callable[..., Any],
             await s.settled()
             assert places() == before
         await s.until(lambda: screen.query_one("#setting-budget Input", Input).visible)
-        screen.query_one("#setting-kv Select", Select).value = "int4"
+        screen.query_one("#setting-kv Select", Select).value = "int8"
         await s.shows("% of fp16")
         assert places() == before
 
@@ -330,9 +330,9 @@ async def test_an_offer_is_taken_up(stage: Callable[..., Any], runtime: Any) -> 
         screen = await open_settings(s)
         await s.shows("within 0.3 % of full precision at 0.9 x the low-bit speed")
         await s.pilot.click("#offer-take")
-        await s.shows("taken up: within 0.3 %")
+        await s.shows("in use: within 0.3 %")
         assert screen.query_one("#offer-take", Button).disabled
-        await s.shows("the model is loaded again when you leave this screen")
+        await s.shows("the model is reloaded when you leave this screen")
         await s.pilot.press("escape")
         await s.until(lambda: len(runtime.named("load")) == 2)
         asked = runtime.named("load")[-1]

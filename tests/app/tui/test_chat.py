@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from textual.widgets import Markdown
@@ -23,13 +24,26 @@ async def test_a_prompt_is_answered_with_statistics(stage: Callable[..., Any], r
         assert s.last.text == runtime.answers[0]
         assert s.last.state == "done"
         assert markdown_of(s.transcript.view(s.last.id)) == runtime.answers[0]
-        await s.shows("412 tokens · 58.1 tok/s · first word after 0.21 s · context 1.3k of 8.2k")
+        await s.shows("412 tokens · 58.1 tok/s · first token after 0.21 s · context 1.3k of 8.2k")
         await s.shows("<b>html</b>")
         await s.shows("demo · 4-bit · budget 5 %")
         await s.shows("cpu · 812 MB")
         messages, options = runtime.named("chat")[0]
         assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
         assert options.temperature == 0.0
+
+
+async def test_the_makers_sampling_is_taken_and_shown(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 40), top_p=0.8) as s:
+        await s.ready()
+        runtime.status = replace(runtime.status, sampling={"temperature": 0.2, "top_p": 0.9})
+        await s.until(lambda: s.app.session.status.sampling)
+        await s.ask("Hello?")
+        await s.answered()
+        _, options = runtime.named("chat")[0]
+        assert (options.temperature, options.top_p, options.top_k, options.repetition_penalty) == (0.2, 0.8, 40, 1.05)
+        await s.pilot.press("f5")
+        await s.shows("0.2 (the model's)")
 
 
 async def test_the_whole_path_is_sent_with_the_next_prompt(stage: Callable[..., Any], runtime: Any) -> None:
@@ -185,7 +199,7 @@ async def test_a_crash_costs_a_message_never_the_conversation(stage: Callable[..
         assert [call.model for call in runtime.named("load")] == ["demo", "demo"]
         assert runtime.named("load")[1].kv == "int8"
         assert [message.text for message in s.app.session.conversation.path()] == ["a", "fine", "b", "one two"]
-        await s.shows("the runtime was ended by SIGKILL; it is started again")
+        await s.shows("the runtime was ended by SIGKILL; restarting it")
         await s.shows("continue ^G · retry ^R")
         await s.pilot.press("ctrl+r")
         await s.until(lambda: s.last.state == "done")
@@ -316,7 +330,7 @@ async def test_the_context_meter_turns_amber(stage: Callable[..., Any], runtime:
         await s.ask("go")
         await s.answered()
         assert s.composer.has_class("-nearly-full")
-        told = "1.3k of 1.4k · with the next message the model stops reading the oldest 2 messages"
+        told = "1.3k of 1.4k · with the next message the model no longer sees the oldest 2 messages"
         assert told in s.composer.border_subtitle
         await s.pilot.press("ctrl+n", "y")
         await s.until(lambda: not s.composer.has_class("-nearly-full"))

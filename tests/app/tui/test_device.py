@@ -16,7 +16,7 @@ from app.tui.machine import chosen_curve, layer_rows, machine_lines, tuning_line
 from app.tui.recent import KEPT, Recent
 from app.tui.screens.device import DeviceScreen
 from app.tui.widgets.knee_chart import KneeChart, at, axis, plot
-from runtime.problem import Problem
+from runtime.errors import Problem
 from runtime.wire.device import PromptTuning
 from runtime.wire.requests import TuneRequest
 from tuner.curve import Curve
@@ -37,7 +37,7 @@ async def test_everything_that_is_known_is_shown(stage: Callable[..., Any], runt
         screen = await open_device(s)
         await s.until(lambda: len(screen.query(KneeChart)) == 4)
         for words in (
-            "Example 7840U · 8 of 8 cores · kernels for avx512_vnni", "none was found", "21.4 GB free of 32.0 GB",
+            "Example 7840U · 8 of 8 cores · kernels for avx512_vnni", "none found", "21.4 GB free of 32.0 GB",
             "41.3 GB/s", "! memory cannot be locked", "→ raise the memlock limit", "58.1 tok/s in the last answer",
             "812 MB held", "4.6 % predicted · 4.2 % measured", "in 42 s", "o · k_chunk 41",
             "▲41", "1.00×", "F4 device",
@@ -70,7 +70,7 @@ async def test_without_a_model_it_says_how_to_get_one(stage: Callable[..., Any],
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"k_chunk": 32}, "k_chunk 32 is set by hand (F3); the budget has no effect."),
+        ({"k_chunk": 32}, "k_chunk 32 is set manually (F3), so the budget has no effect."),
         ({"budget": 0.0}, "The budget is off (F3)"),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_graphics_card_and_its_link_in_words() -> None:
     assert lines["PCIe"] == "4.0 ×8 · 15.8 GB/s at most"
     assert lines["bandwidth"] == "189.0 GB/s read, measured"
     assert lines["runs on"] == "triton"
-    assert dict(machine_lines({}, None)) == {"GPU": "none was found", "bandwidth": "not measured yet"}
+    assert dict(machine_lines({}, None)) == {"GPU": "none found", "bandwidth": "not measured yet"}
 
 
 def test_thread_blocks_are_shown_where_there_are_any(runtime: Any, tuned_to: Callable[[float], Any]) -> None:

@@ -113,7 +113,7 @@ async def test_a_chat_of_a_model_that_is_not_there_says_so(stage: Stage, runtime
         await s.ask("hello")
         await s.answered()
         assert s.last.state == "failed"
-        assert "has no model demo: it has big-70b, other-8b; F2 gives this chat to another model" in s.last.error
+        assert "has no model demo: it has big-70b, other-8b; F2 picks another model for this chat" in s.last.error
         await s.pilot.press("f2")
         await s.shows("other-8b")
         await s.pilot.press("down", "enter")
@@ -133,7 +133,7 @@ async def test_what_only_our_own_runtime_has_is_not_shown(stage: Stage, runtime:
         await s.hides("T tokens")
         assert s.app.screen is s.app.chat
         await s.pilot.press("f3")
-        await s.shows("answers. Its model, how it is set")
+        await s.shows("generates the answers")
         await s.shows("system prompt")
         for key in ("budget", "k_chunk", "kv", "context", "backend", "gamma"):
             assert not s.app.screen.query(f"#setting-{key}"), key
@@ -142,7 +142,7 @@ async def test_what_only_our_own_runtime_has_is_not_shown(stage: Stage, runtime:
         await s.pilot.press("escape")
         await s.until(lambda: s.app.session.settings.temperature == 0.3)
         await s.pilot.click("#header-device")
-        await s.shows("Address of a server")
+        await s.shows("Address of an OpenAI")
         s.app.screen.query_one("#endpoint-url", Input).value = ""
         await s.pilot.press("enter")
         await s.ready()
@@ -159,22 +159,25 @@ async def test_a_wrong_token_is_told_and_can_be_put_right(
         monkeypatch.setattr(s.app, "keep_settings", kept.update)
         await s.ready()
         s.app.action_endpoint()
-        await s.shows("Address of a server")
+        await s.shows("Address of an OpenAI")
         url, token = s.app.screen.query(Input)
         url.value = "gpu:8000"
         await s.pilot.press("enter")
-        await s.shows("begins with http")
-        url.value, token.value = address, "wrong"
+        await s.shows("enter http")
+        url.value, token.value = "http://gpu:8000", "wrong"
         await s.pilot.press("enter")
-        await s.shows("refuses the token")
+        await s.shows("unencrypted")
+        url.value = address
+        await s.pilot.press("enter")
+        await s.shows("rejected the token")
         s.app.action_endpoint()
-        await s.shows("Address of a server")
+        await s.shows("Address of an OpenAI")
         s.app.screen.query_one("#endpoint-token", Input).value = "open"
         await s.pilot.press("enter")
         await s.shows("big-70b")
         assert kept == {"endpoint": address, "endpoint_token": "open"}
         s.app.action_endpoint()
-        await s.shows("Address of a server")
+        await s.shows("Address of an OpenAI")
         s.app.screen.query_one("#endpoint-url", Input).value = ""
         await s.pilot.press("enter")
         await s.ready()

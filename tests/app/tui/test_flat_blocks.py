@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from textual.widgets import Markdown
 
 from app.tui.pump import Pump
-from app.tui.widgets.flat_blocks import LEAST_COLUMN, FlatBlock, FlatList, FlatTable, Parser, shared
+from app.tui.widgets.flat_blocks import MIN_COLUMN, FlatBlock, FlatList, FlatTable, Parser, shared
 from app.tui.widgets.markdown_body import AnswerMarkdown, CodeFence, MarkdownBody
 
 Stage = Callable[..., Any]
@@ -87,9 +87,9 @@ def test_columns_fill_the_room_and_no_more(natural: list[int], room: int) -> Non
     widths = shared(natural, room)
     if sum(natural) <= room:
         assert widths == natural
-    elif len(natural) * LEAST_COLUMN <= room:
+    elif len(natural) * MIN_COLUMN <= room:
         assert sum(widths) == room
-        assert all(width >= min(one, LEAST_COLUMN) for width, one in zip(widths, natural, strict=True))
+        assert all(width >= min(one, MIN_COLUMN) for width, one in zip(widths, natural, strict=True))
 
 
 @given(st.text("ab -*1.|\n`", max_size=60), st.integers(5, 40))
@@ -122,7 +122,10 @@ async def test_links_in_them_are_followed(stage: Stage, runtime: Any, monkeypatc
     opened: list[str] = []
     async with stage(runtime, size=(80, 24)) as s:
         monkeypatch.setattr(s.app, "open_url", opened.append)
-        shown = await answered(s, runtime, "- see [here](https://a.b)\n\n| x |\n|---|\n| [there](https://c.d) |\n")
+        text = "- see [here](https://a.b)\n- run [this](app.exit)\n\n| x |\n|---|\n| [there](https://c.d) |\n"
+        shown = await answered(s, runtime, text)
+        await s.pilot.click(FlatList, offset=(7, 1))
+        await s.until(lambda: "link not opened: app.exit" in [one.message for one in s.app._notifications])
         await s.pilot.click(FlatList, offset=(7, 0))
         await s.until(lambda: opened == ["https://a.b"])
         await s.pilot.click(FlatTable, offset=(2, 2))

@@ -12,7 +12,7 @@ from app import paths
 from app.settings import Settings
 from app.supervisor import Supervisor
 from app.tui.app import ChatApp, _own_supervisor
-from app.tui.naps import Naps
+from app.tui.suspend import SuspendDetector
 
 
 def rest(runtime: Any) -> None:
@@ -25,7 +25,7 @@ async def test_a_model_that_rests_wakes_when_something_is_said(stage: Callable[.
         await s.ready()
         rest(runtime)
         await s.app.session.refresh()
-        await s.shows("demo rests until you write")
+        await s.shows("demo unloaded; loads when you write")
         await s.ask("Are you there?")
         await s.answered()
         assert s.last.state == "done"
@@ -56,21 +56,21 @@ async def test_what_ran_on_a_card_is_started_again_after_a_sleep(
         await s.ready()
         runtime.status = replace(runtime.status, backend=backend)
         await s.app.session.refresh()
-        s.app._naps.slept = lambda: 3600.0
+        s.app._suspend.suspended_s = lambda: 3600.0
         await s.app._check()
         await s.ready()
         assert runtime.starts == starts
         assert s.app.session.status.model == "demo"
 
 
-def test_naps_are_told_from_busy_machines() -> None:
+def test_suspends_are_told_from_busy_machines() -> None:
     running, day = [0.0], [1000.0]
-    naps = Naps(5.0, lambda: running[0], lambda: day[0])
+    detector = SuspendDetector(5.0, lambda: running[0], lambda: day[0])
 
     def after(ran: float, passed: float) -> float | None:
         running[0] += ran
         day[0] += passed
-        return naps.slept()
+        return detector.suspended_s()
 
     assert after(5, 5) is None
     assert after(12, 12) is None  # a busy machine

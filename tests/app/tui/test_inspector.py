@@ -70,9 +70,9 @@ async def test_changes_are_found_and_other_looks_chosen(stage: Callable[..., Any
         assert text.cursor == 5
         await s.shows("how sure the model was")
         await s.pilot.press("m")
-        await s.shows("what compensation moves")
+        await s.shows("what compensation changes")
         await s.pilot.press("m")
-        await s.shows("what a draft guesses")
+        await s.shows("what a draft predicts")
         await s.pilot.press("home", "n")
         assert text.cursor == 3, "now the refused drafts are marked"
         await s.shows("instead.")
@@ -108,11 +108,11 @@ async def test_what_cannot_be_looked_at_is_said(stage: Callable[..., Any], runti
         await s.answered()
         runtime.inspect_error = "the prompt has 9999 tokens and the context holds 10"
         await s.pilot.press("f7")
-        await s.shows("can't be looked at: the prompt has 9999")
+        await s.shows("can't be shown: the prompt has 9999")
         await s.pilot.press("escape")
         s.app.session.conversation.revise(s.last.id, model="tiny-3bit")
         await s.pilot.press("f7")
-        await s.shows("tiny-3bit wrote it, and demo is loaded")
+        await s.shows("tiny-3bit wrote this answer, but demo is loaded")
 
 
 def told(**changes: Any) -> InspectedToken:
@@ -125,12 +125,12 @@ def test_words_and_figures(app_of: Any) -> None:
     assert heat(told(), "certainty") == 1
     assert heat(told(chosen=1), "certainty") == 4
     assert heat(told(), "compensation") == 3
-    assert verdicts(told()) == ["Compensation leaves the choice as it is."]
+    assert verdicts(told()) == ["Compensation does not change the choice."]
     assert "Compensation changes the choice" in verdicts(told(base_best=1))[0]
     assert verdicts(told(base_best=None)) == []
-    assert "Not the likeliest, as it is read now: that is “ a” (60.0 %)." in verdicts(told(chosen=1))
-    assert verdicts(told(draft=1))[-1] == "A draft guesses “ b” instead."
-    assert verdicts(told(draft=0))[-1] == "A draft guesses it, too."
+    assert "Not the most likely token now; that is “ a” (60.0 %)." in verdicts(told(chosen=1))
+    assert verdicts(told(draft=1))[-1] == "A draft predicts “ b” instead."
+    assert verdicts(told(draft=0))[-1] == "A draft predicts it too."
     assert (share(None), share(0.0001), share(0.5)) == ("–", "< 0.1 %", "50.0 %")
     assert shown("\n\x1b") == "“⏎␛”"
     rows = candidate_rows(told(), 60, 5)
@@ -150,8 +150,8 @@ def test_summary_and_ways_of_looking(runtime: Any) -> None:
     from runtime.wire.inspection import Inspection
 
     plain = Inspection(tokens=[told(base_best=None)], model="demo", compensated=False)
-    assert summary(plain)[:2] == ["1 token", "nothing is compensated now"]
+    assert summary(plain)[:2] == ["1 token", "compensation is off"]
     assert views(plain) == ["certainty"]
     full = Inspection(tokens=[told(base_best=1), told(draft=1)], model="demo", compensated=True)
-    assert summary(full)[1:3] == ["compensation changes 1 choice", "0 of 1 drafts the same"]
+    assert summary(full)[1:3] == ["compensation changes 1 choice", "0 of 1 drafts match"]
     assert views(full) == ["certainty", "compensation", "drafts"]

@@ -53,6 +53,7 @@ def ratio(front: Shade, back: Shade) -> float:
     return (bright + 0.05) / (dark + 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["dark", "light"])
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 async def test_all_screens_can_be_read(

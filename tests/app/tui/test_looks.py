@@ -47,6 +47,7 @@ async def shown(s: Any, name: str) -> None:
         await s.settled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SCREENS if name not in ABOVE])
 async def test_high_contrast_is_one(stage: Stage, runtime: Any, tmp_path: Path, name: str) -> None:
     runtime.answers = ["A `word`, **bold**.\n\n- one\n- two"]
@@ -65,6 +66,7 @@ async def test_high_contrast_is_one(stage: Stage, runtime: Any, tmp_path: Path, 
         assert not dim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCREENS)
 async def test_without_colours_everything_is_grey(
     stage: Stage, runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -82,6 +84,7 @@ async def test_without_colours_everything_is_grey(
         assert {triplet for triplet in colours if len(set(triplet)) > 1} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(40, 15), (300, 80)], ids=str)
 @pytest.mark.parametrize("name", SCREENS)
 async def test_the_smallest_and_the_largest_terminal(

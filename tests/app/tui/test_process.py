@@ -63,7 +63,9 @@ def test_nothing_heavy_is_ever_imported() -> None:
 
 
 def test_what_stays_is_left_out_of_garbage_collection() -> None:
-    done = run("import gc\nfrom app.tui.warm import warm\nwarm(freeze=True)\nprint(gc.get_freeze_count() > 10_000)")
+    done = run(
+        "import gc\nfrom app.tui.preload import preload\npreload(freeze=True)\nprint(gc.get_freeze_count() > 10_000)"
+    )
     assert done.stdout.strip() == "True", done.stderr
 
 

@@ -25,6 +25,17 @@ async def open_models(s: Any) -> Any:
     return s.app.screen
 
 
+async def test_home_and_end_go_to_the_first_and_the_last_model(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.ready()
+        await open_models(s)
+        table = s.app.screen.query_one("ModelTable")
+        await s.pilot.press("end")
+        assert table.cursor_row == table.row_count - 1 > 1
+        await s.pilot.press("home")
+        assert table.cursor_row == 0
+
+
 async def test_a_model_is_picked_loaded_and_remembered(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
         await s.ready()
@@ -188,7 +199,7 @@ async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[...,
         await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
         s.app.screen.query_one("#setting-kv Select", Select).value = "int8"
         s.app.screen.query_one("#setting-k_chunk Input", Input).value = "64"
-        await s.until(lambda: "loaded again when you leave" in s.screen_text())
+        await s.until(lambda: "reloaded when you leave" in s.screen_text())
         assert len(runtime.named("load")) == 1
         await s.pilot.press("escape")
         await s.until(lambda: len(runtime.named("load")) == 2)
@@ -202,13 +213,14 @@ async def test_what_a_kind_of_cache_means_is_shown_before_it_is_loaded(stage: Ca
         await s.ready()
         await s.pilot.press("f3")
         await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
-        await s.shows("131 kB a token · 41k tokens fit · 1.1 GB for 8.2k")
-        s.app.screen.query_one("#setting-kv Select", Select).value = "int4"
-        await s.shows("34 kB a token (26 % of fp16) · 131k tokens fit · 277 MB for 8.2k")
+        await s.shows("34 kB per token (26 % of fp16) · 131k tokens fit · 277 MB for 8.2k")
+        s.app.screen.query_one("#setting-kv Select", Select).value = "fp16"
+        await s.shows("131 kB per token · 41k tokens fit · 1.1 GB for 8.2k")
+        await s.shows("Recommended here: int4; it holds 131k tokens.")
         s.app.screen.query_one("#setting-context Input", Input).value = "200000"
         s.app.screen.query_one("#setting-context Input", Input).focus()
         await s.pilot.press("enter")
-        await s.shows("A context of 200k does not fit this model or memory")
+        await s.shows("A context of 200k exceeds this model or memory")
         assert len(runtime.named("load")) == 1
 
 
@@ -282,7 +294,7 @@ async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Ca
         assert all(binding.id for binding in bindings)
         await s.pilot.press("ctrl+p")
         await s.pilot.press(*"models")
-        await s.shows("Pick, get, make or delete a model")
+        await s.shows("Choose, download, quantize or delete a model")
         await s.settled()
         await s.pilot.press("enter")
         await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
@@ -310,8 +322,8 @@ async def test_folders_and_gguf_files_are_completed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
-    assert checkpoint_problem(" ") == "Name a folder, a GGUF file, or a checkpoint on the hub as owner/name."
-    assert "no folder" in str(checkpoint_problem(str(tmp_path / "x")))
+    assert checkpoint_problem(" ") == "Enter a folder, a GGUF file, or a checkpoint on the hub as owner/name."
+    assert "No folder or file" in str(checkpoint_problem(str(tmp_path / "x")))
     assert "config.json" in str(checkpoint_problem(str(tmp_path)))
     assert checkpoint_problem("a\0b") is not None
     (tmp_path / "config.json").write_text("{}")
@@ -347,7 +359,7 @@ async def test_a_known_model_is_fetched_made_and_loaded(stage: Callable[..., Any
         await open_models(s)
         await s.shows("SmolLM2 135M")
         await s.pilot.press("down", "down")
-        await s.shows("98 MB to fetch")
+        await s.shows("98 MB to download")
         await s.pilot.press("enter")
         await s.until(lambda: s.app.session.status.model == "smollm2-135m")
         assert runtime.named("quantize") == [QuantizeRequest(source="smollm2-135m", name="smollm2-135m")]

@@ -125,7 +125,7 @@ async def test_search_finds_what_was_said(stage: Stage, runtime: Any, kept: Path
         await s.hides("Porto")
         await s.shows("sky blue")
         await s.pilot.press(*"zzz")
-        await s.shows("nothing has these words")
+        await s.shows("no matches")
         await s.pilot.press("escape")
         await s.shows("Porto")
         await s.pilot.press("escape")
@@ -141,7 +141,7 @@ async def test_rename_pin_delete_and_have_back(stage: Stage, runtime: Any, kept:
         await s.pilot.press("end", "p")
         await s.shows("Pinned")
         await s.pilot.press("home", "r")
-        await s.shows("Title of the chat")
+        await s.shows("Chat title")
         s.app.screen.query_one(Input).value = "Skies"
         await s.pilot.press("enter")
         await s.shows("  Skies")

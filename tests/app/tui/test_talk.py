@@ -97,7 +97,7 @@ class TestBranches:
             await s.settled()
             await s.pilot.press("left")
             await s.until(lambda: s.last.text == "first")
-            (chat,) = await s.app.session.kept.chats()
+            (chat,) = await s.app.session.history.chats()
             assert chat.head == s.last.id
 
     async def test_messages_are_copied_by_key(self, stage: Stage, runtime: Any) -> None:
@@ -134,7 +134,7 @@ class TestBranches:
             await s.pilot.press("ctrl+up")
             await s.settled()
             await s.pilot.press("d")
-            await s.shows("error compensation: 41 to 48 of 1,024 channels (k_chunk), 4.2 % slower by it")
+            await s.shows("error compensation: 41 to 48 of 1,024 channels (k_chunk), 4.2 % slower")
             await s.pilot.press("d")
             await s.hides("k_chunk")
 
@@ -153,7 +153,7 @@ class TestFullChat:
             await s.until(lambda: len(s.app.session.conversation) == 4)
             await s.answered()
             assert [message["content"] for message in runtime.named("chat")[1][0]] == [("second " * 8).strip("\n")]
-            await s.shows("the model no longer reads what is above")
+            await s.shows("the model no longer sees the messages above")
             assert s.last.state == "done"
             assert s.last.statistics.left_out == 2
 
@@ -206,7 +206,7 @@ class TestFullChat:
             messages = runtime.named("chat")[-1][0]
             if key == "s":
                 assert messages[0] == {"role": "system", "content": "Earlier in this conversation: a summary"}
-                await s.shows("told in short: a summary")
+                await s.shows("summary: a summary")
                 assert not s.app.session.summarizes  # the wish was for once
             assert messages[-1]["content"].startswith("second")
             assert len(s.app.session.conversation) == (2 if key == "n" else 4)
@@ -217,7 +217,7 @@ class TestFullChat:
             await s.ready()
             await s.ask("go")
             await s.answered()
-            await s.shows("cut: no more tokens")
+            await s.shows("cut off: no more tokens")
             await s.shows("continue ^G")
 
 
@@ -267,7 +267,7 @@ class TestModels:
             s.app.screen.query_one(TextArea).load_text("Be a pirate.")
             s.app.screen.query_one("#own-temperature", Input).value = "9"
             s.app.screen.query_one("#yes", Button).press()
-            await s.shows("temperature: allowed is a number from 0 to 2")
+            await s.shows("temperature: allowed: a number from 0 to 2")
             s.app.screen.query_one("#own-temperature", Input).value = "0.2"
             s.app.screen.query_one("#yes", Button).press()
             await s.until(lambda: not isinstance(s.app.screen, ChatSettingsDialog))
@@ -327,7 +327,7 @@ class TestWriting:
             await s.pilot.press("ctrl+n")
             await s.until(lambda: len(s.app.session.conversation) == 0)
             assert s.composer.text == ""
-            (chat,) = await s.app.session.kept.chats()
+            (chat,) = await s.app.session.history.chats()
             await s.app.chat.open_chat(chat)
             assert s.composer.text == "not sent yet"
 
@@ -337,7 +337,7 @@ class TestWriting:
             s.composer.load_text("why is the sky")
         async with stage(runtime, kept=tmp_path / "history.db") as s:
             await s.ready()
-            (chat,) = await s.app.session.kept.chats()
+            (chat,) = await s.app.session.history.chats()
             assert (chat.title, chat.extras.draft) == ("why is the sky", "why is the sky")
 
     async def test_a_large_paste_is_folded_and_sent_whole(self, stage: Stage, runtime: Any) -> None:
@@ -363,7 +363,7 @@ class TestWriting:
             await s.shows("A text file to send")
             s.app.screen.query_one(Input).value = str(tmp_path / "nothing")
             await s.pilot.press("enter")
-            await s.shows("There is no such file.")
+            await s.shows("No such file.")
             s.app.screen.query_one(Input).value = str(file)
             await s.pilot.press("enter")
             await s.until(lambda: s.composer.text == "⟦notes.md: 2 lines⟧")
@@ -424,7 +424,7 @@ class TestReading:
             await s.ready()
             await s.pilot.press("f1")
             await s.until(lambda: isinstance(s.app.screen, HelpScreen))
-            for words in ("^N", "Begin a new chat", "While writing", "On a message", "Copy its code blocks"):
+            for words in ("^N", "Start a new chat", "While writing", "On a message", "Copy its code blocks"):
                 await s.shows(words)
             await s.pilot.press("escape")
             await s.until(lambda: not isinstance(s.app.screen, HelpScreen))
@@ -453,7 +453,7 @@ class TestReading:
             await s.shows("○ off")
             assert s.screen_text().count("●") == 1
             await s.pilot.press("escape", "f2", "q")
-            await s.shows("[ ] even out keys")
+            await s.shows("[ ] smooth keys")
 
 
 @pytest.mark.parametrize(

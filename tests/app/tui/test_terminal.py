@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from app.tui.terminal import Output, ensure_size, outliving
+from app.tui.terminal import Output, ensure_size, surviving
 
 
 class Failing(io.StringIO):
@@ -48,7 +48,7 @@ def test_the_thread_that_writes_outlives_the_terminal(monkeypatch: pytest.Monkey
             self._writer_thread.start()
 
     monkeypatch.setattr("app.tui.terminal.terminal_is_gone", lambda: True)
-    driver = outliving(Started)()  # type: ignore[call-arg]
+    driver = surviving(Started)()  # type: ignore[call-arg]
     driver.start_application_mode()
     for _ in range(5 * _writer_thread.MAX_QUEUED_WRITES):  # blocks for ever when nobody takes them
         driver.write("frame")

@@ -1,4 +1,4 @@
-"""What compressing the KV cache costs and what it gives: docs/kv.md with its pictures, and the README's table.
+"""What compressing the KV cache costs and what it saves: docs/kv.md with its pictures.
 
     make kv SMOLLM2=FOLDER                       FOLDER: SmolLM2-135M-Instruct, as the tests' cache keeps it
     make kv PEER_PYTHON=peers-venv/bin/python    beside llama.cpp (tests/peers/README.md says how to install it)
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from models.store import Store
-from tests.bench.caches import attention, drift, gear, perplexity, size, smooth, speed, summary
+from tests.bench.caches import attention, drift, gear, perplexity, size, smooth, speed
 from tests.bench.caches.extent import FIRST, QUICK, REAL, SECTIONS, Extent, cases, known_cases
 from tests.bench.caches.laboratory import Laboratory, Notebook
 from tests.bench.caches.report import write
@@ -32,7 +32,6 @@ from tests.bench.reporting.results import Results
 from tests.bench.reporting.run import about_run, teller
 
 DOCS = ROOT / "docs"
-README = ROOT / "README.md"
 BUILD = ROOT / "build" / "kv"
 
 
@@ -46,8 +45,6 @@ def main() -> None:
     if not results.about:
         raise SystemExit(f"{results.path} holds no results; run without --report first")
     write(View(results), given.out or out / "kv.md")
-    if out == DOCS and not (given.out or given.results):
-        summary.write(View(results), README)
     print(f"written to {given.out or out / 'kv.md'}")
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from models.oracle import Oracle
-from runtime.decoder import DecoderOptions
+from runtime.backends.decoder import DecoderOptions
 from runtime.kv.kinds import KVKind
 from tests.bench.caches.extent import DRIFT_PROMPT, ORDER
 from tests.bench.caches.full import STEP, FullDecoder, feed, rows

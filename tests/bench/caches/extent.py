@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.kv.kinds import KINDS, KVKind
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from tests.bench.reporting.cases import CASES, DATA, SMOLLM2, Case, smollm2
 
 SECTIONS = ("gear", "size", "drift", "perplexity", "smooth", "attention", "speed")

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from models.checkpoint import Checkpoint
 from models.rope import tables
+from models.weights import Weights
+from runtime.backends.decoder import DecoderOptions, Step, Way
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.decoder import ReferenceDecoder, bases_of
-from runtime.decoder import DecoderOptions, Step, Way
 from runtime.kv.kinds import KINDS
-from runtime.weights import Weights
 
 PAGE = 128
 """Tokens of the longest page; all others divide it."""

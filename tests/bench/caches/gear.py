@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from runtime.backends.operations.basis import to_basis
 from runtime.backends.reference.decoder import bases_of
 from runtime.kv.kinds import KINDS, LOW_RANK, PARTS, CacheKind, KVKind, Part, page_fields
 from runtime.kv.oracle import correction
 from runtime.kv.oracle.page import Stored, dequantize, quantize
-from runtime.operations.turn import turn
 from tests.bench.caches.full import PAGE, keys_and_values
 from tests.bench.caches.laboratory import Laboratory
 from tests.bench.reporting.results import digest
@@ -51,7 +51,7 @@ def pages(laboratory: Laboratory, tokens: list[int]) -> dict[Part, torch.Tensor]
     both = {part: torch.cat(each, 1) for part, each in found.items()}
     for layer, (reflection, mean) in enumerate(bases_of(KINDS[STEPS[4][0]], laboratory.low_bit())):
         keys = both["keys"][layer].transpose(1, 2)  # [pages, 128, H_kv, D]
-        turned = turn(keys.flatten(0, 1), reflection) - mean
+        turned = to_basis(keys.flatten(0, 1), reflection) - mean
         both["keys"][layer] = turned.view(keys.shape).transpose(1, 2).half().float()
     return both
 

@@ -163,7 +163,7 @@ def _drifting(view: View, model: str) -> Finding:
         verdicts.append(means[0] < means[1] and means[0] < means[2])
         behind.append(f"{way}: " + ", ".join(f"{k} {100 * m:.2f} %" for k, m in zip(reversed(STEPS[2]), means)))  # noqa: B905
     if not behind:
-        return Finding(Verdict.NONE, "its context is too short for the generation")
+        return NOTHING
     return Finding(Verdict.YES if all(verdicts) else Verdict.NO, "; ".join(behind))
 
 

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from models.store import Store, StoredModel
 from tests.bench.caches.shape_sizes import described
 from tests.bench.quality.measure import making_code
 from tests.bench.reporting.cases import ROOT, Case
+from tests.bench.reporting.origin import digest_code
 from tests.bench.reporting.results import Entry, Results, digest, digest_files
 from tests.bench.reporting.run import Tell
 
@@ -30,8 +32,9 @@ _SAVE_S = 10
 """Seconds of work that a kill may cost."""
 
 
+@cache
 def _code(patterns: tuple[str, ...]) -> str:
-    return digest_files(file for pattern in patterns for file in (ROOT / "runtime").glob(pattern))
+    return digest_code(file for pattern in patterns for file in (ROOT / "runtime").glob(pattern))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +56,13 @@ class Codes:
         return cls(storing=_code(_STORING), reference=_code(_REFERENCE), cpu=_code(_CPU), making=making_code())
 
 
-def older(entries: Iterable[Entry]) -> bool:
-    """Whether any number was measured with other code than there is now."""
+def older(entries: Iterable[Entry]) -> list[Entry]:
+    """Those that were measured with other code than there is now."""
     codes = Codes.now()
     parts = (codes.storing, codes.reference, codes.cpu, codes.making)
     pairs = ((codes.storing, codes.cpu), (codes.cpu, codes.making), (codes.reference, codes.making))
     now = {*parts, *(digest(list(pair)) for pair in pairs), digest([codes.cpu, described()])}
-    return any(entry["code"] not in now for entry in entries)
+    return [entry for entry in entries if entry["code"] not in now]
 
 
 class Notebook:
@@ -133,7 +136,7 @@ class Laboratory:
         identity = [self.source, self.recipe(smooth=smooth).to_json(), self.notebook.codes.making]
         name = f"kv-{digest(identity)}"
         if name not in self._store:
-            self.notebook.tell(f"{self.case.name}: quantizing to {BITS} bits{', keys evened out' if smooth else ''}")
+            self.notebook.tell(f"{self.case.name}: quantizing to {BITS} bits{', smoothed keys' if smooth else ''}")
             recipe = self.recipe(smooth=smooth)
             quantize(self.case.folder, self._store, recipe, name=name, calibration=self.calibration, force=True)
         return self._store.open(name)

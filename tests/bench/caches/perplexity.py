@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.decoder import Decoder, DecoderOptions
-from runtime.evaluate import full_precision_perplexity, perplexity, windows
+from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.kv.kinds import KVKind
-from runtime.open import open_decoder
+from runtime.load.open import open_decoder
+from runtime.measure.evaluate import full_precision_perplexity, perplexity, windows
 from tests.bench.caches.extent import LONGEST, REAL, REAL_KINDS, paged_share, window
 from tests.bench.caches.full import FullDecoder
 from tests.bench.caches.laboratory import K_CHUNK, Laboratory

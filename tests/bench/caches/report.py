@@ -7,19 +7,17 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.checkpoint import Checkpoint
 from runtime.kv.kinds import KINDS, PARTS, SINKS
-from tests.bench.caches import judge, reasons, timing
+from tests.bench.caches import judge, reasons, summary, timing
 from tests.bench.caches.drift import WAYS as CONTINUATIONS
 from tests.bench.caches.extent import DRIFT_PROMPT, ORDER
 from tests.bench.caches.gear import STEPS
-from tests.bench.caches.laboratory import BITS, K_CHUNK, older
+from tests.bench.caches.laboratory import BITS, K_CHUNK
 from tests.bench.caches.perplexity import FULL, LOW, WAYS
 from tests.bench.caches.plots import draw
 from tests.bench.caches.size import HEAD_DIMS, LENGTHS
 from tests.bench.caches.smooth import FACTOR, KINDS_TRIED, PAIRS, PLANTED
 from tests.bench.caches.view import View, way_name
-from tests.bench.reporting.cases import Case
 from tests.bench.reporting.losses import difference
 from tests.bench.reporting.markdown import legend, number, table
 from tests.bench.reporting.verdicts import Claim, Verdict
@@ -43,6 +41,8 @@ def write(view: View, file: Path) -> None:
     found = judge.claims(view)
     parts = [
         _opening(view),
+        summary.section(view),
+        summary.measured(view),
         _promises(view, found),
         _perplexity(view, pictures),
         _gear(view, pictures),
@@ -55,57 +55,33 @@ def write(view: View, file: Path) -> None:
     file.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 
-def _head_dim(view: View, case: Case) -> int | str:
-    """Channels of a model's head; nothing where neither a measurement nor the model, if it is here, says so."""
-    if case.name in view.gear:
-        return int(view.gear[case.name]["head_dim"])
-    return Checkpoint.open(case.folder).spec.head_dim if case.there() else ""
-
-
 def _opening(view: View) -> str:
     about = view.results.about
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    rows = []
-    for case in view.models:
-        exact = view.exact(case.name)
-        some = exact or next((entry for (model, *_), entry in view.losses.items() if model == case.name), None)
-        length = "" if some is None else f"{some['window']} every {some['window'] // 2}"
-        heads = _head_dim(view, case)
-        full = "" if exact is None else number(exact["perplexity"])
-        tokens = "" if some is None else f", {some['tokens']:,} tokens"
-        rows.append((case.name, case.about, heads, f"{case.evaluated}{tokens}", length, full))
-    models = table(("model", "what", "channels of a head", "measured on", "windows", "without a cache"), rows)
     minutes = ", ".join(f"{part} {spent:g}" for part, spent in about.get("minutes", {}).items())
     return f"""# KV caches
 
-What a compressed KV cache costs, and what it gives. Written by
+A model remembers a conversation in its *KV cache*. `--kv KIND` (or F3) stores it in fewer bits. This page shows what
+that costs in quality and what it saves in memory and time. Run
 
     make kv                                      or: python -m tests.bench.caches
 
-on {about["date"]} ({about["cpu"]}, {about["threads"]} threads, {about["variant"]}; {versions}). Everything on this
-page, verdicts and pictures included, is computed from [{view.results.path.name}](kv/{view.results.path.name}).
-Minutes that each part took when something of it was measured last: {minutes}. `--only speed,attention --again` times
-again what depends on the machine.
+to measure and write it; it was last run on {about["date"]} ({about["cpu"]}, {about["threads"]} threads,
+{about["variant"]}; {versions}). The whole page, verdicts and pictures included, is computed from
+[{view.results.path.name}](kv/{view.results.path.name}). Minutes per part: {minutes}.
+`--only speed,attention --again` times again what depends on the machine.
 
-{models}
-{_older(view)}
-The kinds are `fp16`; `int8` and `int4` with a scale and a zero for each token and head (QServe); `hierarchical`, two
-planes of 4 bits (QuantSpec); `kcvt4` and `kivi2`, keys by channel and values by token; and GEAR over these two, with
-a low-rank matrix (`gear-l4`, `gear-l2`) and with outliers too (`gear4`, `gear2`). Those of 4 and 2 bits keep a
-sequence's first {SINKS} tokens in half precision and turn keys before they round them ([why](decisions.md)). "A ± B"
-is a mean difference and its standard error, from the differences of the same text's consecutive pieces; differences
-within two standard errors are called noise. SmolLM2 is a real chat model and decides; the others show orderings. It is
-measured as a person runs it, with {LOW} weights on the CPU backend."""
+The kinds are
 
+- `fp16`, half precision;
+- `int8` and `int4`, with a scale and a zero for each token and head (QServe);
+- `hierarchical`, two planes of 4 bits (QuantSpec);
+- `kcvt4` and `kivi2`, with keys quantized by channel and values by token;
+- `gear-l4` and `gear-l2`, which add a low-rank matrix to these two, and `gear4` and `gear2`, which add outliers as well
+  (GEAR).
 
-def _older(view: View) -> str:
-    """Which sections have numbers of another version of the program."""
-    names = [name for name in sorted(view.results.sections) if older(view.results.all(name))]
-    if not names:
-        return ""
-    return f"""
-**Of an older version of the program** are numbers of these parts, until they are measured again: {", ".join(names)}.
-"""
+Kinds of 4 and 2 bits keep a sequence's first {SINKS} tokens in half precision and turn keys before rounding them
+([why](decisions.md#2026-11-22--a-cache-of-4-bits-on-real-keys-turned-with-exact-means-sinks-and-a-window))."""
 
 
 def _promises(view: View, found: Sequence[Claim]) -> str:
@@ -123,18 +99,18 @@ def _promises(view: View, found: Sequence[Claim]) -> str:
         for claim in found
     ]
     wrong = [claim.text for claim in found if claim.verdict is Verdict.NO]
-    why = "\n".join(f"- **{text}**: {reasons.WHY.get(text, 'not understood yet.')}" for text in wrong)
+    why = "\n".join(f"- **{text}**: {reasons.WHY.get(text, 'not understood.')}" for text in wrong)
     holds = sum(claim.verdict is Verdict.YES for claim in found)
-    summary = f"{holds} of {len(found)} hold everywhere they can be judged" + (
-        f"; {len(wrong)} do not." if wrong else "."
+    told = f"{holds} of {len(found)} hold wherever they could be judged" + (
+        f"; {len(wrong)} {'does' if len(wrong) == 1 else 'do'} not." if wrong else "."
     )
     return f"""## What was promised, and whether it holds
 
-{legend()} {summary}
+{legend()} {told}
 
 {table(("promise", *names, "all"), rows)}
 
-{"Where a promise does not hold, and what we take for the reason:" if wrong else ""}
+{"Promises that do not hold, and the likely reason:" if wrong else ""}
 
 {why}
 
@@ -150,20 +126,19 @@ def _perplexity(view: View, pictures: dict[str, str]) -> str:
     parts = [
         f"""## Perplexity
 
-Every number is `runtime.evaluate.perplexity`, which `lowbit-chat eval --kv KIND` runs, in windows that begin with an
-empty cache. It steps through a window up to where the next page is cut off, 128 tokens at most. So no row reads its
-window of half precision where decoding would read a page: int8 writes a token before it is read, itself included, and
-of the other kinds a page is compressed at the token at which decoding would compress it, never later. A test
-holds such steps against steps of one token. "Read compressed" is how much of what the scored positions read is no
-longer in half precision, on average; the first half of every window but the first is not scored.
+Every number is what `lowbit-chat eval --kv KIND` computes, in windows that start with an empty cache. A window is read
+in steps of at most 128 tokens that end where the next page is compressed, so every position reads from the cache
+exactly what decoding would read there; a test compares such steps with steps of one token. "Read compressed" is the
+share of what the scored positions read that is no longer in half precision. The first half of every window but the
+first is not scored.
 
-"Full weights" are the checkpoint's, in float32, on the reference backend: what remains is the cache's. "{LOW}
-weights" are `quantize --bits {BITS}` with `--k-chunk {K_CHUNK}`, once on the reference backend and once on the CPU
-backend, whose attention multiplies integers. Costs are against the same weights and backend over fp16.
+"Full weights" are the checkpoint's, in float32 on the reference backend, so the whole cost is the cache's. "{LOW}
+weights" are `quantize --bits {BITS}` with `--k-chunk {K_CHUNK}`, on the reference backend and on the CPU backend, whose
+attention multiplies integers. Costs are relative to an fp16 cache with the same weights on the same backend.
 
 {_picture(pictures, "loss")}
 
-Filled: full weights, hollow: {LOW}; bars are standard errors; a triangle is a cost below what can be drawn."""
+Filled marks: full weights. Hollow marks: {LOW}. Bars are standard errors; a triangle marks a cost too small to draw."""
     ]
     for case in view.models:
         rows = []
@@ -174,28 +149,28 @@ Filled: full weights, hollow: {LOW}; bars are standard errors; a triangle is a c
             rows.append((kind, share, *cells))
         head = ("cache", "read compressed", *(way_name(*way) for way in WAYS))
         parts.append(f"### {case.name}\n\n{table(head, rows)}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, view.origin("perplexity")])
 
 
 def _cell(view: View, model: str, weights: str, backend: str, kind: str) -> str:
     entry, base = (view.loss(model, weights, backend, name) for name in (kind, "fp16"))
     if entry is None:
         return ""
-    if base is None or kind == "fp16":
-        return number(entry["perplexity"])
-    return f"{number(entry['perplexity'])} ({judge.percent(difference(entry, base))})"
+    shown = number(entry["perplexity"]) + view.mark("perplexity", entry)
+    return shown if base is None or kind == "fp16" else f"{shown} ({judge.percent(difference(entry, base))})"
 
 
 def _gear(view: View, pictures: dict[str, str]) -> str:
     if not view.gear:
         return ""
     names = [case.name for case in view.models if case.name in view.gear]
+    titles = [f"{name}{view.mark('gear', view.gear[name])}" for name in names]
     rows = [
         (kind, *(f"{100 * view.gear[name]['errors'][kind][part]:.2f}" for name in names for part in ("keys", "values")))
         for kind in ORDER
         if kind in view.gear[names[0]]["errors"]
     ]
-    head = ("cache", *(f"{name} {part}" for name in names for part in ("keys", "values")))
+    head = ("cache", *(f"{title} {part}" for title in titles for part in ("keys", "values")))
     parts = [
         (
             f"{STEPS[int(bits)][2]}, {part}",
@@ -215,25 +190,27 @@ def _gear(view: View, pictures: dict[str, str]) -> str:
     tokens = ", ".join(f"{name} {view.gear[name]['tokens']:,}" for name in names)
     return f"""## GEAR's corrections on real keys and values
 
-Keys (rotated) and values of the full-precision models, page by page ({tokens} tokens, all layers and heads): root
-mean square of what is lost over that of what was there, in percent. D̂ is the backbone `kcvt4` or `kivi2`, D̂ + L
-`gear-l4` or `gear-l2`, D̂ + L + S `gear4` or `gear2`.
+Relative error of the full-precision models' keys (rotated) and values, page by page over all layers and heads
+({tokens} tokens): root mean square of the error over that of the original, in percent. D̂ is the backbone `kcvt4` or
+`kivi2`, D̂ + L is `gear-l4` or `gear-l2`, D̂ + L + S is `gear4` or `gear2`.
 
 {_picture(pictures, "gear")}
 
 {table(head, rows)}
 
-With outliers set aside the scales are narrower, so the parts of one page of `gear4` or `gear2` read differently: D̂
-alone clips them. The same pages read as D̂ → D̂ + L → D̂ + L + S, in percent:
+`gear4` and `gear2` set outliers aside and therefore use narrower scales, so D̂ alone clips. The same pages read as D̂ →
+D̂ + L → D̂ + L + S, in percent:
 
-{table(("", *names), parts)}
+{table(("", *titles), parts)}
 
 {_as_paper(view)}
 
-The low-rank matrix comes from power iteration. What it leaves over what the best matrix of rank 4 (by SVD) would leave:
-on average over heads and pages, and the worst page.
+The low-rank matrix comes from power iteration. Its error above that of the best matrix of rank 4 (by SVD), on average
+over heads and pages, and on the worst page:
 
-{table(("", *names), iteration)}"""
+{table(("", *titles), iteration)}
+
+{view.origin("gear")}"""
 
 
 def _as_paper(view: View) -> str:
@@ -247,10 +224,10 @@ def _as_paper(view: View) -> str:
         for one in each
     ]
     head = ("", "tokens together", "rank", "keys, %", "values, %", "bytes, % of fp16")
-    return f"""GEAR corrects a prompt as a whole, by rank 4, and what comes after it by rank 2 a buffer at a time, of 20
-tokens at 4 bits and 64 at 2. Here every page of {KINDS["gear2"].page} tokens has rank {KINDS["gear2"].rank}. Errors of
-{name}'s keys and values with these numbers of tokens and ranks, and what a page of them takes (outliers are 2 % of each
-vector, one at each end at least, which weighs on short buffers):
+    return f"""GEAR corrects a whole prompt with rank 4, and what follows with rank 2 for each buffer of 20 tokens (4
+bits) or 64 tokens (2 bits). Here every page of {KINDS["gear2"].page} tokens has rank {KINDS["gear2"].rank}. This is
+the error of {name}'s keys and values for these lengths and ranks, and the size of the result. Outliers are 2 % of each
+vector, but at least one at each end, which makes short buffers large:
 
 {table(head, rows)}"""
 
@@ -271,30 +248,32 @@ def _sizes(view: View) -> str:
             cells += [
                 _share(entry.get(f"{backend} {tokens}")) for tokens in LENGTHS for backend in ("reference", "cpu")
             ]
-            rows.append((kind, *cells))
+            rows.append((f"{kind}{view.mark('size', entry)}", *cells))
         lengths = [f"{tokens // 1024}k, {name}" for tokens in LENGTHS for name in ("reference and GPU", "CPU")]
         head = ("cache", "accounted", "page, reference and GPU", "page, CPU", *lengths)
         parts.append(f"### Heads of {D} channels\n\n{table(head, rows)}")
     keep, page = KINDS["hierarchical"].keep, KINDS["kivi2"].page
     return f"""## Size
 
-Percent of the bytes of fp16, from the buffers of a cache that holds so many tokens, windows of recent tokens in half
-precision included. "Accounted" is what the papers count for a page: codes, scales and zeros of 16 bits, and with GEAR
-16 r (T + D) bits of factors for T = {page} tokens and 32 bits for each outlier, half of which is its place. The GPU
-keeps the bytes of the reference. The CPU pads channels to whole vectors of 32 and records to 64 bytes, so small heads
-take more there.
+Percent of the bytes of fp16, taken from the buffers of a cache that holds that many tokens, including the window of
+recent tokens in half precision. "Accounted" is what the papers count for a page: codes, scales and zeros of 16 bits;
+for GEAR also 16 r (T + D) bits of factors for T = {page} tokens, and 32 bits for each outlier, half of which is its
+place. The GPU stores the same bytes as the reference. The CPU pads channels to vectors of 32 and records to 64 bytes,
+so small heads take more there.
 
-At 1k tokens the window counts: {SINKS} first tokens and up to {page} recent ones of the kinds of 4 and 2 bits (64
-of int4), {keep} to {keep + page} of hierarchical (the table shows the moment before a page is cut off, the worst
-there is). At 32k it is gone in the noise.
+At 1k tokens the window matters: {SINKS} first tokens and up to {page} recent ones for kinds of 4 and 2 bits (64 for
+int4), {keep} to {keep + page} for hierarchical. The table shows the moment before a page is compressed, the worst case.
+At 32k the window no longer shows.
 
-{chr(10).join(part + chr(10) for part in parts)} The papers: QServe's KV4 is `int4`, 4 bits and two halves for each
-token and head. QuantSpec keeps 8 bits in two planes and 2 G tokens in half precision, which is `hierarchical` with G
-= {page}; groups and window are its own. GEAR counts rank 4 for a prompt and rank 2 for every
-{KINDS["kivi2"].keys.group} tokens generated, and buffers of 20 (KCVT) or 64 tokens (KIVI); here every page of {page}
-tokens has rank 4, whether it came from a prompt or not, so L takes 16 · 4 · ({page} + D) / ({page} D) bits a number,
-more than a long prompt's shared factors, less than rank 2 for 64 tokens. The text of GEAR that we have leaves out the
-numbers of its tables, so only its accounting is set beside ours."""
+{chr(10).join(part + chr(10) for part in parts)}
+{view.origin("size")}
+
+How this compares with the papers: QServe's KV4 is `int4`, 4 bits and two halves for each token and head. QuantSpec
+keeps 8 bits in two planes and 2 G tokens in half precision, which is `hierarchical` with G = {page}. GEAR counts rank
+4 for a prompt and rank 2 for every {KINDS["kivi2"].keys.group} generated tokens, with buffers of 20 (KCVT) or 64
+tokens (KIVI). Here every page of {page} tokens has rank 4, so L takes 16 · 4 · ({page} + D) / ({page} D) bits per
+number: more than a long prompt's shared factors, less than rank 2 for 64 tokens. Only GEAR's accounting is compared:
+the text available to us lacks the numbers of its tables."""
 
 
 def _share(value: float | None) -> str:
@@ -316,7 +295,7 @@ def _drift(view: View, pictures: dict[str, str]) -> str:
                     ["", "", ""]
                     if entry is None
                     else [
-                        f"{100 * entry['mean']:.3f}",
+                        f"{100 * entry['mean']:.3f}{view.mark('drift', entry)}",
                         f"{100 * entry['first']:.3f} → {100 * entry['last']:.3f}",
                         f"{100 * entry['different'] / entry['steps']:.1f}",
                     ]
@@ -332,15 +311,15 @@ def _drift(view: View, pictures: dict[str, str]) -> str:
     steps = max(entry["steps"] for entry in view.drift.values()) - 1
     return f"""## Logits over a long generation
 
-GEAR's Figure 1b. The full-precision model continues a prompt of {DRIFT_PROMPT} tokens by {steps:,}, over the fp16
-cache: once by the likeliest token ("greedy") and once by drawing (temperature 1, "sampled"), because greedy text of
-models this small falls into loops: "repeats" is the share of places at which the last 8 tokens had stood together
-before. The fixed text then goes through every kind of cache. Deviation is |logits − exact| / |exact| in percent,
-2-norms, where "exact" is float32 without any cache; so fp16 has a deviation too. "Other choices" are steps whose
-likeliest token changes. The pictures show running means over 50 tokens. Windowed kinds are exact until their first
-page is compressed. Models whose context is shorter than the generation are left out.
+As in GEAR's Figure 1b. The full-precision model continues a prompt of {DRIFT_PROMPT} tokens by {steps:,} tokens over
+an fp16 cache, once greedily and once sampled (temperature 1), because greedy text of models this small falls into
+loops; "repeats" is the share of positions whose last 8 tokens had occurred before. The text is then fixed and run
+through every kind of cache. Deviation is |logits − exact| / |exact| in percent (2-norms), where "exact" is float32
+without a cache; so fp16 deviates too. "Other choices" are steps whose likeliest token changes. The pictures show
+running means over 50 tokens. Kinds with a window are exact until their first page is compressed.
 
-{chr(10).join(part + chr(10) for part in parts)}"""
+{chr(10).join(part + chr(10) for part in parts)}
+{view.origin("drift")}"""
 
 
 def _smooth(view: View) -> str:
@@ -368,19 +347,23 @@ def _smooth(view: View) -> str:
     )
     return f"""## SmoothAttention
 
-Which keys have outlier channels: the largest magnitude of a key channel over that of the median channel, layer by
-layer, of the most uneven head and of the median head. QServe speaks of outliers ten times larger than most; none of
-these models has them. So `{PLANTED}` has them put in: {PAIRS} pairs of channels of every key head are multiplied by
-{FACTOR}, the queries' divided, which changes no logit.
+QServe reports key channels ten times larger than most. The table shows the largest magnitude of a key channel over that
+of the median channel, layer by layer, for the most uneven head and for the median head. To have a model with such
+outliers, `{PLANTED}` multiplies {PAIRS} pairs of channels of every key head by {FACTOR} and divides the queries'
+channels by the same, which changes no logit.
 
 {table(("model", "most uneven head, by layer", "median head"), channels)}
 
-What a cache costs over fp16 with low-bit weights ({LOW}, reference backend), made without and with
-`quantize --smooth-attention`:
+{view.origin("channels")}
+
+What a cache costs over fp16 with low-bit weights ({LOW}, reference backend), quantized without and with
+`--smooth-attention`:
 
 {table(("model", "cache", "without", "with"), losses)}
 
-What evening out alone does to the weights, over fp16: {itself}."""
+{view.origin("perplexity")}
+
+Effect of `--smooth-attention` on the weights alone, over fp16: {itself}."""
 
 
 def _left_out(view: View) -> str:

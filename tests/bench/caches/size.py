@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from models.spec import ModelSpec, RopeSpec
+from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.cache import ReferenceCache
-from runtime.decoder import DecoderOptions
 from runtime.kv.control import PagedCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
 from tests.bench.caches.extent import ORDER

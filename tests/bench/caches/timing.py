@@ -32,29 +32,31 @@ def _decoding(view: View, pictures: dict[str, str]) -> str:
         times = [f"{1e3 * row[name]:.2f}" for name in ("turn_p50", "turn_mean", "longest")]
         pauses.append((kind, *times))
     peer = (
-        f"llama.cpp is that of llama-cpp-python {some['peer']}, its weights Q4_0, flash attention on, keys and values "
-        "both of the type that is named. Its cache is filled as short sequences side by side that one sequence then "
-        "takes over: every cell is computed and stored."
+        f"llama.cpp comes from llama-cpp-python {some['peer']}; its weights are Q4_0, flash attention is on, keys and "
+        "values both have the type named. Its cache is filled with short sequences side by side that one sequence then "
+        "takes over, so every cell is computed and stored."
         if some["peer"]
         else "llama.cpp was not timed: no interpreter with llama-cpp-python and gguf (`--peer-python`)."
     )
-    head = ("cache", "bytes a token", *(f"{tokens // 1024}k" for tokens in lengths))
+    head = ("cache", "bytes per token", *(f"{n // 1024}k{view.mark('speed', view.speed[n])}" for n in lengths))
     slow = ("cache", "median ms", "mean ms", "longest ms")
     return f"""## Decode speed
 
-Decoded tokens a second by tokens in the cache, medians of {some["rounds"]} turns of {some["steps"]} tokens; all kinds
-and both programs take turns, {some["threads"]} threads each. Random weights of 4 bits in a shape whose weights are
-small beside a long cache: hidden {HIDDEN}, {LAYERS} layers, {HEADS} heads, {KV_HEADS} key-value heads, D =
-{HEAD_DIM}, MLP {INTERMEDIATE} ({some["weight_bytes"] / 1e6:.1f} MB of weights). **The contexts are synthetic**: 512
-tokens are prefilled and copies of their pages, each a page of its own, fill the rest. That is what `lowbit-chat bench
-MODEL --kv KIND --at TOKENS` does too. {peer}
+Decoded tokens per second by tokens in the cache: medians of {some["rounds"]} turns of {some["steps"]} tokens, all
+kinds and both programs in turns, {some["threads"]} threads each. The model has random 4-bit weights that are small
+beside a long cache: hidden {HIDDEN}, {LAYERS} layers, {HEADS} heads, {KV_HEADS} key-value heads, D = {HEAD_DIM}, MLP
+{INTERMEDIATE} ({some["weight_bytes"] / 1e6:.1f} MB of weights). **The contexts are synthetic**: 512 tokens are
+prefilled, and separate copies of their pages fill the rest, as `lowbit-chat bench MODEL --kv KIND --at TOKENS` does
+too. {peer}
 
 {_picture(pictures, "speed", "Decoded tokens a second by tokens in the cache")}
 
 {table(head, rows)}
 
-Kinds with groups of tokens compress a page every 128 tokens, in one step. A turn of {LONG_TURN} tokens at
-{lengths[0]:,}, which holds two such steps:
+{view.origin("speed")}
+
+Kinds whose groups span tokens compress a page every 128 tokens, in one step. A turn of {LONG_TURN} tokens at
+{lengths[0]:,} tokens contains two such steps:
 
 {table(slow, pauses)}"""
 
@@ -73,18 +75,20 @@ def _attention(view: View, pictures: dict[str, str]) -> str:
             shown = one is not None and base is not None
             cells += [f"{1e3 * one['p50']:.2f}", f"{one['p50'] / base['p50']:.2f}"] if shown else ["", ""]  # type: ignore[index]
         rows.append((row["kind"], *cells))
-    head = ["cache", "bytes a token"]
+    head = ["cache", "bytes per token"]
     for tokens in lengths:
-        head += [f"{tokens // 1024}k, ms", "× fp16"]
+        head += [f"{tokens // 1024}k, ms{view.mark('attention', view.attention[tokens])}", "× fp16"]
     return f"""## Attention alone
 
-One new token over a long cache, {shape["layers"]} layers of {shape["kv_heads"]} key-value heads with {shape["share"]}
-query heads each, D = {shape["head_dim"]}, {some["threads"]} threads (`python -m tests.bench.kv`). Medians; kinds take
-turns. "Draft" reads the upper plane alone.
+One new token over a long cache: {shape["layers"]} layers of {shape["kv_heads"]} key-value heads with {shape["share"]}
+query heads each, D = {shape["head_dim"]}, {some["threads"]} threads (`python -m tests.bench.kv`). Medians, kinds in
+turns. "Draft" reads only the upper plane.
 
-{_picture(pictures, "attention", "Time of attention over fp16's, beside the bytes over fp16's")}
+{_picture(pictures, "attention", "Time and bytes of attention relative to fp16")}
 
-{table(head, rows)}"""
+{table(head, rows)}
+
+{view.origin("attention")}"""
 
 
 def _picture(pictures: dict[str, str], name: str, alternative: str) -> str:

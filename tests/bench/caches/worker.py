@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from runtime.backends.cpu.decoder import CpuDecoder
-from runtime.decoder import DecoderOptions, Step
+from runtime.backends.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS, KVKind
-from runtime.measure import fill
+from runtime.measure.speed import fill
 from tests.bench.caches.shape import slim
 from tests.bench.caches.shape_sizes import BITS
 from tests.peers.shape import RandomModel

@@ -1,4 +1,4 @@
-"""The first look at a card that this program has never run on: nine minutes, one page of words.
+"""A nine-minute check of a card that this program has never run on, with a page of results in words.
 
     make first-light                             or: python -m tests.bench.first_light
     make first-light-more SLOT=1                 or: python -m tests.bench.first_light --slot 1   (then 2)

@@ -1,4 +1,4 @@
-"""The bundled model answers, as a person would meet it: planned, loaded, prompted."""
+"""An answer of the bundled model, as a person meets it: planned, loaded, prompted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from assets import demo_path
 from models.store import StoredModel
 from runtime.compensation import Compensation
-from runtime.loading import plan_load
-from runtime.sampling import SamplingOptions
+from runtime.load.plan import plan_load
+from runtime.text.sampling import SamplingOptions
 from tests.bench.first_light.sizes import Amount
 from tests.bench.gpu.report import Part
 

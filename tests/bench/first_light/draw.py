@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from runtime.backends.triton.sampling import draw
-from runtime.sampling import Sampler, SamplingOptions
+from runtime.text.sampling import Sampler, SamplingOptions
 from tests.bench.first_light.sizes import Amount
 from tests.bench.gpu.clock import race
 from tests.bench.gpu.report import Part

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from tests.bench.first_light.beside import ORDERS, Beside, Order
+from tests.bench.first_light.layer import ORDERS, CompensatedLayer, Order
 from tests.bench.first_light.sizes import Amount
 from tests.bench.gpu.report import Part, Row
 
@@ -19,7 +19,9 @@ _AT_ONCE = 250
 def measure(part: Part, amount: Amount, device: torch.device) -> None:
     """A row for each layer type, n_tb and order of capture."""
     for kind in amount.beside:
-        layer = Beside(kind, amount.bench.shapes[kind], amount.bench.bits[0], amount.k_chunk, device, inputs=_INPUTS)
+        layer = CompensatedLayer(
+            kind, amount.bench.shapes[kind], amount.bench.bits[0], amount.k_chunk, device, inputs=_INPUTS
+        )
         for n_tb in amount.n_tbs:
             for order in ORDERS:
                 where = {"kind": kind, "n_tb": n_tb, "order": order}
@@ -30,7 +32,7 @@ def measure(part: Part, amount: Amount, device: torch.device) -> None:
                 part.add(where | replayed(layer, n_tb, order, amount.replays))
 
 
-def replayed(layer: Beside, n_tb: int, order: Order, replays: int) -> Row:
+def replayed(layer: CompensatedLayer, n_tb: int, order: Order, replays: int) -> Row:
     """Replay a graph of both, with other activations each time, and count numbers that are not those of two launches.
 
     Returns:

@@ -1,4 +1,4 @@
-"""How fast the fetch reads page-locked memory where it lies, by blocks, beside the copy engine."""
+"""Bandwidth of the fetch from page-locked memory by number of blocks, compared with the copy engine's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from runtime.backends.triton.link import host_to_device_gb_s
-from tests.bench.first_light.beside import Beside
+from runtime.backends.triton.bandwidth import host_to_device_gb_s
+from tests.bench.first_light.layer import CompensatedLayer
 from tests.bench.first_light.sizes import Amount
 from tests.bench.gpu.clock import race
 from tests.bench.gpu.report import Part
@@ -19,7 +19,7 @@ def measure(part: Part, amount: Amount, device: torch.device) -> None:
     """GB/s of the copy engine, and of fetches of all of a layer's residuals."""
     nbytes = 64 << 20 if device.type == "cuda" else 1 << 16
     part.add({"what": "copy engine", "gb_s": round(host_to_device_gb_s(device, nbytes=nbytes), 2)})
-    layer = Beside("o", amount.bench.shapes["o"], amount.bench.bits[0], _ALL, device)
+    layer = CompensatedLayer("o", amount.bench.shapes["o"], amount.bench.bits[0], _ALL, device)
     fetches = {str(n): [partial(layer.compensation, n, fused=False)] for n in amount.n_tbs}
     for n_tb, times in race(fetches, device, rounds=max(1, amount.bench.rounds // 5)).items():
         gb_s = layer.residual.nbytes / times.p50 / 1e9

@@ -1,4 +1,4 @@
-"""Whether unloading gives memory back: load, unload, load again, with what the card says is free in between."""
+"""Device memory returned by unloading: load, unload, load again, and what the card says is free in between."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from unittest import mock
 
 import torch
 
-from runtime.backend import ModelSizes
-from runtime.backends import backend
+from runtime.backends import ModelSizes, backend
+from runtime.backends.decoder import DecoderOptions
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.backends.triton.warm import warm
-from runtime.decoder import DecoderOptions
-from runtime.memory import plan
+from runtime.backends.triton.warmup import warm_up
+from runtime.load.memory import plan
 from tests.bench.first_light.sizes import Amount
 from tests.bench.gpu.decode import Copied
 from tests.bench.gpu.matrices import RandomModel
@@ -36,7 +35,7 @@ def measure(part: Part, amount: Amount, device: torch.device) -> None:
         with mock.patch("runtime.backends.triton.model.repack", copied.repack):
             decoder = TritonDecoder(model, options, device)
         if device.type == "cuda":
-            warm(decoder, lambda _: None)
+            warm_up(decoder, lambda _: None)
         footprint = backend("triton").footprint(spec, ModelSizes(weight_bytes=decoder.weight_bytes), compensated=False)
         memory = MemoryInfo(total_bytes=free, available_bytes=1 << 40, limit_bytes=None)
         planned = plan(spec, footprint, context=options.context, rows=options.max_rows, memory=memory)

@@ -1,4 +1,4 @@
-"""How well a product and its compensation overlap: the time of both by the longer of the two, in every arrangement."""
+"""Overlap of a product and its compensation: the time of both by the longer of the two, in every arrangement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from tests.bench.first_light.beside import ORDERS, PRIORITIES, Beside
+from tests.bench.first_light.layer import ORDERS, PRIORITIES, CompensatedLayer
 from tests.bench.first_light.sizes import Amount
 from tests.bench.gpu.clock import race
 from tests.bench.gpu.report import Part
@@ -15,7 +15,7 @@ from tests.bench.gpu.report import Part
 def measure(part: Part, amount: Amount, device: torch.device) -> None:
     """A row for each layer type, n_tb, order of capture and priority of the second stream; 1.0 is perfect."""
     for kind in amount.beside:
-        layer = Beside(kind, amount.bench.shapes[kind], amount.bench.bits[0], amount.k_chunk, device)
+        layer = CompensatedLayer(kind, amount.bench.shapes[kind], amount.bench.bits[0], amount.k_chunk, device)
         for n_tb in (n for n in amount.n_tbs if n in (1, 4, 8)):
             for priority in PRIORITIES:
                 if part.late():

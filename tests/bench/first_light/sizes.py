@@ -1,4 +1,4 @@
-"""How much a first look does: on a card, and in the dry mode that shows on any machine that the command works."""
+"""The amount of work of a first look: on a card, and in the dry mode that only shows that the command works."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Whether a kernel can run: what `doctor` looks at, and a tiny launch."""
+"""A first launch on the card: what `doctor` looks at, and a minimal kernel."""
 
 from __future__ import annotations
 
 import torch
 
 from runtime.backends import backend
-from runtime.backends.triton.trial import launch
+from runtime.backends.triton.launch_check import launch
 from tests.bench.first_light.sizes import Amount
 from tests.bench.gpu.report import Part
 

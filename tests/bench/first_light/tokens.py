@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KVKind
 from tests.bench.first_light.sizes import Amount
 from tests.bench.gpu.matrices import RandomModel

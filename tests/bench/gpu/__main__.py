@@ -1,4 +1,4 @@
-"""How near the GPU backend is to what the device can do, beside other programs' kernels: one result file.
+"""The GPU backend's speed against the device's limits and other programs' kernels, in one result file.
 
     make bench-gpu                               or: python -m tests.bench.gpu --parts gemv,knee --out FILE.json
 

@@ -1,4 +1,4 @@
-"""What the device can do at best: copies within its memory, reads of it, and reads of the host's memory."""
+"""The device's best bandwidth: copies within its memory, reads of it, and reads of the host's memory."""
 
 from __future__ import annotations
 

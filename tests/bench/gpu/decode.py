@@ -17,11 +17,11 @@ import torch
 
 from models.packed import PackedLinear
 from models.spec import ModelSpec
+from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.timer import CudaTimer
-from runtime.decoder import DecoderOptions, Step
-from runtime.timing import DecodeTimer
+from runtime.measure.timing import DecodeTimer
 from tests.bench.gpu.bandwidth import multiprocessors
 from tests.bench.gpu.matrices import RandomModel, copied
 from tests.bench.gpu.report import Part, Row

@@ -13,7 +13,7 @@ import torch
 
 from runtime.backends.triton.kernels.gemv import gemv
 from runtime.backends.triton.kernels.sums import piece_sums
-from runtime.backends.triton.words import pieces
+from runtime.backends.triton.sizes import pieces
 from runtime.backends.triton.workspace import Workspace
 from tests.bench.gpu import peers
 from tests.bench.gpu.bandwidth import copy_gb_s

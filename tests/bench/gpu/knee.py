@@ -1,4 +1,4 @@
-"""How much dynamic compensation costs beside the base product: time over k_chunk for several n_tb, normalized.
+"""Cost of dynamic compensation on top of the base product: time over k_chunk for several n_tb, normalized.
 
 The base product runs on one stream, the fused compensation on another, as in a decoded token's graph. Weights and
 activations are rotated, so that the channels that are fetched differ from launch to launch.
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 import torch
 
 from models.packed import PackedLinear
+from runtime.backends.operations.channels import total_budget
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.gemv import gemv
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.kernels.sums import piece_sums
 from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import residual_to_device
-from runtime.backends.triton.words import pieces
+from runtime.backends.triton.sizes import pieces
 from runtime.backends.triton.workspace import Workspace
-from runtime.operations.channels import total_budget
 from tests.bench.gpu.clock import Launch, copies_past_cache, race
 from tests.bench.gpu.matrices import RESIDUAL_BITS, activations, copies, random_linear
 from tests.bench.gpu.report import Part

@@ -1,4 +1,4 @@
-"""What the results were measured on."""
+"""The machine and the versions that results were measured on."""
 
 from __future__ import annotations
 

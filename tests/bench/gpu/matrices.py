@@ -12,8 +12,8 @@ import torch
 from models.packed import PackedLinear, PackedResidual
 from models.packing import packed_width
 from models.spec import ModelSpec
+from runtime.backends.operations.channels import layer_kind
 from runtime.backends.triton.layout import GpuLinear, dequantize, repack
-from runtime.operations.channels import layer_kind
 from tests.bench.gpu.report import Row
 
 GROUP_SIZE = 128
@@ -84,7 +84,7 @@ def activations(rows: int, K: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """`runtime.weights.Weights` of random matrices: one of each shape, under all the names of that shape."""
+    """`models.weights.Weights` of random matrices: one of each shape, under all the names of that shape."""
 
     spec: ModelSpec
     """The architecture."""
@@ -112,6 +112,9 @@ class RandomModel:
         """The embedding table: 1024 random rows, again and again."""
         rows = np.random.default_rng(0).standard_normal((1024, self.spec.hidden_size), np.float32).astype(np.float16)
         return np.resize(rows, (self.spec.vocab_size, self.spec.hidden_size))
+
+    def release(self) -> None:
+        """Nothing here can be read again."""
 
 
 def _words(rng: np.random.Generator, rows: int, width: int) -> npt.NDArray[np.int32]:

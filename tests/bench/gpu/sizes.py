@@ -1,4 +1,4 @@
-"""What is measured: the shapes and counts of a real run, and of one that only shows that the benchmark works."""
+"""Shapes and counts of a real run, and of one that only shows that the benchmark works."""
 
 from __future__ import annotations
 

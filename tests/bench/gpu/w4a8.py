@@ -14,12 +14,12 @@ import torch
 from models import per_token
 from models.packed import PackedLinear
 from models.packing import packed_width
+from runtime.backends.operations import linear as reference
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.tokens import Tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
-from runtime.backends.triton.whole import WholeLinear, repack_whole
+from runtime.backends.triton.w4a8_layout import W4A8Linear, repack_w4a8
 from runtime.backends.triton.workspace import Workspace
-from runtime.operations import linear as reference
 from tests.bench.gpu import peers
 from tests.bench.gpu.clock import copies_past_cache, race
 from tests.bench.gpu.matrices import activations, copies, random_weight
@@ -103,13 +103,13 @@ def _packed(shape: tuple[int, int], group_size: int) -> PackedLinear:
 
 
 @cache
-def _weight(shape: tuple[int, int], group_size: int, device: torch.device) -> WholeLinear:
-    return repack_whole(_packed(shape, group_size), device)
+def _weight(shape: tuple[int, int], group_size: int, device: torch.device) -> W4A8Linear:
+    return repack_w4a8(_packed(shape, group_size), device)
 
 
-def _copied(weight: WholeLinear) -> WholeLinear:
+def _copied(weight: W4A8Linear) -> W4A8Linear:
     parts = (weight.codes.clone(), weight.scales.clone(), weight.groups.clone())
-    return WholeLinear(
+    return W4A8Linear(
         name=weight.name,
         shape=weight.shape,
         group_size=weight.group_size,
@@ -120,7 +120,7 @@ def _copied(weight: WholeLinear) -> WholeLinear:
     )
 
 
-def _tokens(rows: int, K: int, weight: WholeLinear, device: torch.device) -> Tokens:
+def _tokens(rows: int, K: int, weight: W4A8Linear, device: torch.device) -> Tokens:
     """Normally distributed activations, rounded."""
     codes, scales = per_token.quantize(torch.randn(rows, K))
     filled = torch.nn.functional.pad(codes, (0, weight.width - K))

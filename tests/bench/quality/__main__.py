@@ -1,11 +1,11 @@
-"""What compressing costs and what compensation gives back, on a real model: docs/quality.md with its pictures.
+"""What quantizing costs and what compensation restores, on a real model: docs/quality.md with its pictures.
 
     make quality SMOLLM2=FOLDER                  or: python -m tests.bench.quality --smollm2 FOLDER
     make quality SMOLLM2=FOLDER PEER_PYTHON=peers-venv/bin/python    beside llama.cpp (tests/peers/README.md says how)
     python -m tests.bench.quality --only times,budgets --again       time again what depends on the machine
 
 FOLDER holds SmolLM2-135M-Instruct as a Hugging Face checkpoint in fp16. Every number goes the program's own way:
-quantize, store, CPU decoder, `runtime.evaluate.perplexity`. Numbers are kept in docs/quality/results.json with
+quantize, store, CPU decoder, `runtime.measure.evaluate.perplexity`. Numbers are kept in docs/quality/results.json with
 everything that decides them; a run that was stopped goes on where it was, and numbers of an older version of the code
 are measured again. `--quick` measures a little of everything, noisily, and writes to build/quality/quick.
 """
@@ -24,8 +24,8 @@ from typing import Any
 from models.recipe import DEFAULT_METHOD
 from models.recipe import WEIGHT_ONLY_METHODS as METHODS
 from models.store import Store
-from runtime.tokenizer import Tokenizer
-from tests.bench.quality import answers, llama, making, massive, outliers, peers, readme
+from runtime.text.tokenizer import Tokenizer
+from tests.bench.quality import answers, llama, making, massive, outliers, peers, summary
 from tests.bench.quality.measure import Laboratory, making_code, oracle_code
 from tests.bench.quality.points import BUDGETS, EXTENTS, REAL, Extent, Point, cases, points, quick
 from tests.bench.quality.report import write
@@ -56,7 +56,7 @@ def main() -> None:
     write(view, file)
     print(f"written to {file}")
     if not (given.quick or given.out):
-        readme.write(view, README)
+        summary.write_answers(view, README)
     for what, why in results.about["skipped"].items():
         print(f"missing: {what}: {why}", file=sys.stderr)
 

@@ -13,10 +13,10 @@ from models.checkpoint import Checkpoint
 from models.oracle import Oracle
 from models.recipe import DEFAULT_METHOD
 from models.store import StoredModel
-from runtime.decoder import DecoderOptions
-from runtime.open import open_engine
-from runtime.sampling import SamplingOptions
-from runtime.tokenizer import Tokenizer
+from runtime.backends.decoder import DecoderOptions
+from runtime.load.open import open_engine
+from runtime.text.sampling import SamplingOptions
+from runtime.text.tokenizer import Tokenizer
 from tests.bench.quality.measure import Laboratory, oracle_code, point_code, running_code
 from tests.bench.quality.points import REFERENCE_K, Point, chat
 from tests.bench.reporting.markdown import table

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from models.checkpoint import Checkpoint
 from models.spec import ModelSpec
-from runtime.evaluate import windows
+from runtime.measure.evaluate import windows
 
 FULL = "F32"
 KINDS = ("Q2_K", "Q3_K_M", "IQ3_M", "Q4_0", "Q4_K_M")
@@ -53,8 +53,8 @@ class Text:
     """Tokens between windows."""
 
     def parts(self) -> list[dict[str, Any]]:
-        """For each window of `runtime.evaluate` its tokens, and the first one that is scored in it: `first`, and of
-        those that an evaluation as a chat scores, `chat_first`."""
+        """The tokens of each window of `runtime.measure.evaluate`, and the first one scored in it: `first`; as a chat,
+        `chat_first`."""
         count = len(self.tokens)
         chat = {part.start: part.first for part in windows(count, self.window, self.stride, as_chat=True)}
         return [
@@ -191,7 +191,7 @@ def ask(
     squares: Mapping[str, FloatArray],
     kinds: Sequence[tuple[str, bool]],
 ) -> tuple[str, list[PeerRow]]:
-    """Let llama.cpp quantize a checkpoint and score a text in the windows that `runtime.evaluate` uses.
+    """Let llama.cpp quantize a checkpoint and score a text in the windows that `runtime.measure.evaluate` uses.
 
     Args:
         python: An interpreter with llama-cpp-python and gguf.

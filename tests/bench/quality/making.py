@@ -25,7 +25,7 @@ from models.recipe import Recipe
 from models.spec import ModelSpec
 from models.store import Store, StoredModel
 from models.store.manifest import Manifest
-from runtime.parent import ParentWatch
+from runtime.system.parent import ParentWatch
 from tests.bench.reporting.results import digest
 
 _BESIDE = 3 << 29
@@ -130,9 +130,9 @@ def buffers(model: StoredModel) -> dict[str, int]:
     """Bytes of the weights of all linear layers in each backend's layout, summed over real buffers."""
     import torch
 
+    from runtime.backends.decoder import DecoderOptions
     from runtime.backends.triton.layout import repack
-    from runtime.decoder import DecoderOptions
-    from runtime.open import open_decoder
+    from runtime.load.open import open_decoder
 
     decoder, _ = open_decoder(model, DecoderOptions(context=64, k_chunk=0), "cpu")
     found = {"cpu_buffers": decoder.weight_bytes}
@@ -150,7 +150,7 @@ def main() -> None:
 def _made(request: dict[str, Any]) -> dict[str, Any]:
     from assets import evaluation_text
     from models.quantize import quantize
-    from runtime.measure import peak_memory_bytes
+    from runtime.measure.speed import peak_memory_bytes
 
     store, folder, recipe = Store(Path(request["root"])), Path(request["folder"]), Recipe.from_json(request["recipe"])
     quantize(

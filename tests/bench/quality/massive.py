@@ -129,14 +129,15 @@ def section(entry: Entry, picture: str) -> str:
     qkv = [block["qkv"]["first_rms"] / block["qkv"]["rms"] for block in blocks[highest + 1 :]] or [1.0]
     return f"""{TITLE}
 
-Activations of {entry["model"]} in full precision, {SEQUENCES} sequences of {LENGTH} tokens of the bundled calibration
-text, each from another place and so with another first token. Whichever it is, the layers of the table give it an
-activation more than {LARGE:.0f} times the root mean square of all others and {ALONE:.0f} times the largest of them,
-nearly always in the same channel, and its residual stream grows to {max(streams):.0f} times theirs (behind block
-{highest}). From there on its normed inputs to `qkv` are {np.median(qkv):.2f} times the others' (median over blocks),
-and it receives {np.median(shares[highest + 1 :] or shares):.0f} % of all attention (median, {max(shares):.0f} % at
-most): an attention sink. A mean over tokens sees little but this token in those channels of `down`, and next to nothing
-of it in `qkv`; what follows from that for quantizers is in [decisions.md](decisions.md).
+Activations of {entry["model"]} in full precision on {SEQUENCES} sequences of {LENGTH} tokens, each taken from a
+different place in the bundled calibration text, so that each starts with a different token. In the layers listed below,
+the first position has an activation more than {LARGE:.0f} times the root mean square of all other positions and
+{ALONE:.0f} times the largest of them. Its residual stream grows to {max(streams):.0f} times theirs (after block
+{highest}). From there on, its normed inputs to `qkv` are {np.median(qkv):.2f} times the others' (median over blocks),
+and it receives {np.median(shares[highest + 1 :] or shares):.0f} % of all attention (median; at most
+{max(shares):.0f} %): it is an attention sink. In those channels of `down`, a mean over tokens sees little else; in
+`qkv` it hardly sees this token at all.
+[What follows for quantizers](decisions.md#2026-11-22--one-token-broke-every-clever-quantizer).
 
 ![Largest activations, residual stream and attention by block]({picture})
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from models.checkpoint import Checkpoint
 from models.store import Store, StoredModel
+from runtime.backends.decoder import DecoderOptions
+from runtime.backends.operations.channels import total_budget
+from runtime.budget.prompt_tuning import tune_prompts
+from runtime.budget.tuning import tune
 from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
-from runtime.decoder import DecoderOptions
-from runtime.evaluate import full_precision_perplexity, perplexity
-from runtime.open import open_decoder
-from runtime.operations.channels import total_budget
-from runtime.prompt_tuning import tune_prompts
-from runtime.tuning import tune
+from runtime.load.open import open_decoder
+from runtime.measure.evaluate import full_precision_perplexity, perplexity
 from tests.bench.quality.making import make, weights_of
 from tests.bench.quality.points import Point
 from tests.bench.reporting.cases import ROOT, Case
 from tests.bench.reporting.losses import numbers
+from tests.bench.reporting.origin import digest_code
 from tests.bench.reporting.results import Entry, Results, digest, digest_files
 from tests.bench.reporting.run import Tell
 from tuner.profiles import ProfileStore
@@ -51,8 +53,9 @@ def tuning_code() -> str:
     return digest([running_code(), _code("tuner", ("*.py",)), _code("runtime", ("tuning.py", "prompt_tuning.py"))])
 
 
+@cache
 def _code(package: str, patterns: tuple[str, ...]) -> str:
-    return digest_files(file for pattern in patterns for file in (ROOT / package).glob(pattern))
+    return digest_code(file for pattern in patterns for file in (ROOT / package).glob(pattern))
 
 
 def point_code(weights: str, running: str) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 from tests.bench.quality import llama
 from tests.bench.quality.measure import Laboratory, oracle_code
 from tests.bench.reporting.losses import pieces
-from tests.bench.reporting.results import Entry, digest, digest_files
+from tests.bench.reporting.origin import digest_code
+from tests.bench.reporting.results import Entry, digest
 
 _HERE = Path(__file__).parent
 KINDS = ((llama.FULL, False), *((kind, True) for kind in llama.KINDS))
@@ -20,7 +21,7 @@ KINDS = ((llama.FULL, False), *((kind, True) for kind in llama.KINDS))
 def code() -> str:
     """Digest of the code that decides llama.cpp's numbers: conversion, importance matrix and scoring."""
     files = [_HERE / name for name in ("llama.py", "llama_worker.py", "outliers.py")]
-    return digest([digest_files(files), oracle_code()])
+    return digest([digest_code(files), oracle_code()])
 
 
 def measure(

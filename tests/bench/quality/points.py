@@ -10,7 +10,7 @@ from typing import Any
 from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, Recipe
 from models.recipe import WEIGHT_ONLY_METHODS as METHODS
 from runtime.backends.cpu.backend import CpuBackend
-from runtime.decoder import Selector
+from runtime.backends.decoder import Selector
 from tests.bench.reporting.cases import CASES, SMOLLM2, Case
 from tests.bench.reporting.cases import smollm2 as real_model
 

@@ -30,15 +30,15 @@ def of_chats() -> list[tuple[str, Callable[[View, Case], Finding]]]:
     """Claims about what a chat with the real model gets of the default recipe."""
     near = [
         (
-            f"As a chat {bits} bits of the default recipe at k_chunk {REFERENCE_K} are within {limit} × full precision",
+            f"As a chat, {bits} bits by the default recipe at k_chunk {REFERENCE_K} reach {limit} × full precision",
             partial(_near, bits=bits, limit=limit),
         )
         for bits, limit in CHAT_LIMITS.items()
     ]
-    budget = f"As a chat 3 bits with a budget of {BUDGET:g} % on this processor are within {BUDGET_LIMIT} ×"
+    budget = f"As a chat, 3 bits with a budget of {BUDGET:g} % on this processor reach {BUDGET_LIMIT} ×"
     peers = [
         (
-            f"{bits} bits at k_chunk {REFERENCE_K} beat all types of llama.cpp in no more bytes, or its smallest",
+            f"{bits} bits at k_chunk {REFERENCE_K} beat every llama.cpp type that is no larger, or its smallest",
             partial(_peer, bits=bits),
         )
         for bits in CHAT_LIMITS

@@ -1,4 +1,4 @@
-"""docs/quality.md: what was measured, what was promised and whether it holds, all from the results file."""
+"""docs/quality.md: what was measured, what was promised, and whether that holds, all from the results file."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.recipe import DEFAULT_METHOD
-from tests.bench.quality import answers, judge, massive, promises, sizes
+from tests.bench.quality import answers, judge, massive, promises, sizes, summary
 from tests.bench.quality.outliers import SHARES
 from tests.bench.quality.plots import draw
 from tests.bench.quality.points import ALL_RESIDUALS, REAL, RESIDUALS, SELECTORS
-from tests.bench.quality.view import OLD, View
+from tests.bench.quality.view import View
 from tests.bench.reporting.losses import difference
 from tests.bench.reporting.markdown import legend, table
+from tests.bench.reporting.origin import OLD
 from tests.bench.reporting.results import Entry
 from tests.bench.reporting.verdicts import Claim, Verdict
 
 _ALT = {
     "curves": "Perplexity against k_chunk at 3, 3.5 and 4 bits",
-    "outliers": "Large input channels by position, and how many of them statistics know",
+    "outliers": "Large input channels by position, and how many of them calibration finds",
 }
 
 
@@ -35,6 +36,8 @@ def write(view: View, file: Path) -> None:
     found = judge.claims(view)
     parts = [
         _opening(view),
+        summary.section(view),
+        _measured(view),
         _promises(view, found),
         _answers(view),
         _curves(view, pictures),
@@ -61,6 +64,31 @@ def _w4a8(file: Path) -> str:
 def _opening(view: View) -> str:
     about = view.results.about
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    missing = "" if view.real else f"\n\n**{about['skipped'].get(REAL, 'The real model was not measured')}.**"
+    return f"""# Quality
+
+How much quality a model loses when it is quantized, and how much dynamic error compensation restores, measured on a
+real chat model. Run
+
+    make quality SMOLLM2=FOLDER PEER_PYTHON=PYTHON   or: python -m tests.bench.quality --smollm2 FOLDER
+
+to measure and write this page; it was last run on {about["date"]} ({about["cpu"]}, {about["threads"]} threads,
+{about["variant"]}; {versions}). The whole page, verdicts and pictures included, is computed from
+[{view.results.path.name}](quality/{view.results.path.name}). {_versions(view)}{missing}"""
+
+
+def _versions(view: View) -> str:
+    old, count = view.old(), view.count()
+    if not old:
+        return f"All {count} entries were measured by the code that wrote this page."
+    if old == count:
+        return f"All {count} entries are older than the code that wrote this page."
+    return f"**{old} of {count} entries are older than the code** that wrote this page; they are marked {OLD}."
+
+
+def _measured(view: View) -> str:
+    """The models, the texts and the two ways to measure."""
+    about = view.results.about
     rows = [
         (
             case.name,
@@ -74,35 +102,26 @@ def _opening(view: View) -> str:
         for case in view.models
     ]
     head = ("model", "what", "measured on", "windows", "calibrated on", "full precision", "the same, as a chat")
-    missing = "" if view.real else f"\n\n**{about['skipped'].get(REAL, 'The real model was not measured')}.**"
-    return f"""# Quality
-
-What quantizing costs and what dynamic error compensation gives back, on a real chat model. Written by
-
-    make quality SMOLLM2=FOLDER PEER_PYTHON=PYTHON   or: python -m tests.bench.quality --smollm2 FOLDER
-
-on {about["date"]} ({about["cpu"]}, {about["threads"]} threads, {about["variant"]}; {versions}). Everything on this
-page, verdicts and pictures included, is computed from [{view.results.path.name}](quality/{view.results.path.name}).
-{_versions(view)}{missing}
+    return f"""## How it was measured
 
 {table(head, rows)}
 
-Every number went the program's own way: checkpoint, `quantize`, store, CPU decoder, perplexity. **Plain**, as `eval`
-has it, every position of a window is run as a decoded token is, and every token is scored. **As a chat**, as
-`eval --as-chat` has it, the first half of each window is prefilled as the engine prefills a prompt, and the second half
-is decoded and scored token by token. Where decoding is compensated, prompts are by {ALL_RESIDUALS} of 1024 channels,
-which is what the default prompt budget buys on a CPU (section *Budgets*); at k_chunk 0 nothing is. Groups have
-{view.models[0].group_size if view.models else 64} channels, the head has 4 bits, residuals 4 bits, and the selection is
-the approximate one unless something else is said. `k_chunk` counts channels of 1024; a narrower matrix compensates its
-share, rounded up. "A ± B" is a mean difference in nats a token and its standard error, from the differences of the same
-text's {_pieces(view)} consecutive pieces; differences within two standard errors are called noise."""
+{view.origin("full")}
 
+Every model takes the program's own path: checkpoint, `quantize`, store, CPU decoder, perplexity. There are two ways to
+measure:
 
-def _versions(view: View) -> str:
-    old = len(view.stale)
-    if not old:
-        return "All numbers are of one version of the code."
-    return f"**{old} of {view.count()} entries are of an older version of the code**; their numbers are marked {OLD}."
+- **Plain**, like `eval`: every position of a window is computed as a decoded token, and every token is scored.
+- **As a chat**, like `eval --as-chat`: the first half of each window is prefilled as the engine prefills a prompt; the
+  second half is decoded and scored token by token.
+
+Where decoding is compensated, prompts are compensated by {ALL_RESIDUALS} of 1024 channels; at k_chunk 0 nothing is.
+Unless stated otherwise, groups have {view.models[0].group_size if view.models else 64} channels, the head and the
+residuals have 4 bits, and channels are selected approximately. `k_chunk` counts channels of 1024; a narrower matrix
+compensates its share, rounded up.
+
+"A ± B" is a mean difference in nats per token and its standard error, estimated from {_pieces(view)} consecutive pieces
+of the same text. Differences within two standard errors count as noise."""
 
 
 def _pieces(view: View) -> str:
@@ -122,9 +141,9 @@ def _promises(view: View, found: Sequence[Claim]) -> str:
         rows.append((claim.text, *marks, f"**{claim.verdict.value}**"))
     wrong = [claim for claim in found if claim.verdict is Verdict.NO]
     summary = (
-        f"{sum(claim.verdict is Verdict.YES for claim in found)} of {len(found)} hold everywhere they can be judged"
+        f"{sum(claim.verdict is Verdict.YES for claim in found)} of {len(found)} hold wherever they could be judged"
     )
-    summary += f"; {len(wrong)} do not." if wrong else "."
+    summary += f"; {len(wrong)} {'does' if len(wrong) == 1 else 'do'} not." if wrong else "."
     failed = f"Where a promise does not hold:\n\n{_behind(wrong, Verdict.NO)}\n\n" if wrong else ""
     return f"""## What was promised, and whether it holds
 
@@ -156,16 +175,17 @@ def _answers(view: View) -> str:
     entry = next((entry for entry in view.results.all("answers") if entry["model"] == REAL), None)
     if entry is None:
         return ""
-    old = f"\n\n{OLD} of an older version of the code." if view.mark(entry) else ""
     return f"""## Answers
 
-Five questions, answered greedily, {answers.TOKENS} tokens at most, by the default method.
+Five questions, answered greedily with at most {answers.TOKENS} tokens; the model was quantized by the default method.
 
-{answers.as_table(entry)}{old}"""
+{answers.as_table(entry)}
+
+{view.origin("answers")}"""
 
 
 def _curves(view: View, pictures: dict[str, str]) -> str:
-    lead = "The paper's Figure 12. × is the model without compensation, the dashed line full precision."
+    lead = "As in QDEC's Figure 12. × marks the model without compensation; the dashed line is full precision."
     parts = [f"## Perplexity against k_chunk\n\n{lead}"]
     numbers = view.numbers()
     for case in view.models:
@@ -178,11 +198,13 @@ def _curves(view: View, pictures: dict[str, str]) -> str:
                 own = [view.chat(case, method, bits, number) for number in numbers] if case.name == REAL else []
                 loss = "" if plain[0] is None else str(difference(plain[0], view.full[case.name]))
                 rows.append((f"{bits:g}", method, *(view.shown(entry) for entry in (*own, *plain)), loss))
+        if not rows:
+            continue
         head: list[str] = ["bits", "method"]
         head += [f"chat, {number}" for number in numbers] if case.name == REAL else []
         head += [f"plain, {number}" for number in numbers] + ["plain, loss at 0, nats"]
         parts.append(f"### {case.name}\n\n{_picture(pictures, f'curves-{case.name}')}\n\n{table(head, rows)}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, view.origin("points", "full")])
 
 
 def _budgets(view: View) -> str:
@@ -215,14 +237,18 @@ def _budgets(view: View) -> str:
     head = ("bits", "budget", "perplexity as a chat", "of full precision", "bought")
     return f"""## Budgets
 
-The default recipe ({DEFAULT_METHOD}) on {REAL}, tuned on this processor as `run` does it, prompts with their default
-budget. These numbers depend on the device, and on what else it was doing.
+{REAL} by the default recipe ({DEFAULT_METHOD}), tuned on this processor as `run` does it, with the default budget for
+prompts. These numbers depend on the device and on what else it was doing.
 
 {table(head, rows)}
 
-What compensating prompts gives, as a chat:
+{view.origin("budgets")}
 
-{table(("bits", "k_chunk", "prompts plain", "prompts compensated", "difference, nats"), prompts)}"""
+What compensating the prompt adds, as a chat:
+
+{table(("bits", "k_chunk", "prompts plain", "prompts compensated", "difference, nats"), prompts)}
+
+{view.origin("points")}"""
 
 
 def _quantizing(view: View) -> str:
@@ -254,16 +280,20 @@ def _quantizing(view: View) -> str:
     )
     return f"""## Quantizing
 
-{REAL}, each time in a process of its own, as `lowbit-chat quantize` does it: start of the process, calibration and
-judging included. "Others'" are the processor seconds that other processes took meanwhile: on a machine that does other
-things seconds grow. The largest memory is that of the process, torch itself included.
+{REAL}, each time in its own process, as `lowbit-chat quantize` does it, including process start, calibration and
+judging. "Others'" is the processor time that other processes used meanwhile; on a busy machine, seconds grow. Peak
+memory is that of the process, torch included.
 
-{table(head, rows)}"""
+{table(head, rows)}
+
+{view.origin("stored")}"""
 
 
 def _massive(view: View, pictures: dict[str, str]) -> str:
     entry = view.massive.get(REAL)
-    return "" if entry is None or "massive" not in pictures else massive.section(entry, pictures["massive"])
+    if entry is None or "massive" not in pictures:
+        return ""
+    return f"{massive.section(entry, pictures['massive'])}\n\n{view.origin('massive')}"
 
 
 def _outliers(view: View, pictures: dict[str, str]) -> str:
@@ -282,13 +312,15 @@ def _outliers(view: View, pictures: dict[str, str]) -> str:
     ]
     return f"""## Which channels are large
 
-The paper's Figure 5, in full precision: (a) the input channels of largest magnitude at each of 100 consecutive
-positions; (b) and the table: how many of a position's largest channels are among those of the largest mean square on
-the calibration text, which is what static selection goes by. Steady rows in (a) are channels that are always large.
+As in QDEC's Figure 5, in full precision. (a) shows the input channels of largest magnitude at each of 100 consecutive
+positions; steady rows are channels that are always large. (b) and the table show how many of a position's largest
+channels are also among those with the largest mean square on the calibration text, which is what static selection uses.
 
 {_picture(pictures, "outliers")}
 
-{table(("model", "largest", *kinds), rows)}"""
+{table(("model", "largest", *kinds), rows)}
+
+{view.origin("outliers")}"""
 
 
 def _selection(view: View) -> str:
@@ -305,10 +337,12 @@ def _selection(view: View) -> str:
     head = ("model", "method", "k_chunk", "approximate", "exact", "static", "random", "recall")
     return f"""## How channels are chosen
 
-Approximate top-k against exact (the paper's Figure 15), and dynamic against static and random channels (Figure 16), at
-3 bits, plain.
+Approximate against exact top-k (QDEC's Figure 15), and dynamic against static and random channels (Figure 16), at 3
+bits, plain.
 
-{table(head, rows)}"""
+{table(head, rows)}
+
+{view.origin("points")}"""
 
 
 def _residuals(view: View) -> str:
@@ -324,12 +358,14 @@ def _residuals(view: View) -> str:
     head = ("model", "method", "KiB a token", *(f"{bits}-bit" for bits in RESIDUALS))
     return f"""## Bits of the residuals at equal bytes
 
-The paper's Table 1: 3-bit weights, plain; every line fetches the same bytes of residual rows a token (scales not
-counted), in fewer channels the more bits a residual has; `k_chunk` in brackets, the best of a line in bold. Cells whose
-bytes differ by more than {100 * judge.BYTES_TOLERANCE:.0f} %, because narrow matrices round their share of channels up,
-are left empty.
+As in QDEC's Table 1: 3-bit weights, plain. Every line fetches the same number of bytes of residual rows per token
+(scales not counted): the more bits a residual has, the fewer channels. `k_chunk` is in brackets, the best of a line in
+bold. Narrow matrices round their share of channels up; cells whose bytes therefore differ by more than
+{100 * judge.BYTES_TOLERANCE:.0f} % are left empty.
 
-{table(head, rows)}"""
+{table(head, rows)}
+
+{view.origin("points")}"""
 
 
 def _cell(view: View, entry: Entry | None, best: float, k_chunk: int) -> str:

@@ -21,26 +21,27 @@ def section(view: View, picture: str | None) -> str:
 
 ![Perplexity against bytes on the device, beside llama.cpp]({picture})
 
-Bytes of all weights that stay on the device: codes, scales and zero-points or codebooks of the blocks and of the output
-head, the norms, and the residuals' scales. The embedding table is read a row at a time from main memory, here as in
-llama.cpp, and counts on neither side; where it is tied to the head, the head counts. Residuals lie in main memory and
-take "residuals" more of it. "CPU" and "GPU" are sums over real buffers of the linear layers in the layouts of the two
-backends: the GPU's fills rows up to multiples of 32 channels."""
+MB counts all weights that stay on the device: codes, scales and zero-points or codebooks of the blocks and the output
+head, the norms, and the scales of the residuals. The embedding table is read a row at a time from main memory, as in
+llama.cpp, and counts on neither side; where it is tied to the head, the head counts. Residuals take the main memory
+listed under "residuals". "CPU" and "GPU" add up the real buffers of the linear layers in the two backends' layouts; the
+GPU's pads rows to multiples of 32 channels."""
     if not view.peers:
         return f"{lead}\n\nllama.cpp was not measured: no interpreter with llama-cpp-python and gguf (`--peer-python`)."
     versions = sorted({entry["version"] for entry in view.peers.values()})
     parts = [
         lead,
-        f"""llama.cpp is that of llama-cpp-python {", ".join(versions)}: the same fp16 weights were converted to GGUF in
-float32, quantized by llama.cpp itself with an importance matrix of our calibration text, and scored in the same windows
-of the same tokens; "as a chat" are the same positions as ours. It has no compensation. Its K- and I-quants need rows of
-a multiple of 256; where a model has narrower ones it falls back to other types, which "made of" shows.""",
+        f"""llama.cpp comes from llama-cpp-python {", ".join(versions)}. The same fp16 weights were converted to GGUF in
+float32, quantized by llama.cpp itself with an importance matrix from our calibration text, and scored in the same
+windows of the same tokens; "as a chat" scores the same positions as ours. llama.cpp has no compensation. Its K- and
+I-quants need rows that are a multiple of 256 wide; for other rows it falls back to other types, listed under "made
+of".""",
     ]
     for case in [case for case in view.models if case.name in view.peers]:
         rows = sorted([*_theirs(view, case), *_ours(view, case)], key=lambda row: float(row[1]))
         head = ["", "MB", "bits a weight", "plain", "as a chat", "CPU", "GPU", "residuals", "made of"]
         parts.append(f"### {case.name}\n\n{table(head, rows)}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, view.origin("stored", "points", "peers")])
 
 
 def _theirs(view: View, case: Case) -> list[tuple[str, ...]]:
@@ -80,7 +81,7 @@ def _ours(view: View, case: Case) -> list[tuple[str, ...]]:
                 " → ".join(view.shown(point) for point in plain),
                 "" if None in own else " → ".join(view.shown(point) for point in own),
                 *(f"{entry[kind] / 1e6:.2f}" for kind in ("cpu_buffers", "gpu_buffers", "residual_bytes")),
-                f"groups of {entry['group_size']}" if method != "squeezellm" else "a codebook a row",
+                f"groups of {entry['group_size']}" if method != "squeezellm" else "a codebook per row",
             )
         )
     return rows

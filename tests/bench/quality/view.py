@@ -16,10 +16,8 @@ from tests.bench.quality.points import REAL, Point, chat
 from tests.bench.reporting.cases import Case
 from tests.bench.reporting.losses import piece_losses
 from tests.bench.reporting.markdown import number
+from tests.bench.reporting.origin import OLD, line
 from tests.bench.reporting.results import Entry, Results, digest
-
-OLD = "†"
-"""Behind every number that is of an older version of the code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +128,24 @@ class View:
         return found
 
     def shown(self, entry: Entry | None) -> str:
-        """A perplexity, marked where it is of an older version; empty where it was not measured."""
+        """A perplexity with its mark; empty where it was not measured."""
         return "" if entry is None else number(entry["perplexity"]) + self.mark(entry)
 
     def mark(self, entry: Entry) -> str:
-        """What stands behind the numbers of an entry."""
-        return OLD if entry["key"] in self.stale else ""
+        """What stands behind the numbers of an entry: a sign where it is older than the code and others are not."""
+        return OLD if entry["key"] in self.stale and self.old() < self.count() else ""
+
+    def origin(self, *sections: str) -> str:
+        """The line under a table of numbers from these sections: of which code they are."""
+        entries = [entry for section in sections for entry in self.results.all(section)]
+        old = sum(entry["key"] in self.stale for entry in entries)
+        return line(entries, old, self.results.about["date"])
+
+    def old(self) -> int:
+        """Entries that are older than the code."""
+        return sum(
+            entry["key"] in self.stale for section in self.results.sections for entry in self.results.all(section)
+        )
 
     def count(self) -> int:
         """All entries."""

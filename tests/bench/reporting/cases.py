@@ -8,7 +8,7 @@ from pathlib import Path
 
 from assets import calibration_text, demo_checkpoint_path
 from models.recipe import DEFAULT_GROUP_SIZE
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT.parent / "shared" / "data"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.evaluate import EvalResult
+from runtime.measure.evaluate import EvalResult
 from tests.bench.reporting.results import Entry
 
 PIECES = 24

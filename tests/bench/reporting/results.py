@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from models.store.durable import write_file
+from tests.bench.reporting.origin import commit
 
 Entry = dict[str, Any]
-"""A JSON object: what was measured, `key`, `code`, and the numbers."""
+"""A JSON object: what was measured, `key`, `code`, `date`, `commit`, and the numbers."""
 
 
 def digest(value: object) -> str:
@@ -66,7 +68,8 @@ class Results:
     def add(self, section: str, identity: object, code: str, numbers: Mapping[str, Any]) -> Entry:
         """Keep what was measured; `save` writes it."""
         key = digest(identity)
-        entry = {"key": key, "code": code, **numbers}
+        today = dt.datetime.now(tz=dt.UTC).date().isoformat()
+        entry = {"key": key, "code": code, "date": today, "commit": commit(), **numbers}
         self.sections.setdefault(section, {})[key] = entry
         self._used.add((section, key))
         return entry

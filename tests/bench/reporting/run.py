@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.bench.reporting.origin import ROOMS, stamp
+
 _PLACES = ("--peer-python", "--results", "--out")
 Tell = Callable[[str], None]
 """Receives a line for each thing done."""
@@ -23,11 +25,12 @@ def teller(begin: float) -> Tell:
     return tell
 
 
-def about_run(program: str) -> dict[str, Any]:
-    """Command line, day, processor, threads, instruction set and versions, as a JSON object.
+def about_run(program: str, rooms: Sequence[str] = ROOMS) -> dict[str, Any]:
+    """Command line, day, processor, threads, instruction set, versions and code, as a JSON object.
 
     Args:
         program: How the program is started, without its arguments.
+        rooms: Folders of the repository whose code decides the numbers.
     """
     from runtime.backends.cpu.machine.isa import VARIANT
     from runtime.backends.cpu.pool import default_threads
@@ -40,6 +43,7 @@ def about_run(program: str) -> dict[str, Any]:
         "threads": default_threads(),
         "variant": VARIANT,
         "versions": {name: importlib.metadata.version(name) for name in ("numpy", "torch", "numba")},
+        **stamp(rooms),
     }
 
 

@@ -3,7 +3,8 @@
     python -m tests.bench.w4a8 --smollm2 FOLDER              all; some minutes for each of nineteen models
     python -m tests.bench.w4a8 --report                      write the section again from what was measured
 
-Numbers are kept in docs/quality/w4a8.json; a run that was stopped goes on where it was.
+Numbers are kept in docs/quality/w4a8.json; a run that was stopped goes on where it was, and numbers of an older version
+of the code are measured again.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from pathlib import Path
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store
-from runtime.decoder import DecoderOptions, KVKind
-from runtime.evaluate import full_precision_perplexity, perplexity
-from runtime.open import open_decoder
+from runtime.backends.decoder import DecoderOptions, KVKind
+from runtime.load.open import open_decoder
+from runtime.measure.evaluate import full_precision_perplexity, perplexity
 from tests.bench.reporting.cases import CASES, ROOT, SMOLLM2, Case, smollm2
 from tests.bench.reporting.losses import numbers
 from tests.bench.reporting.markdown import between
 from tests.bench.reporting.results import Entry, Results, digest
 from tests.bench.reporting.run import about_run, teller
 from tests.bench.w4a8 import folding
-from tests.bench.w4a8.models import ablation, alone, compared, group_of
+from tests.bench.w4a8.models import ablation, alone, code_of, compared, group_of
 from tests.bench.w4a8.report import section
 
 RESULTS = ROOT / "docs" / "quality" / "w4a8.json"
@@ -35,8 +36,6 @@ _CALIBRATION = 6000
 the time."""
 _NONE = 600
 """The same of those that depend on no calibration."""
-CODE = "1"
-"""Raised where the program gives other numbers for the same recipe."""
 
 
 def main() -> None:
@@ -54,6 +53,11 @@ def main() -> None:
             if cases[name].there():
                 measure(cases[name], results, Store(given.store))
         results.save()
+    write(results)
+
+
+def write(results: Results) -> None:
+    """Put the section into docs/quality.md, and its picture beside it."""
     text = REPORT.read_text(encoding="utf-8")
     REPORT.write_text(between(text, "w4a8", section(results, RESULTS.parent)), encoding="utf-8")
 
@@ -78,26 +82,29 @@ def measure(case: Case, results: Results, store: Store) -> None:
     """Fill the gaps of one model."""
     tell = teller(time.monotonic())
     tokens = case.text()
+    code = code_of("full")
     for as_chat in (False, True):
-        if results.find("full", [case.name, as_chat], CODE) is None:
+        if results.find("full", [case.name, as_chat], code) is None:
             from models.checkpoint import Checkpoint
 
             found = full_precision_perplexity(
                 Checkpoint.open(case.folder), tokens, case.window, case.stride, as_chat=as_chat
             )
             about = {"model": case.name, "as_chat": as_chat}
-            results.add("full", [case.name, as_chat], CODE, {**about, **numbers(found)})
-    if case.name == "smollm2" and not results.all("folding"):
+            results.add("full", [case.name, as_chat], code, {**about, **numbers(found)})
+    code = code_of("folding")
+    if case.name == "smollm2" and any(entry["code"] != code for entry in results.all("folding") or [{"code": ""}]):
         for kind, errors in folding.measured(case):
             facts = {name: errors[name] for name in folding.FACTS}
             ways = {way: value for way, value in errors.items() if way not in facts}
-            results.add("folding", [case.name, kind], CODE, {"kind": kind, "errors": ways, **facts})
+            results.add("folding", [case.name, kind], code, {"kind": kind, "errors": ways, **facts})
             results.save()
     for recipe, kv, as_chat, backend in wanted(case):
         identity = key(case, recipe, kv, as_chat=as_chat)
-        if results.find("points", identity, CODE) is None:
+        code = code_of("points", backend)
+        if results.find("points", identity, code) is None:
             entry = point(case, store, recipe, kv, as_chat=as_chat, backend=backend, tokens=tokens)
-            results.add("points", identity, CODE, entry)
+            results.add("points", identity, code, entry)
             results.about = about_run("python -m tests.bench.w4a8")
             results.save()
             tell(f"{case.name} {recipe.to_json()} {kv} {'chat' if as_chat else 'plain'}: {entry['perplexity']}")
@@ -112,7 +119,7 @@ def point(
     case: Case, store: Store, recipe: Recipe, kv: KVKind, *, as_chat: bool, backend: str, tokens: list[int]
 ) -> Entry:
     """Perplexity of one model with one cache."""
-    name = f"{case.name}-{digest(recipe.to_json())}"
+    name = f"{case.name}-{digest([recipe.to_json(), code_of('folding')])}"
     if name not in store:
         looks = recipe.method == "awq" or recipe.clip or recipe.smooth_outputs or recipe.smooth_attention
         text = case.calibration()[: _CALIBRATION if looks else _NONE]

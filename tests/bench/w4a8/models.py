@@ -1,15 +1,41 @@
-"""The models that are compared, as data: Table 2's order of methods and Fig. 12's order of steps."""
+"""The models that are compared, as data, and the code that decides their numbers.
+
+The order of methods is that of QServe's Table 2, the order of steps that of its Fig. 12.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from models.recipe import QOQ_STEPS, QOQ_USUAL, Recipe
+from tests.bench.caches.laboratory import Codes
+from tests.bench.quality.measure import oracle_code
 from tests.bench.reporting.cases import Case
+from tests.bench.reporting.results import Entry, Results, digest
 
 OFF: Mapping[str, bool] = dict.fromkeys(QOQ_STEPS, False)
 """No step of QoQ: round-to-nearest."""
+
+
+@cache
+def code_of(section: str, backend: str = "") -> str:
+    """Digest of the code that decides an entry of a section.
+
+    Args:
+        section: `full`, `folding` or `points`.
+        backend: What ran a point.
+    """
+    codes = Codes.now()
+    if section == "points":
+        return digest([codes.cpu if backend == "cpu" else codes.reference, codes.making])
+    return oracle_code() if section == "full" else codes.making
+
+
+def stale(results: Results, section: str) -> list[Entry]:
+    """Entries of a section that are older than the code."""
+    return [entry for entry in results.all(section) if entry["code"] != code_of(section, entry.get("backend", ""))]
 
 
 def group_of(case: Case) -> int:

@@ -10,9 +10,10 @@ from models.recipe import Recipe
 from tests.bench.reporting.cases import CASES
 from tests.bench.reporting.losses import difference
 from tests.bench.reporting.markdown import number, table
+from tests.bench.reporting.origin import OLD, line
 from tests.bench.reporting.results import Entry, Results
 from tests.bench.reporting.style import figure
-from tests.bench.w4a8.models import Step, ablation, alone, compared, group_of
+from tests.bench.w4a8.models import Step, ablation, alone, compared, group_of, stale
 
 REAL = "smollm2"
 """The model that decides."""
@@ -25,11 +26,39 @@ ROTATED_STEP = "+ rotated block inputs"
 
 def section(results: Results, folder: Path) -> str:
     """The section in Markdown; its picture is drawn into a folder beside the report."""
-    parts = [_opening(results), _methods(results), _order(results), _steps(results), _alone(results)]
-    parts += [_folding(results), _small(results)]
+    measured = _Measured(results)
+    parts = [_opening(results), _methods(measured), _order(results), _steps(measured), _alone(measured)]
+    parts += [_folding(measured), _small(measured)]
     if draw(results, folder / "qoq.svg"):
         parts.insert(4, "![Perplexity after each step of QoQ](quality/qoq.svg)")
     return "\n\n".join(part for part in parts if part)
+
+
+class _Measured:
+    """The results, and which of them are older than the code.
+
+    Args:
+        results: What was measured.
+    """
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self._old = {section: {entry["key"] for entry in stale(results, section)} for section in results.sections}
+
+    def cell(self, entry: Entry | None) -> str:
+        """A perplexity, marked where it is older than the code and others are not."""
+        if entry is None:
+            return ""
+        section = "points" if "recipe" in entry else "full"
+        old = self._old[section]
+        mixed = len(old) < len(self.results.all(section))
+        return number(entry["perplexity"]) + (OLD if mixed and entry["key"] in old else "")
+
+    def origin(self, *sections: str) -> str:
+        """The line under a table: of which code its numbers are."""
+        entries = [entry for section in sections for entry in self.results.all(section)]
+        old = sum(len(self._old.get(section, ())) for section in sections)
+        return line(entries, old, self.results.about.get("date", ""))
 
 
 def find(results: Results, model: str, recipe: Recipe, kv: str, *, as_chat: bool) -> Entry | None:
@@ -54,24 +83,21 @@ def _opening(results: Results) -> str:
     about = results.about
     return f"""## W4A8KV4
 
-Weights of 4 bits, activations of 8, a KV cache of 4 (`quantize --method qoq`, `--kv int4`), beside weights of 4 bits
-alone (AWQ, run by the reference backend with activations as they are). No residuals, nothing compensated. Groups are of
-{_GROUP}. Written by `python -m tests.bench.w4a8 --smollm2 FOLDER` on {about.get("date", "?")} ({about.get("cpu", "?")},
-{about.get("threads", "?")} threads, {about.get("variant", "?")}). RTN is QoQ with
-every step off; rotation is off unless asked for (`--with rotate`). `docs/decisions.md` has what stands
-behind the numbers."""
+QServe's precision: 4-bit weights, 8-bit activations and a 4-bit KV cache (`quantize --method qoq`, `--kv int4`), beside
+4-bit weights alone (AWQ on the reference backend, activations unquantized). There are no residuals and no compensation.
+Groups have {_GROUP} channels. RTN is QoQ with every step off; rotation is off unless requested (`--with rotate`). This
+section is written by `python -m tests.bench.w4a8 --smollm2 FOLDER`, last run on {about.get("date", "?")}
+({about.get("cpu", "?")}, {about.get("threads", "?")} threads, {about.get("variant", "?")});
+[decisions.md](decisions.md#quantizing) explains the numbers."""
 
 
-def _cell(entry: Entry | None) -> str:
-    return "" if entry is None else number(entry["perplexity"])
-
-
-def _methods(results: Results) -> str:
+def _methods(measured: _Measured) -> str:
     """Table 2's comparison on the real model."""
+    results, cell = measured.results, measured.cell
     head = ("SmolLM2-135M-Instruct", "bits a weight", "plain", "plain, KV4", "as a chat", "as a chat, KV4")
     ways = [(as_chat, kv) for as_chat in (False, True) for kv in ("fp16", "int4")]
     rows = [
-        ("full precision", "16", *(_cell(_full(results, REAL, as_chat=c)) if kv == "fp16" else "" for c, kv in ways))
+        ("full precision", "16", *(cell(_full(results, REAL, as_chat=c)) if kv == "fp16" else "" for c, kv in ways))
     ]
     for variant in compared(_GROUP):
         found = [find(results, REAL, variant.recipe, kv, as_chat=as_chat) for as_chat, kv in ways]
@@ -79,8 +105,8 @@ def _methods(results: Results) -> str:
             rows.append((f"{variant.name} (not measured yet)", *[""] * 5))
             continue
         bits = next((f"{entry['bits_per_weight']:.2f}" for entry in found if entry), "")
-        rows.append((variant.name, bits, *map(_cell, found)))
-    return table(head, rows)
+        rows.append((variant.name, bits, *map(cell, found)))
+    return f"{table(head, rows)}\n\n{measured.origin('full', 'points')}"
 
 
 def _pairs(results: Results, model: str, group: int) -> Iterator[tuple[str, str, str, str, str]]:
@@ -102,8 +128,8 @@ def _order(results: Results) -> str:
     rows = [row for model, group in groups.items() for row in _pairs(results, model, group)]
     if not rows:
         return ""
-    loss = "nats a token that the second loses more (as a chat, KV4)"
-    return table(("model", "should be no worse", "than", loss, "the order"), rows)
+    loss = "extra loss of the second, nats per token (as a chat, KV4)"
+    return table(("model", "expected no worse", "than", loss, "the order"), rows)
 
 
 def _pairs_of_steps(results: Results, *, as_chat: bool) -> Iterator[tuple[Step, tuple[Entry | None, Entry | None]]]:
@@ -113,35 +139,38 @@ def _pairs_of_steps(results: Results, *, as_chat: bool) -> Iterator[tuple[Step, 
         yield plain, (None if plain.name == ROTATED_STEP else found[0], found[1])
 
 
-def _steps(results: Results) -> str:
+def _steps(measured: _Measured) -> str:
     """Fig. 12's ablation."""
+    results = measured.results
     ways = [list(_pairs_of_steps(results, as_chat=as_chat)) for as_chat in (False, True)]
     rows = [
-        (step.name, step.kv, *(_cell(entry) for _, pair in (plain, chat) for entry in pair))
+        (step.name, step.kv, *(measured.cell(entry) for _, pair in (plain, chat) for entry in pair))
         for (step, _), plain, chat in zip(ways[0], *ways, strict=True)
     ]
     if sum(any(row[2:]) for row in rows) < _FEW_STEPS:
         return ""
     head = ("step", "cache", "plain", "plain, rotated", "as a chat", "as a chat, rotated")
     return (
-        "Steps in the order of QServe's Fig. 12, each with those above it, without rotation and with it:\n\n"
-        + table(head, rows)
+        "Steps in the order of QServe's Fig. 12, each on top of those above it, without and with rotation:\n\n"
+        f"{table(head, rows)}\n\n{measured.origin('points')}"
     )
 
 
-def _alone(results: Results) -> str:
+def _alone(measured: _Measured) -> str:
     """Single changes of the whole."""
+    results = measured.results
     whole = [find(results, REAL, Recipe.usual("qoq", group_size=_GROUP), "int4", as_chat=c) for c in (False, True)]
     rows = []
     for name, recipe in alone(_GROUP).items():
         found = [find(results, REAL, recipe, "int4", as_chat=as_chat) for as_chat in (False, True)]
         if found[0] and whole[0]:
             apart = str(difference(found[1], whole[1])) if found[1] and whole[1] else ""
-            rows.append((name, *map(_cell, found), apart))
+            rows.append((name, *map(measured.cell, found), apart))
     if not rows:
         return ""
-    head = ("QoQ with groups, KV4", "plain", "as a chat", "nats a token more than the whole, as a chat")
-    return table(head, [("all steps but rotation", *map(_cell, whole), ""), *rows])
+    head = ("QoQ with groups, KV4", "plain", "as a chat", "extra loss, nats per token, as a chat")
+    all_rows = [("all steps but rotation", *map(measured.cell, whole), ""), *rows]
+    return f"{table(head, all_rows)}\n\n{measured.origin('points')}"
 
 
 def _small_models(results: Results) -> dict[str, int]:
@@ -150,9 +179,9 @@ def _small_models(results: Results) -> dict[str, int]:
     return {case.name: group_of(case) for case in CASES if case.name in measured}
 
 
-def _folding(results: Results) -> str:
+def _folding(measured: _Measured) -> str:
     """Why rotation costs."""
-    kinds = {entry["kind"]: entry for entry in results.all("folding")}
+    kinds = {entry["kind"]: entry for entry in measured.results.all("folding")}
     if not kinds:
         return ""
     ways = next(iter(kinds.values()))["errors"]
@@ -162,18 +191,19 @@ def _folding(results: Results) -> str:
         for kind, entry in kinds.items()
     )
     return (
-        "What rounding to 4 bits in groups of 128 loses in the layers behind norms, squared error relative to their "
-        "outputs, means of five blocks:\n\n"
+        "Squared error, relative to the layer's outputs, of rounding to 4 bits in groups of 128 in the layers after "
+        "norms (means of five blocks):\n\n"
         + table(("how the layer is prepared", *(f"`{kind}`" for kind in kinds)), rows)
-        + "\n\nNorms suppress the stream's largest channels. Folded into the matrix that becomes small weights, whose "
-        "rounding errors meet activations that are not suppressed any more; turning them changes nothing about it. "
-        "(Correlation of the logarithms of a norm's weights and of the energy of the stream's channels, and the share "
-        f"of energy in the four largest channels before the norm's weights and behind them: {facts}.)"
+        + f"\n\n{measured.origin('folding')}\n\n"
+        "Correlation between the logarithms of a norm's weights and of the energy of the stream's channels, and the "
+        f"share of energy in the four largest channels before and after the norm's weights: {facts}. "
+        "[Why rotation costs](decisions.md#2026-11-23--why-rotation-costs-smollm2-the-folded-norm)."
     )
 
 
-def _small(results: Results) -> str:
+def _small(measured: _Measured) -> str:
     """The comparison on small models, which decides nothing."""
+    results = measured.results
     models = _small_models(results)
     if not models:
         return ""
@@ -181,22 +211,22 @@ def _small(results: Results) -> str:
     rows = []
     for (model, group), as_chat in itertools.product(models.items(), (False, True)):
         found = [find(results, model, each.recipe, "int4", as_chat=as_chat) for each in compared(group)]
-        cells = map(_cell, [_full(results, model, as_chat=as_chat), *found])
+        cells = map(measured.cell, [_full(results, model, as_chat=as_chat), *found])
         rows.append((f"{model}, {'as a chat' if as_chat else 'plain'}", *cells))
     shown = "Small models with KV4; they decide nothing:\n\n" + table(("model", "full precision", *names), rows)
-    return "\n\n".join((shown, *_small_alone(results, models)))
+    return "\n\n".join((shown, *_small_alone(measured, models), measured.origin("full", "points")))
 
 
-def _small_alone(results: Results, models: Mapping[str, int]) -> Iterator[str]:
-    """Single changes of the whole on small models: what stands behind an order that is broken."""
+def _small_alone(measured: _Measured, models: Mapping[str, int]) -> Iterator[str]:
+    """Single changes of the whole on small models: what is behind an order that is broken."""
     rows = []
     for model, group in models.items():
         recipes = (Recipe.usual("qoq", group_size=group), *alone(group).values())
-        found = [find(results, model, recipe, "int4", as_chat=True) for recipe in recipes]
+        found = [find(measured.results, model, recipe, "int4", as_chat=True) for recipe in recipes]
         if all(found):
-            rows.append((model, *map(_cell, found)))
+            rows.append((model, *map(measured.cell, found)))
     if rows:
-        yield "QoQ with groups on them, as a chat, one step changed:\n\n" + table(
+        yield "QoQ with groups on small models, as a chat, with one step changed:\n\n" + table(
             ("model", "all steps but rotation", *alone(_GROUP)), rows
         )
 

@@ -66,6 +66,7 @@ def write_gguf(
     kind: str = "F32",
     metadata: Mapping[str, Any] | None = None,
     left_out: tuple[str, ...] = (),
+    extra: Mapping[str, np.ndarray[Any, Any]] | None = None,
 ) -> Path:
     """Write a model of transformers.
 
@@ -75,6 +76,7 @@ def write_gguf(
         kind: Type of its matrices; norms and biases are F32 always.
         metadata: Further values by their whole keys.
         left_out: Tensors that are not written, by their names in the file.
+        extra: Further tensors, by their names in the file.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
@@ -90,8 +92,9 @@ def write_gguf(
         if own not in left_out:
             dtype = gguf.GGMLQuantizationType[kind if tensor.ndim > 1 else "F32"]
             writer.add_tensor(own, gguf.quantize(tensor, dtype), raw_dtype=dtype)
-    for name, factors in rotary_factors(config).items():
-        writer.add_tensor(f"{name}.weight", factors)
+    factors = {f"{name}.weight": factors for name, factors in rotary_factors(config).items()}
+    for name, tensor in {**factors, **(extra or {})}.items():
+        writer.add_tensor(name, tensor)
     finish(writer)
     return path
 

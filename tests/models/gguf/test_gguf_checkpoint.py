@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
 from models.checkpoint import Checkpoint
+from models.checkpoint_files import GENERATION_CONFIG
 from models.errors import CheckpointError, UnsupportedModelError
+from models.gguf.checkpoint import read_gguf
 from models.gguf.tensors import name_in_file
 from models.oracle import Oracle
 from tests.close import Tolerance, assert_close
@@ -67,6 +71,13 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return random_model("Llama")
+
+
+def test_recommended_sampling_is_kept(tmp_path: Path, llama: Any) -> None:
+    metadata = {"general.sampling.temp": 0.25, "general.sampling.top_k": 20}
+    files = [read_gguf(write_gguf(tmp_path / "model.gguf", llama, metadata=one)) for one in ({}, metadata)]
+    assert GENERATION_CONFIG not in files[0].configuration
+    assert json.loads(files[1].configuration[GENERATION_CONFIG]) == {"temperature": 0.25, "top_k": 20}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -190,6 +201,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "shorter": ({"llama.block_count": 1}, "blk.1.attn_q.weight' has no place in a llama model of 1 layers"),
     "longer": ({"llama.block_count": 3}, "blk.2.attn_norm.weight' is missing"),
     "absurd": ({"llama.block_count": 2**32 - 1}, "block_count"),
+    "no heads": ({"llama.attention.head_count": 0}, "head_count' is 0"),
+    "no layers": ({"llama.block_count": 0}, "block_count' is 0"),
+    "no context": ({"llama.context_length": 0}, "context_length' is 0"),
+    "wide heads": ({"llama.attention.key_length": 2**32 - 1}, "key_length"),
+    "no rotation": ({"llama.rope.freq_base": math.nan}, "freq_base' is nan"),
+    "endless rotation": ({"llama.rope.freq_base": 3e38}, "freq_base' is .*e.38"),
+    "no epsilon": ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "epsilon' is 0.0"),
+    "a list for a number": ({"llama.embedding_length": list(range(10_000))}, r"\[0, 1, 2, 3, 4, 5, \.\.\.\]"),
+    "a window of flags": ({"llama.attention.sliding_window": [True] * 9}, "sliding_window"),
 }
 
 
@@ -201,6 +221,20 @@ def test_metadata_that_cannot_be(case: str, llama: Any, tmp_path: Path) -> None:
         Checkpoint.open(file)
     assert str(file) in str(raised.value)
     assert "config.json" not in str(raised.value)
+
+
+@pytest.mark.parametrize("size", [1, 9, 70_000])
+def test_a_table_of_rotary_factors_of_a_wrong_size(size: int, llama: Any, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", llama, extra={"rope_freqs.weight": np.ones(size, np.float32)})
+    with pytest.raises(CheckpointError, match=r"a list of 8 numbers|has 70,000 numbers"):
+        Checkpoint.open(file)
+
+
+@pytest.mark.parametrize("name", ["blk.01.attn_q.weight", f"blk.{'9' * 5000}.attn_q.weight", "blk.٣.attn_q.weight"])
+def test_a_block_with_an_odd_number_has_no_place(name: str, llama: Any, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", llama, extra={name: np.ones((64, 64), np.float32)})
+    with pytest.raises(CheckpointError, match="has no place in a llama model"):
+        Checkpoint.open(file)
 
 
 def test_a_missing_tensor_has_the_file_s_own_name(llama: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,11 @@ def header_bytes(file: Path) -> int:
 def test_values_and_tensors_are_those_of_the_package(file: Path) -> None:
     header, theirs = read_header(file), gguf.GGUFReader(file)
     known = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
-    assert dict(header.metadata) == known
-    assert {key: header.metadata[key] for key in VALUES} == VALUES
+    metadata = {
+        key: value.tolist() if isinstance(value, memoryview) else value for key, value in header.metadata.items()
+    }
+    assert metadata == known
+    assert {key: metadata[key] for key in VALUES} == VALUES
     found = {name: (tensor.shape, tensor.kind, tensor.offset, tensor.size) for name, tensor in header.tensors.items()}
     assert found == {
         tensor.name: (tuple(tensor.shape.tolist()[::-1]), tensor.tensor_type.name, tensor.data_offset, tensor.n_bytes)
@@ -78,9 +82,12 @@ def test_another_alignment(tmp_path: Path) -> None:
         (b"GGUF" + struct.pack(">I", 3), "big-endian"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "is cut off"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**63) + b"key", "a key of the metadata"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sI", 3, b"key", 99), "'key' has type 99"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sI", 3, b"key", 99), "'key' has unknown type 99"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, 8, 2**61), "within 'key'"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, 9, 1), "list of type 9"),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, 9, 1),
+            "list of unsupported type 9",
+        ),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIQ2s", 3, b"key", 8, 2, b"\xff\xff"), "UTF-8"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * struct.pack("<Q3sIB", 3, b"key", 0, 1), "'key' twice"),
         (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sI", 1, b"t", 9), "9 dimensions"),
@@ -91,7 +98,19 @@ def test_another_alignment(tmp_path: Path) -> None:
             b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q17sII", 17, b"general.alignment", 4, 48),
             "alignment is 48",
         ),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 0, 0, 0), "'t' is empty"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQQIQ", 1, b"t", 2, 8, 0, 0, 0), "'t' is empty"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**17, 0), "131,072 tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q70000s", 70_000, b"key"), "a key .* has 70,000 bytes"),
+        (
+            b"GGUF"
+            + struct.pack("<IQQ", 3, 0, 1)
+            + struct.pack("<Q3sIIQ", 3, b"key", 9, 8, 2**22 + 1)
+            + bytes(2**25 + 9),
+            "more than 4,194,304 texts",
+        ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_no_good_header(content: bytes, said: str, tmp_path: Path) -> None:
     file = tmp_path / "file.gguf"
@@ -99,6 +118,31 @@ def test_what_is_no_good_header(content: bytes, said: str, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=said) as raised:
         read_header(file)
     assert str(raised.value).startswith(str(file))
+
+
+def long_list(path: Path, kind: int, size: int) -> Path:
+    """A file whose one value is a list of so many bytes; all of them are zeros, and take no room on the disk."""
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, kind, size))
+        file.truncate(file.tell() + size)
+    return path
+
+
+@pytest.mark.parametrize("kind", [0, 1, 7], ids=["uint8", "int8", "bool"])
+def test_a_list_of_bytes_takes_no_more_memory_than_in_the_file(kind: str, tmp_path: Path) -> None:
+    size = 4 << 20
+    file = long_list(tmp_path / "file.gguf", kind, size)
+    tracemalloc.start()
+    try:
+        assert len(read_header(file).metadata["key"]) == size
+        assert tracemalloc.get_traced_memory()[1] < size * 1.2
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_without_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="its header has more than 128 MiB"):
+        read_header(long_list(tmp_path / "file.gguf", 0, 10 << 30))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

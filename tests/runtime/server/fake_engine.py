@@ -14,21 +14,21 @@ import numpy as np
 
 from models.errors import StoreError
 from models.progress import Progress
+from runtime.engine.generation import Piece, Usage
 from runtime.errors import (
     BackendError,
     Cancelled,
     ContextOverflowError,
     InvalidActivationError,
+    Problem,
     RequestError,
     SavedCacheError,
 )
-from runtime.generation import Piece, Usage
-from runtime.problem import Problem
-from runtime.sampling import Alternative, SamplingOptions, TokenLogprob
-from runtime.server.interfaces import LoadedModel
-from runtime.server.service import Service
-from runtime.stopping import StopMatcher
-from runtime.tool_calls import Tool
+from runtime.server.service.interfaces import LoadedModel
+from runtime.server.service.service import Service
+from runtime.text.sampling import Alternative, SamplingOptions, TokenLogprob
+from runtime.text.stopping import StopMatcher
+from runtime.text.tool_calls import Tool
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
 from runtime.wire.device import DeviceReport, Tuning
 from runtime.wire.inspection import Candidate, InspectedToken, Inspection
@@ -269,7 +269,7 @@ class FakeHouse:
             backend="reference",
             reason="a test asked for it",
             bits=3,
-            kv=request.kv or "fp16",
+            kv=request.kv or "int4",
             k_chunk={"qkv": request.k_chunk} if isinstance(request.k_chunk, int) else request.k_chunk or {},
             context=request.context or CONTEXT,
             weight_bytes=600,

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_engine import make_service
 
-from runtime.process import prepare, run
+from runtime.server.process import prepare, run
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from runtime.errors import Cancelled
-from runtime.server.bridge import Stream, Worker
+from runtime.server.service.bridge import Stream, Worker
 
 
 async def test_items_arrive_in_order_and_the_error_comes_last() -> None:

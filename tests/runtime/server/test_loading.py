@@ -18,22 +18,24 @@ from models.catalogue import KNOWN
 from models.errors import CheckpointError, QuantizationError, StoreError
 from models.progress import Progress, ignore_progress, never_cancelled
 from models.store import Store, StoredModel
-from runtime import tuning
+from models.store.manifest import content_of
 from runtime.backends import backend
-from runtime.clocks import Clocks
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.budget import tuning
+from runtime.budget.clocks import Clocks
+from runtime.budget.profile_key import profile_key
 from runtime.compensation import DEFAULT_BUDGET_PERCENT, Compensation
-from runtime.decoder import DecoderOptions, Step
+from runtime.drafting import Speculate
 from runtime.errors import BackendError, Cancelled, RequestError
-from runtime.kv.kinds import KINDS
-from runtime.profile_key import content_of, profile_key
-from runtime.sampling import SamplingOptions
+from runtime.kv.kinds import DEFAULT_KV, KINDS, KVKind
 from runtime.server.app import create_app
-from runtime.server.catalogue import Bundle, StoreCatalogue
 from runtime.server.errors import ApiError
-from runtime.server.inspecting import MachineInspector
-from runtime.server.loading import StoreLoader, open_service
-from runtime.server.making import StoreWorkshop
 from runtime.server.security import Security
+from runtime.server.store.catalogue import Bundle, StoreCatalogue
+from runtime.server.store.inspecting import MachineInspector
+from runtime.server.store.loading import LoadDefaults, StoreLoader, open_service
+from runtime.server.store.making import StoreWorkshop
+from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import Holding
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tests.models.gguf.making import random_model, write_gguf
@@ -105,6 +107,38 @@ def test_what_is_loaded_is_what_was_asked_for(loader: StoreLoader) -> None:
         loaded.engine.close()
 
 
+def test_defaults_apply_where_a_request_says_nothing(catalogue: StoreCatalogue, tmp_path: Path) -> None:
+    defaults = LoadDefaults(compensation=Compensation(k_chunk=0), kv="int8", context=128, backend="reference")
+    loader = StoreLoader(catalogue, tmp_path / "profiles", defaults)
+    found = []
+    for request in (LoadRequest(model="demo"), LoadRequest(model="demo", kv="fp16", context=64, backend="cpu")):
+        loaded = loader.load(request, ignore_progress, never_cancelled)
+        found.append((loaded.kv, loaded.context, loaded.backend))
+        loaded.engine.close()
+    assert found == [("int8", 128, "reference"), ("fp16", 64, "cpu")]
+
+
+def test_nobody_asks_for_a_cache_and_it_has_4_bits(loader: StoreLoader) -> None:
+    found = {}
+    for speculate in (None, True):
+        request = LoadRequest(model="demo", k_chunk=0, context=256, backend="reference", speculate=speculate)
+        loaded = loader.load(request, ignore_progress, never_cancelled)
+        found[speculate] = loaded.kv
+        loaded.engine.close()
+    assert found == {None: "int4", True: "hierarchical"}
+
+
+@pytest.mark.parametrize(("kv", "expected"), [(None, "hierarchical"), ("int8", "int8")])
+def test_a_cache_that_was_named_stays_where_the_model_drafts(
+    catalogue: StoreCatalogue, tmp_path: Path, kv: KVKind | None, expected: KVKind
+) -> None:
+    defaults = LoadDefaults(compensation=Compensation(k_chunk=0), speculation=Speculate(gamma=2), kv=kv, context=256)
+    loader = StoreLoader(catalogue, tmp_path / "profiles", defaults)
+    loaded = loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, never_cancelled)
+    loaded.engine.close()
+    assert loaded.kv == expected
+
+
 def test_a_context_longer_than_the_models_is_cut(catalogue: StoreCatalogue, loader: StoreLoader) -> None:
     longest = catalogue.entries()[0].context
     request = LoadRequest(model="demo", context=10 * longest, backend="reference")
@@ -117,7 +151,8 @@ def test_a_context_longer_than_the_models_is_cut(catalogue: StoreCatalogue, load
 def test_so_many_requests_are_answered_at_once(
     catalogue: StoreCatalogue, tmp_path: Path, asked: int | None, usual: int | None, slots: int
 ) -> None:
-    loader = StoreLoader(catalogue, tmp_path / "profiles", Compensation(k_chunk=0), parallel=usual)
+    defaults = LoadDefaults(compensation=Compensation(k_chunk=0), num_parallel=usual, kv="fp16")
+    loader = StoreLoader(catalogue, tmp_path / "profiles", defaults)
     request = LoadRequest(model="demo", backend="reference", context=64, num_parallel=asked)
     loaded = loader.load(request, ignore_progress, never_cancelled)
     options = loaded.engine.decoder.options  # type: ignore[attr-defined]
@@ -127,10 +162,11 @@ def test_so_many_requests_are_answered_at_once(
 
 def test_chats_share_a_pool_and_are_kept_where_there_is_a_folder(catalogue: StoreCatalogue, tmp_path: Path) -> None:
     for chats in (None, tmp_path / "chats"):
-        loader = StoreLoader(catalogue, tmp_path / "profiles", Compensation(k_chunk=0), chats=chats)
+        defaults = LoadDefaults(compensation=Compensation(k_chunk=0))
+        loader = StoreLoader(catalogue, tmp_path / "profiles", defaults, chats=chats)
         loaded = loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, never_cancelled)
         options = loaded.engine.decoder.options  # type: ignore[attr-defined]
-        assert (options.slots, options.pages) == (4, 4 * KINDS["fp16"].max_pages(options.context))
+        assert (options.slots, options.pages) == (4, 4 * KINDS[DEFAULT_KV].max_pages(options.context))
         saved = loaded.engine._conversations.saved  # type: ignore[attr-defined]
         assert (saved is None) == (chats is None)
         loaded.engine.close()
@@ -246,11 +282,11 @@ def test_without_a_word_the_loaders_compensation_applies(
     catalogue: StoreCatalogue, clock: Clock, tmp_path: Path
 ) -> None:
     for compensation, expected in (
-        (None, DEFAULT_BUDGET_PERCENT),
+        (Compensation(), DEFAULT_BUDGET_PERCENT),
         (Compensation(budget_percent=20), 20),
         (Compensation(k_chunk=7), None),
     ):
-        loader = StoreLoader(catalogue, tmp_path / "profiles", compensation)
+        loader = StoreLoader(catalogue, tmp_path / "profiles", LoadDefaults(compensation=compensation))
         loaded = loader.load(LoadRequest(model="demo", context=64), ignore_progress, never_cancelled)
         loaded.engine.close()
         assert (loaded.tuning.budget_percent if loaded.tuning else None) == expected
@@ -345,7 +381,7 @@ async def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
         (folder / "outer.safetensors").write_bytes(b"")
         with pytest.raises(ApiError) as failure:
             await anext(service.load(LoadRequest(model="cut")))
-        assert failure.value.status in (404, 503)
+        assert failure.value.status == 404
     finally:
         assert service.close()
 
@@ -414,8 +450,11 @@ def test_speculation_is_asked_for_with_the_load_and_stays_with_another_budget(
     plain = loader.load(LoadRequest(model="demo", k_chunk=0, context=256), ignore_progress, never_cancelled)
     plain.engine.close()
     assert plain.speculation is None
-    with pytest.raises(RequestError, match="needs the hierarchical cache, not int8"):
-        loader.load(LoadRequest(model="demo", kv="int8", speculate=True), ignore_progress, never_cancelled)
+    request = LoadRequest(model="demo", k_chunk=0, kv="int8", context=256, speculate=True)
+    copied = loader.load(request, ignore_progress, never_cancelled)
+    engine = copied.engine
+    engine.close()
+    assert not engine.speculates, "such a cache has no draft"
 
 
 @pytest.mark.parametrize(("speculate", "drafts"), [(None, True), (False, False)])

@@ -10,7 +10,7 @@ import openai
 import pytest
 from fake_engine import CONTEXT, FakeHouse
 
-from runtime.server.service import Service
+from runtime.server.service.service import Service
 
 HELLO = [{"role": "user", "content": "echo hello there"}]
 

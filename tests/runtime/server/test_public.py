@@ -10,7 +10,7 @@ from fake_engine import CONTEXT, FakeHouse, entry
 
 from runtime.server.app import create_app
 from runtime.server.security import Security
-from runtime.server.service import Service
+from runtime.server.service.service import Service
 from runtime.wire.codec import to_json
 
 TIMINGS = {

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
+from starlette.requests import Request
 
+from runtime.server import reading
 from runtime.server.errors import ApiError
-from runtime.server.requests import ChatRequest, CompletionRequest, parse
+from runtime.server.openai.embeddings import EmbeddingsRequest
+from runtime.server.openai.requests import ChatRequest, CompletionRequest
+from runtime.server.openai.response_requests import ResponsesRequest
+from runtime.server.reading import Reader, parse
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}
@@ -32,6 +42,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 STRICT_TOOL = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"uniqueItems": True}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BROKEN_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+DEEP_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
 JSON = {"type": "json_object"}
 
 
@@ -63,6 +74,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(role="assistant", tool_calls=[{"id": "1"}]), "messages[0].tool_calls[0].function"),
         (message(role="user", tool_calls=[CALL]), "messages[0].tool_calls"),
         (message(role="assistant", tool_calls=[BROKEN_CALL]), "messages[0].tool_calls[0]"),
+        (message(role="assistant", tool_calls=[DEEP_CALL]), "messages[0].tool_calls[0]"),
         ({"temperature": "warm"}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
@@ -70,6 +82,7 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"seed": "x"}, "seed"),
@@ -81,6 +94,7 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 10**400}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"stream": "yes"}, "stream"),
@@ -116,6 +130,7 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"structured_outputs": {"regex": "["}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: " + "a" * 16_384}}, "structured_outputs.grammar"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
@@ -142,6 +157,8 @@ def test_what_is_wrong_in_a_chat_request_is_named(change: dict[str, Any], param:
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [1, 2, "x"]}, "prompt[2]"),
+        ({"prompt": [1, 10**30]}, "prompt[1]"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"best_of": 2}, "best_of"),
@@ -197,3 +214,121 @@ def test_a_body_that_is_no_json_object(body: bytes) -> None:
 def test_infinity_is_no_temperature() -> None:
     with pytest.raises(ApiError):
         parse(b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', ChatRequest)
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, ResponsesRequest])
+def test_an_infinite_number_is_not_handed_on(kind: type[BaseModel]) -> None:
+    """It could be written into no answer: the Responses interface repeats the tools."""
+    flat = {**TOOL, **TOOL["function"], "parameters": {"a": [12345]}}
+    body = {**CHAT, "input": "x", "tools": [{**flat, "function": flat}]}
+    with pytest.raises(ApiError, match="finite"):
+        parse(json.dumps(body).replace("12345", "1e999").encode(), kind)
+
+
+REQUESTS = (ChatRequest, CompletionRequest, EmbeddingsRequest, ResponsesRequest)
+
+
+def schemas(found: Any) -> Iterator[dict[str, Any]]:
+    """A schema of pydantic's and all that are in it."""
+    if isinstance(found, dict):
+        if isinstance(found.get("type"), str):
+            yield found
+        found = list(found.values())
+    if isinstance(found, list | tuple):
+        for each in found:
+            yield from schemas(each)
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_every_list_is_bounded_and_read_up_to_its_first_mistake(kind: Any) -> None:
+    """Else a request of a few megabytes makes an error of each item, which takes gigabytes."""
+    lists = [schema for schema in schemas(kind.__pydantic_core_schema__) if schema["type"] == "list"]
+    assert lists
+    for schema in lists:
+        assert (bool(schema.get("fail_fast")), bool(schema.get("max_length"))) == (True, True), schema
+
+
+MANY = 100_000
+ZEROS = json.dumps([0] * MANY)
+NULLS = json.dumps([None] * MANY)
+PAIRS = json.dumps({str(number): [] for number in range(MANY)})
+LONG: dict[str, tuple[Any, str]] = {
+    "messages": (ChatRequest, f'"messages": {ZEROS}'),
+    "a message's parts": (ChatRequest, f'"messages": [{{"role": "user", "content": {ZEROS}}}]'),
+    "a message's calls": (ChatRequest, f'"messages": [{{"role": "assistant", "tool_calls": {ZEROS}}}]'),
+    "modalities": (ChatRequest, f'"messages": [{{"role": "user", "content": ""}}], "modalities": {ZEROS}'),
+    "biases": (ChatRequest, f'"messages": [{{"role": "user", "content": ""}}], "logit_bias": {PAIRS}'),
+    "prompts": (CompletionRequest, f'"prompt": {NULLS}'),
+    "tokens": (CompletionRequest, f'"prompt": [{NULLS}]'),
+    "inputs": (EmbeddingsRequest, f'"input": {NULLS}'),
+    "items": (ResponsesRequest, f'"input": {ZEROS}'),
+    "an item's parts": (ResponsesRequest, f'"input": [{{"role": "user", "content": {ZEROS}}}]'),
+    "metadata": (ResponsesRequest, f'"input": "x", "metadata": {PAIRS}'),
+}
+
+
+@pytest.mark.parametrize("what", LONG)
+def test_a_hundred_thousand_mistakes_take_the_memory_of_one(what: str) -> None:
+    kind, fields = LONG[what]
+    body = f'{{"model": "m", {fields}}}'.encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError) as failure:
+            parse(body, kind)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert failure.value.status == 400
+    assert len(str(failure.value)) < 300
+    assert peak < 30e6, f"{peak / 1e6:.0f} MB"
+
+
+@pytest.mark.parametrize(
+    ("items", "said"), [("[]", "lists and objects"), ('{"a":1}', "lists and objects"), ("1000", "values")]
+)
+def test_what_would_fill_the_memory_is_counted_before_it_is_made(items: str, said: str) -> None:
+    count = reading.MOST_VALUES + 1 if said == "values" else reading.MOST_GROUPS + 1
+    body = f'{{"model": "m", "unknown": [{",".join([items] * count)}]}}'.encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match=f"at most .* {said}|{said}, but at most"):
+            parse(body, ChatRequest)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * len(body)
+
+
+def test_what_stands_in_a_text_is_not_counted() -> None:
+    text = r'[{,"\\",}]' * 100_000
+    asked = parse(json.dumps({**COMPLETION, "prompt": text}).encode(), CompletionRequest)
+    assert asked.single_prompt == text
+
+
+async def test_large_bodies_are_read_beside_the_event_loop_and_one_by_one() -> None:
+    reader, own, inside = Reader(), threading.get_ident(), []
+
+    async def read(size: int) -> int:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b" " * size, "more_body": False}
+
+        return await reader.read(Request({"type": "http", "headers": []}, receive), make)
+
+    def make(body: bytes) -> int:
+        inside.append(len(body))
+        assert len(inside) == 1
+        inside.clear()
+        return threading.get_ident()
+
+    assert await read(reading.LARGE_BYTES) == own
+    assert own not in await asyncio.gather(*(read(reading.LARGE_BYTES + 1) for _ in range(4)))
+
+
+def test_a_message_is_not_as_long_as_what_it_repeats() -> None:
+    part = {"type": "x" * 1_000_000}
+    with pytest.raises(ApiError) as failure:
+        read_chat({**CHAT, **message(content=[part])})
+    assert len(str(failure.value)) < 1100
+    assert str(failure.value).startswith("messages[0].content[0] is of type")
+    assert str(failure.value).endswith("the models here read only text")
+    assert len(ApiError(400, "x", param="y" * 10_000).record.param or "") < 1100

@@ -12,10 +12,10 @@ import pytest
 from fake_engine import FakeHouse
 from pydantic import BaseModel
 
-from runtime.constraint import Grammar
 from runtime.server.errors import ApiError
-from runtime.server.requests import parse
-from runtime.server.response_requests import ResponsesRequest
+from runtime.server.openai.response_requests import ResponsesRequest
+from runtime.server.reading import parse
+from runtime.text.constraint import Grammar
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -136,6 +136,8 @@ def test_forms_of_the_answer(client: openai.OpenAI, house: FakeHouse) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "messages[0].tool_call_id"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "name": "f", "call_id": "x" * 201}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "name": "f", "call_id": ""}]}, "input[0].call_id"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

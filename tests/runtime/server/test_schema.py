@@ -13,7 +13,7 @@ from schemathesis import Case
 from schemathesis.generation import GenerationMode
 
 from runtime.server.app import create_app
-from runtime.server.openapi import document
+from runtime.server.openai.openapi import document
 from runtime.server.security import Security
 
 EXAMPLES = 60
@@ -41,12 +41,13 @@ def interface() -> Iterator[Any]:
     assert service.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "method", "mode"), OPERATIONS)
 def test_nothing_that_is_asked_breaks_it(interface: Any, path: str, method: str, mode: GenerationMode) -> None:
     operation = interface[path][method]
     statuses = set()
 
-    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: Case) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):

@@ -9,11 +9,11 @@ import pytest
 from fake_engine import CONTEXT, SLOW_BUDGET, FakeHouse, make_service
 
 from runtime.compensation import DEFAULT_BUDGET_PERCENT
+from runtime.engine.generation import Piece
 from runtime.errors import RequestError
-from runtime.generation import Piece
-from runtime.sampling import SamplingOptions
 from runtime.server.errors import ApiError
-from runtime.server.service import Accepted, GenerationRequest, Service
+from runtime.server.service.service import Accepted, GenerationRequest, Service
+from runtime.text.sampling import SamplingOptions
 from runtime.wire.requests import LoadRequest, TuneRequest
 
 

@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field
 
 from assets import demo_path
 from models.store import StoredModel
-from runtime.constraint import Grammar
-from runtime.decoder import DecoderOptions
-from runtime.engine import Engine
-from runtime.open import open_engine
+from runtime.backends.decoder import DecoderOptions
+from runtime.engine.engine import Engine
+from runtime.load.open import open_engine
+from runtime.text.constraint import Grammar
 
 
 class Weather(BaseModel):

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from models.progress import Progress
-from runtime.problem import Problem
+from runtime.errors import Problem
 from runtime.wire import answers, codec, device, requests
 from runtime.wire.answers import Caches, ErrorRecord, ModelEntry, Status
 from runtime.wire.codec import WireError, from_json, to_json
 from runtime.wire.device import DeviceReport, Tuning
+from runtime.wire.inspection import InspectRequest
 from runtime.wire.requests import LoadRequest, PullRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 
@@ -90,8 +91,12 @@ def test_an_unknown_field_is_left_out_or_refused() -> None:
         (LoadRequest, {"model": "m", "k_chunk": 1025}, "k_chunk", "a whole number of 0 to 1024 or an object or null"),
         (LoadRequest, {"model": "m", "k_chunk": True}, "k_chunk", "not True"),
         (LoadRequest, {"model": "m", "k_chunk": {"qkv": -1}}, "k_chunk.qkv", "k_chunk.qkv must be"),
+        (LoadRequest, {"model": "m", "k_chunk": {"x" * 10**6: 1}}, f"k_chunk.{'x' * 59}…", "one of qkv, o"),
         (LoadRequest, {"model": "m", "k_chunk": {"nose": 1}}, "k_chunk.nose", "one of qkv, o, gate_up, down, head"),
         (LoadRequest, {"model": "m", "context": 0}, "context", "context must be a whole number of 1 or more or null"),
+        (LoadRequest, {"model": "m", "context": 2**63}, "context", "not 9223372036854775808"),
+        (LoadRequest, {"model": "m", "k_chunk": [0] * 10**6}, "k_chunk", r"not \[0, 0, "),
+        (InspectRequest, {"model": "m", "answer": "a", "messages": [0] * 20_000}, "messages", "of 0 to 16384 items"),
         (LoadRequest, {"model": "m", "budget": "5"}, "budget", "must be a number of 0 to 100 or null, not '5'"),
         (LoadRequest, {"model": "m", "budget": float("nan")}, "budget", "not nan"),
         (LoadRequest, {"model": "m", "budget": 10**400}, "budget", "not 1000"),
@@ -110,6 +115,11 @@ def test_what_is_wrong_is_named(kind: type, body: Any, field: str, words: str) -
     assert failure.value.field == field
     assert failure.value.missing == ("missing" in words)
     assert len(str(failure.value)) < 300
+
+
+def test_the_ends_of_a_range_belong_to_it() -> None:
+    for body in ({"k_chunk": 0, "budget": None, "context": 1}, {"k_chunk": 1024}, {"budget": 0}, {"budget": 100}):
+        assert from_json(LoadRequest, {"model": "m" * 300, **body}).model == "m" * 300
 
 
 def test_numbers_are_read_as_what_they_are() -> None:

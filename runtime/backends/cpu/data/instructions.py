@@ -13,10 +13,12 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-from runtime.backends.cpu.machine.view import record_of, view
+from runtime.backends.cpu.data.records import record_of
 
 WIDTH: Final = 40
 """Words of an instruction."""
+SELECT_APPROX, SELECT_EXACT, SELECT_STATIC, SELECT_RANDOM = 0, 1, 2, 3
+"""Modes of a SELECT: as the paper approximates it; exactly; always the same channels; random ones."""
 WHOLE_BITS: Final = 4
 """Bits of residuals that have tiles as weights have them."""
 BESIDE: Final = -1
@@ -147,7 +149,7 @@ class Merge(NamedTuple):
 
 
 class Border(NamedTuple):
-    """The buckets of approximate selection (`runtime.operations.channels.Buckets`)."""
+    """The buckets of approximate selection (`runtime.backends.operations.channels.Buckets`)."""
 
     b15: float
     """See there, and so below."""
@@ -171,7 +173,7 @@ class Select(NamedTuple):
     chosen: Matrix
     """int32, written."""
     mode: int
-    """How: one of `runtime.backends.cpu.kernels.select`."""
+    """How: `SELECT_APPROX` or another."""
     border: Border
     """Of the approximate mode."""
     static: int
@@ -269,7 +271,7 @@ class Linear(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A matrix product of a prompt's rows, with residuals added to the weights (`runtime.operations.panel`)."""
+    """A matrix product of a prompt's rows, residuals added to the weights (`runtime.backends.operations.panel`)."""
 
     weights: Weights
     """The matrix."""
@@ -413,26 +415,14 @@ OPERATIONS: Final[tuple[type[Instruction], ...]] = (
 )
 """By number."""
 HEADER: Final = record_of(Header)
-_RECORDS: Final = {operation: record_of(operation) for operation in OPERATIONS}
-assert HEADER.itemsize + max(record.itemsize for record in _RECORDS.values()) <= 8 * WIDTH
-_SELECT_FIELDS = _RECORDS[Select].fields
+"""The record of a header."""
+RECORDS: Final = {operation: record_of(operation) for operation in OPERATIONS}
+"""Of what follows it."""
+assert HEADER.itemsize + max(record.itemsize for record in RECORDS.values()) <= 8 * WIDTH
+_SELECT_FIELDS = RECORDS[Select].fields
 assert _SELECT_FIELDS is not None
 CHOSEN_IN: Final = HEADER.itemsize + int(_SELECT_FIELDS["chosen_in"][1])
 """Bytes from a SELECT's address to its `chosen_in`, the word by which threads tell each other."""
-
-
-def _view(operation: type[Instruction]) -> Any:
-    return view(operation.__name__.lower(), _RECORDS[operation], offset=HEADER.itemsize)
-
-
-header_at = view("header", HEADER)
-"""The header of the instruction at an address."""
-changing_header_at = view("changing_header", HEADER, changes=True)
-"""Likewise for code that runs longer than one instruction."""
-embed_at, gather_at, check_at, norm_at, gate_at, merge_at = map(_view, (Embed, Gather, Check, Norm, Gate, Merge))
-"""The instruction at an address; so are the others."""
-select_at, linear_at, heads_at, attend_at = map(_view, (Select, Linear, Heads, Attend))
-panel_at, flush_at, restore_at = map(_view, (Panel, Flush, Restore))
 
 
 def header_of(words: npt.NDArray[np.int64]) -> Any:
@@ -441,14 +431,13 @@ def header_of(words: npt.NDArray[np.int64]) -> Any:
 
 
 def headers_of(program: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """Copies of the headers of all instructions, int64 [instructions, WIDTH]: as fast as one of them is read."""
-    words = np.ascontiguousarray(program[:, : HEADER.itemsize // 8])
-    return words.view(HEADER)[:, 0]
+    """The headers of all instructions, int64 [instructions, WIDTH], to be read and written by names."""
+    return program[:, : HEADER.itemsize // 8].view(HEADER)[:, 0]
 
 
 def write(words: npt.NDArray[np.int64], instruction: Instruction) -> None:
     """Write an instruction into its words, int64 [WIDTH]; what is linked into it is cleared."""
-    record = _RECORDS[type(instruction)]
+    record = RECORDS[type(instruction)]
     words[:] = 0
     header_of(words)["operation"] = OPERATIONS.index(type(instruction))
     _body(words, record)[0] = instruction
@@ -457,7 +446,7 @@ def write(words: npt.NDArray[np.int64], instruction: Instruction) -> None:
 def read(words: npt.NDArray[np.int64]) -> Instruction:
     """The instruction that `write` wrote."""
     operation = OPERATIONS[int(header_of(words)["operation"])]
-    values: Instruction = _named(operation, _body(words, _RECORDS[operation])[0])
+    values: Instruction = _named(operation, _body(words, RECORDS[operation])[0])
     return values
 
 

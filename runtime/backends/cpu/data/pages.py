@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.backends.cpu.data.arrangements import Arrangement, Array, arrangement_of, padded
-from runtime.backends.cpu.machine.view import view
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, page_fields
 
 TWO_PLANES, HALF = 44, 16
@@ -51,7 +50,7 @@ _PART: Final = np.dtype(
         ("exact_mean", np.int64),  # 1: the zero is fitted last, so that a vector keeps its mean
     ]
 )
-_CACHE: Final = np.dtype(
+CACHE: Final = np.dtype(
     [
         ("form", np.int64),  # bits of a code, TWO_PLANES or HALF
         ("tokens", np.int64),  # of a page, T
@@ -59,6 +58,7 @@ _CACHE: Final = np.dtype(
         ("padded", np.int64),  # D padded to whole vectors
         ("record", np.int64),  # bytes
         ("rank", np.int64),  # of GEAR's corrections; 0 = none
+        ("layers", np.int64),  # whose records, and windows, stand side by side in every page, and slot
         ("keys", _PART),
         ("values", _PART),
         ("dither", np.int64),  # address of float32 [T] in [0, 1)
@@ -71,14 +71,12 @@ _CACHE: Final = np.dtype(
 )
 Cache = Any
 """In compiled code: the view of a cache's description."""
-cache_at = view("cache", _CACHE)
-"""The description of a cache at an address."""
 
 
 def cache_of(address: int) -> Any:
     """The description at an address, to be read by names."""
-    raw = (ctypes.c_char * _CACHE.itemsize).from_address(address)
-    return np.frombuffer(memoryview(raw), _CACHE)[0]
+    raw = (ctypes.c_char * CACHE.itemsize).from_address(address)
+    return np.frombuffer(memoryview(raw), CACHE)[0]
 
 
 def form_of(kind: CacheKind) -> int:
@@ -144,17 +142,18 @@ class PageLayout:
         return hashlib.sha256(repr(self._places).encode()).hexdigest()[:12]
 
     def description(
-        self, *, dither: int = 0, tables: int = 0, table_step: int = 0, paged: int = 0, window: int = 0
+        self, *, layers: int = 1, dither: int = 0, tables: int = 0, table_step: int = 0, paged: int = 0, window: int = 0
     ) -> Array:
         """What compiled code reads; the arguments are addresses and sizes that a layout does not know.
 
         Returns:
             A structured array [1].
         """
-        found = np.zeros(1, _CACHE)
+        found = np.zeros(1, CACHE)
         cache, kind = found[0], self.kind
         cache["form"], cache["tokens"], cache["dim"] = form_of(kind), kind.page, self.head_dim
         cache["padded"], cache["record"], cache["rank"] = self.padded, self.record, kind.rank
+        cache["layers"] = layers
         cache["dither"], cache["tables"], cache["table_step"] = dither, tables, table_step
         cache["paged"], cache["window"], cache["sinks"] = paged, window, kind.sinks
         for part in PARTS:

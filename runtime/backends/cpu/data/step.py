@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from runtime.backends.cpu.arena import LINE
-from runtime.backends.cpu.machine.sync import CONTROL_WORDS
-from runtime.backends.cpu.machine.view import record_of, view
+from runtime.backends.cpu.data.control import CONTROL_WORDS
+from runtime.backends.cpu.data.records import record_of
 
 
 class Parameters(NamedTuple):
@@ -52,34 +51,22 @@ class Parameters(NamedTuple):
     """Number of its first instruction, counted over all programs of a session."""
 
 
-_FIRST: Final = 40
-"""Word of the control block that they begin at, after those of `runtime.backends.cpu.machine.sync`."""
-_RECORD: Final = record_of(Parameters)
-assert 8 * _FIRST + _RECORD.itemsize <= 8 * CONTROL_WORDS
-
-parameters_at = view("parameters", _RECORD, offset=8 * _FIRST)
-"""The parameters in the control block at an address."""
-changing_parameters_at = view("changing_parameters", _RECORD, offset=8 * _FIRST, changes=True)
-"""Likewise for code that runs longer than one step."""
+FIRST: Final = 40
+"""Word of the control block that they begin at, after those of `runtime.backends.cpu.data.control`."""
+PARAMETERS: Final = record_of(Parameters)
+"""Their record."""
+assert 8 * FIRST + PARAMETERS.itemsize <= 8 * CONTROL_WORDS
 
 
 def parameters_of(control: npt.NDArray[np.int64]) -> Any:
     """The parameters in a control block, to be read and written by names."""
-    return control[_FIRST : _FIRST + _RECORD.itemsize // 8].view(_RECORD)[0]
-
-
-@numba.njit(nogil=True)
-def rows_of(control: int, wanted: int) -> int:
-    """Rows of the step, or those whose logits are wanted."""
-    step: Parameters = parameters_at(control)
-    return step.wanted_rows if wanted != 0 else step.rows
+    return control[FIRST : FIRST + PARAMETERS.itemsize // 8].view(PARAMETERS)[0]
 
 
 PARTS_OF_WEIGHTS: Final = 3
 """Parts for each thread where the first ones are large; see `share_of_weights`."""
 
 
-@numba.njit(nogil=True)
 def share_of_weights(tiles: int, part: int, parts: int) -> tuple[int, int]:
     """A part's range of tiles, for one row of activations.
 
@@ -96,13 +83,11 @@ def share_of_weights(tiles: int, part: int, parts: int) -> tuple[int, int]:
     return border + first, border + last
 
 
-@numba.njit(nogil=True)
 def tiles_of_line(residual_bits: int) -> int:
     """Tiles of 16 output channels whose residuals share a cache line of a row."""
     return LINE // 2 // residual_bits
 
 
-@numba.njit(nogil=True)
 def share_of(count: int, part: int, parts: int) -> tuple[int, int]:
     """A part's range of `count` equal items."""
     return count * part // parts, count * (part + 1) // parts

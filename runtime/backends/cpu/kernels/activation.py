@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numba
 from numba.extending import register_jitable
 
+from runtime.backends.cpu.data.sizes import PIECE
 from runtime.backends.cpu.machine import amx
 from runtime.backends.cpu.machine.vector import (
     absolute,
@@ -35,9 +36,6 @@ from runtime.backends.cpu.machine.vector import (
     sum_lanes,
     zero_floats,
 )
-
-PIECE = 64
-"""Channels between which quads are equally far apart."""
 
 
 @register_jitable

@@ -1,4 +1,4 @@
-"""Turning one query or key into the basis of the cache, in place; the measure is `runtime.operations.turn`."""
+"""One query or key rotated into the basis of the cache, in place; the oracle is `runtime.backends.operations.basis`."""
 
 from __future__ import annotations
 

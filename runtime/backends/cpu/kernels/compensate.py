@@ -265,11 +265,6 @@ gather_2, gather_8, _gather_16 = _gather(_codes_2, 2), _gather(load_unsigned, 8)
 """Sums of 2-bit, of 8-bit codes and of halves, times the activations of their channels."""
 
 
-def sums_bytes(columns: int) -> int:
-    """Bytes of scratch for the compensation of so many output channels."""
-    return 4 * (columns + 128)
-
-
 @numba.njit(nogil=True)
 def compensate(
     gather: Any, bits: int, residual: Residual, salient: Salient, columns: Columns, out: int, sums: int

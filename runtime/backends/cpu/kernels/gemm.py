@@ -15,9 +15,9 @@ from numba import types
 from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Quantized
+from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES, ENTRY_BYTES
 from runtime.backends.cpu.kernels.activation import quad_at, quad_step, row_step
-from runtime.backends.cpu.kernels.gemv import AHEAD, BLOCK, BLOCK_BYTES, Tile, emit_unpack
-from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES
+from runtime.backends.cpu.kernels.gemv import AHEAD, Tile, emit_unpack
 from runtime.backends.cpu.machine.emit import (
     BYTES,
     ENTRY_OFFSET,
@@ -49,8 +49,6 @@ from runtime.backends.cpu.machine.vector import (
     zero_floats,
 )
 
-ROW_BLOCKS = (1, 4, 8, 16)
-"""Rows that a product handles at once."""
 CHAINS = 16
 """Sums that are independent of each other, several of a row where there are few rows: a dot product takes its place in
 a sum only when the one before it is done."""

@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba import types
 
 from runtime.backends.cpu.data.instructions import Quantized
+from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES
 from runtime.backends.cpu.kernels.lookup import (
     SLICES,
     VECTORS,
@@ -59,10 +60,6 @@ from runtime.backends.cpu.machine.vector import (
     zero_floats,
 )
 
-BLOCK = 32
-"""Input channels unpacked at a time."""
-BLOCK_BYTES = {3: 192, 4: 256}
-"""Bytes of a block of 16 output by 32 input channels, by bits."""
 AHEAD = 8192
 """Bytes that the prefetch runs ahead of the loads. On a core whose memory others use too, a tile's walk is a tenth to a
 quarter faster with it than with 1536; on an idle machine distances cannot be told apart. Codebook tiles ask for nothing

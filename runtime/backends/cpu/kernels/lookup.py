@@ -17,6 +17,7 @@ import numba
 from llvmlite import ir
 from numba import types
 
+from runtime.backends.cpu.data.sizes import BLOCK_BYTES, ENTRY_BYTES
 from runtime.backends.cpu.machine.emit import (
     BYTES,
     I8,
@@ -36,14 +37,10 @@ from runtime.backends.cpu.machine.emit import (
     shift_right,
 )
 
-_BLOCK_BYTES = {3: 192, 4: 256}
-"""Bytes of the codes of a block of 16 output by 32 input channels, by bits."""
 VECTORS = {3: 2, 4: 4}
 """Vectors that hold a tile's output channels side by side, by bits."""
 SLICES = {3: 4, 4: 2}
 """Vectors of entries that the same output channels have in a block of 32 input channels."""
-ENTRY_BYTES = 512
-"""Bytes of a block of decoded entries, 16 output by 32 input channels."""
 HIGH_BITS = ((2, 1, 6, 5), (4, 3, 7, 0))
 """At 3 bits, the bit of a byte of high bits that belongs to vector i, slice j: five shifts bring all into place."""
 _TABLES = 4
@@ -143,7 +140,7 @@ def _decode(bits: int) -> Any:
 
 def _decode_tile(bits: int) -> Any:
     decode, tables_of = _decode(bits), load_tables(bits)
-    block_bytes = _BLOCK_BYTES[bits]
+    block_bytes = BLOCK_BYTES[bits]
 
     @numba.njit(nogil=True)
     def decode_tile(codes: int, tables: int, blocks: int, out: int) -> None:

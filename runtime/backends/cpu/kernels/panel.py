@@ -1,7 +1,7 @@
 """Panels: a tile's weights with their residuals added, in 8 bits, unpacked once for all rows of a prompt.
 
-The arithmetic is that of `runtime.operations.panel`. A tile becomes the bytes that the products with decoded entries
-read (`runtime.backends.cpu.kernels.lookup`): 16 output channels side by side, four input channels of each.
+The arithmetic is that of `runtime.backends.operations.panel`. A tile becomes the bytes that the products with decoded
+entries read (`runtime.backends.cpu.kernels.lookup`): 16 output channels side by side, four input channels of each.
 
 Residuals are stored input-channel-major: a tile's codes are a few bytes of every row, and rows lie pages apart. So a
 cache line of every row, which holds the codes of several tiles, is copied to one place first. There, four rows of 16
@@ -40,7 +40,7 @@ from runtime.backends.cpu.machine.emit import (
     words16,
 )
 from runtime.backends.cpu.machine.vector import add, div, fill, maximum, mul, prefetch, rounded, sub
-from runtime.operations.panel import ENTRY_TOP, LEAST_STEP, STEPS
+from runtime.backends.operations.panel import ENTRY_TOP, LEAST_STEP, STEPS
 
 _SHORTS = ir.VectorType(I16, 32)
 _ONE, _ROUNDING = 256, 128
@@ -85,7 +85,7 @@ def factors_of(scale: Any, zero: Any, residual_scale: Any, top: int, residual_to
         scale: floats16, s.
         zero: floats16, z.
         residual_scale: floats16, t.
-        top: Largest code of the base; that of `runtime.operations.panel.ENTRY_TOP` where it has codebooks.
+        top: Largest code of the base; that of `runtime.backends.operations.panel.ENTRY_TOP` where it has codebooks.
         residual_top: Largest code of a residual.
     """
     whole = add(mul(fill(numba.float32(top)), scale), mul(fill(numba.float32(residual_top)), residual_scale))

@@ -25,8 +25,8 @@ from numba import types
 
 from runtime.backends.cpu.arena import LINE
 from runtime.backends.cpu.data.instructions import Linear, Quantized
+from runtime.backends.cpu.data.sizes import BLOCK
 from runtime.backends.cpu.kernels.activation import quad_at, row_step
-from runtime.backends.cpu.kernels.gemv import BLOCK
 from runtime.backends.cpu.kernels.panel import rounded_halves
 from runtime.backends.cpu.machine.emit import (
     BYTES,
@@ -59,12 +59,11 @@ from runtime.backends.cpu.machine.vector import (
     prefetch,
     store_floats,
 )
-from runtime.operations.panel import LEAST_STEP
+from runtime.backends.cpu.scratch import SUMS
+from runtime.backends.operations.panel import LEAST_STEP
 
 _SLICE = 16
 """Bytes of a row of residuals that are turned at once; of those in half precision twice as many."""
-_SUMS = 16
-"""Sums that are kept in registers."""
 
 
 def fields(bits: int) -> int:
@@ -170,7 +169,7 @@ def _in_order(b: Builder, parts: list[Any], tile: int) -> Any:
 def _add(bits: int, side: int) -> Any:
     """Adds the products of a slice's columns with a group's channels to the outputs of a row block."""
     count = fields(bits)
-    rows = min(side, _SUMS // count)
+    rows = min(side, SUMS // count)
     multiply, none, store = _multiply(bits, side, rows), _no_sums(count * rows), _store(bits, rows)
     step = row_step(side)
     neutral = float(ENTRY_OFFSET if bits >= 8 else 1 << (bits - 1))
@@ -250,7 +249,3 @@ def few_rows(bits: int) -> Any:
                     add_4(linear, x, group, tile, last - tile, ahead, to, scratch)
 
     return add_tiles
-
-
-SUMS_BYTES = 64 * _SUMS
-"""Bytes of scratch for the sums of a slice."""

@@ -35,13 +35,11 @@ from runtime.backends.cpu.machine.vector import (
     store_bytes,
     sub,
 )
-from runtime.operations.channels import BUCKETS, HALF
+from runtime.backends.operations.channels import BUCKETS, HALF
 
 _INFINITY = 0x7F800000
 _MANTISSA = (1 << 53) - 1
 _LARGEST = np.float32(3.4028235e38)
-
-SELECT_APPROX, SELECT_EXACT, SELECT_STATIC, SELECT_RANDOM = 0, 1, 2, 3
 
 
 class Chunk(NamedTuple):
@@ -186,7 +184,7 @@ def _count_up_to(buckets: int, vectors: int, limit: int) -> int:
 
 @numba.njit(nogil=True)
 def _mix(state: int) -> int:
-    """The finalizer of splitmix64, as in `runtime.operations.channels`."""
+    """The finalizer of splitmix64, as in `runtime.backends.operations.channels`."""
     state = state + np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

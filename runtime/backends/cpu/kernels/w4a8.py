@@ -6,7 +6,8 @@ sum of the group's activations is subtracted:
 
     y[m, n] = float(sum over groups of s (sum of code · a) - z s (sum of a)) · (scale[n] · scale[m])
 
-Everything inside the brackets is exact in 32 bits, so the result has the bits of `runtime.operations.linear.gemm_w4a8`.
+Everything inside the brackets is exact in 32 bits, so the result has the bits of
+`runtime.backends.operations.linear.gemm_w4a8`.
 
 With 16 tokens and more a tile's whole numbers (code - z) s, which fit in a byte, are written down first, once for all
 tokens, as the entries of a tile with codebooks are (`runtime.backends.cpu.kernels.lookup`). Then groups are over, a
@@ -26,10 +27,10 @@ from numba import types
 from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Quantized
+from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES, ENTRY_BYTES
 from runtime.backends.cpu.kernels.activation import code_bytes, quad_at
 from runtime.backends.cpu.kernels.gemm import CHAINS, emit_whole_sum, no_sums, sums_of_block
-from runtime.backends.cpu.kernels.gemv import AHEAD, BLOCK, BLOCK_BYTES, emit_unpack, multiply_4, no_chains, whole_sum
-from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES
+from runtime.backends.cpu.kernels.gemv import AHEAD, emit_unpack, multiply_4, no_chains, whole_sum
 from runtime.backends.cpu.machine import amx
 from runtime.backends.cpu.machine.emit import (
     BYTES,
@@ -62,6 +63,7 @@ from runtime.backends.cpu.machine.vector import (
     to_floats,
     zero_words,
 )
+from runtime.backends.cpu.scratch import entries_bytes
 
 BLOCK_BYTES_4 = BLOCK_BYTES[4]
 """Bytes of a block of 16 output by 32 input channels."""
@@ -216,10 +218,7 @@ def _clear_block(b: Builder, out: Any) -> None:
         b.store(constant(BYTES, 0), pointer(b, offset(b, out, 64 * j)), align=64)
 
 
-@register_jitable
-def entries_bytes(blocks: int) -> int:
-    """Bytes of a tile's entries: whole loads of a tile register."""
-    return (blocks + 1) // 2 * (2 * ENTRY_BYTES)
+_entries_bytes = register_jitable(entries_bytes)
 
 
 @numba.njit(nogil=True)
@@ -317,7 +316,7 @@ def _registers(count: int) -> Any:
     def gemm(registers: int, tile: W4A8Tile, entries: int, x: Quantized, out: int) -> None:
         stride = SIDE * code_bytes(BLOCK * tile.blocks)
         clear(registers)
-        for at in range(0, entries_bytes(tile.blocks), amx.REGISTER_BYTES):
+        for at in range(0, _entries_bytes(tile.blocks), amx.REGISTER_BYTES):
             multiply(registers, entries + at, x.codes + at, stride)
         store(registers, out)
         for row in range(0, SIDE * count, SIDE):
@@ -326,8 +325,6 @@ def _registers(count: int) -> Any:
     return gemm
 
 
-MANY = 4 * SIDE if amx.AVAILABLE else SIDE
-"""Tokens that `gemm_w4a8_many` handles at once."""
 gemm_w4a8_16 = _registers(1) if amx.AVAILABLE else _vectors
 """Sixteen outputs of a row block of 16 tokens.
 

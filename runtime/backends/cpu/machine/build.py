@@ -23,12 +23,11 @@ import psutil
 from runtime.backends.cpu.machine import isa
 from runtime.backends.cpu.machine.digest import extent
 from runtime.backends.cpu.machine.unit import Unit
+from runtime.system.child import child_command
 
 logger = logging.getLogger(__name__)
 
 _MOST_PROCESSES: Final = 8
-_ROOT: Final = Path(__file__).parents[4]
-"""Folder of the program's packages."""
 
 Report = Callable[[int, int], None]
 """Told how many units are compiled, of how many."""
@@ -44,7 +43,7 @@ def build(units: Sequence[Unit], report: Report | None = None) -> None:
     Raises:
         BackendError: one can't be compiled here.
     """
-    missing = sorted({unit for unit in units if not unit.is_compiled}, key=lambda unit: -extent(unit.function))
+    missing = sorted({unit for unit in units if not unit.is_compiled}, key=lambda unit: -extent(unit.source))
     if not missing:
         return
     if report is not None:
@@ -91,11 +90,12 @@ def _cores() -> int:
 
 def _start() -> subprocess.Popen[str] | None:
     """A process that compiles; None where none can be started."""
-    code = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {__name__} import serve; serve(sys.argv[1])"
+    settings = {"NUMBA_OPT": "0", "LOWBIT_CHAT_CPU_VARIANT": isa.VARIANT}
+    settings |= {"LOWBIT_CHAT_KERNEL_CACHE": str(isa.KERNEL_CACHE.parent)}  # where that is temporary, the same one
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", code, str(isa.KERNEL_CACHE)],
-            env={**os.environ, "NUMBA_OPT": "0", "LOWBIT_CHAT_CPU_VARIANT": isa.VARIANT},
+            child_command(__spec__.name, str(isa.KERNEL_CACHE)),
+            env={**os.environ, **settings},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -116,7 +116,7 @@ def _feed(worker: subprocess.Popen[str], waiting: queue.SimpleQueue[Unit], tried
         except queue.Empty:
             return
         try:
-            worker.stdin.write(f"{unit.function.__module__} {unit.name}\n")
+            worker.stdin.write(f"{unit.module} {unit.name}\n")
             worker.stdin.flush()
             answer = worker.stdout.readline()
         except (OSError, ValueError) as error:
@@ -142,3 +142,7 @@ def serve(folder: str) -> None:
         except Exception as error:  # noqa: BLE001  # whatever it is, whoever asked tries again and explains it
             answer = " ".join(str(error).split()) or type(error).__name__
         print(answer, flush=True)  # noqa: T201  # its way to answer
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,112 +1,148 @@
-"""What a function compiles to depends on its code, on that of all it calls, and on versions: a digest of them."""
+"""Digests of what a unit's machine code is made from: sources, versions, the processor.
+
+The sources are those of the unit's module and of all that it imports of the program, taken whole; nobody asks what a
+unit uses of them. So a digest costs a few dozen small files, read once in a process, and an edit of one compiles anew
+the units of every module that imports it.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import re
 import sys
-import types as python
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
 
 import llvmlite
 import llvmlite.binding as llvm
-import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core.dispatcher import Dispatcher
-from numba.core.typing.templates import Signature
 
 from runtime.backends.cpu.machine import isa
 
-_OWN: Final = ("runtime.", "models.")
-"""Packages whose functions a digest covers; of the others, the versions of numba and llvmlite stand for all."""
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), np.generic)
-_FORMAT: Final = "2: one object for a unit"
+_FORMAT: Final = "3: digests of sources"
 """How machine code is made and kept."""
+ROOT: Final = Path(__file__).parents[4]
+"""Folder of the program's packages."""
+_IMPORT: Final = re.compile(r"from ((?:runtime|tuner|models)\b[\w.]*) import (\([^)]*\)|.+)")
+"""An import from the packages that kernels come from."""
+_NAME: Final = re.compile(r"\w+")
 
 
-def digest(function: Callable[..., Any]) -> str:
-    """What a function compiles to depends on this: its code, that of all it calls, constants, and versions.
+def digest(module: str, name: str, source: Path, sources: Sources | None = None) -> str:
+    """What a function at the top level of a module compiles to depends on this.
 
     Args:
-        function: A Python function, compiled or not.
+        module: Dotted name of the module.
+        name: Of the function.
+        source: The module's file.
+        sources: Where sources are read; those that this process read first if None.
 
     Returns:
         Hexadecimal digits.
+
+    Raises:
+        OSError: the sources can't be read.
     """
-    versions = f"{sys.version_info[:2]} {numba.__version__} {llvmlite.__version__} {isa.VARIANT} {_FORMAT}"
-    processor = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
-    found = hashlib.sha256(f"{versions} {processor}".encode())
-    for part in _parts(function, set()):
-        found.update(part.encode() + b"\n")
+    found = hashlib.sha256(f"{_circumstances()} {module} {name} ".encode())
+    found.update((sources or _SOURCES).digest(source))
     return found.hexdigest()
 
 
-def extent(function: Callable[..., Any]) -> int:
-    """How much code a function and all that it calls have; compiling takes about as long."""
-    return sum(len(part) for part in _parts(function, set()))
+def extent(source: Path) -> int:
+    """Bytes of the sources that a module's functions may use; compiling takes the longer, the more they are."""
+    return _SOURCES.size(source)
 
 
-def _parts(value: Any, seen: set[int]) -> Iterator[str]:
-    """What a value consists of, as text that is the same in every process."""
-    if isinstance(value, _PLAIN):
-        yield f"{type(value).__name__} {value!r}"
-    elif isinstance(value, Dispatcher):
-        yield from _parts(value.py_func, seen)
-    elif isinstance(value, python.FunctionType):
-        if value.__module__.startswith(_OWN) and id(value) not in seen:
-            seen.add(id(value))
-            yield f"{value.__module__} {value.__qualname__}"
-            yield from _of_function(value, seen)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _parts(item, seen)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _parts((key, item), seen)
-    elif isinstance(value, python.CodeType):
-        yield from _of_code(value, seen)
-    elif isinstance(value, types.Type | ir.Type | Signature):
-        yield str(value)
-    elif isinstance(value, type) and issubclass(value, tuple):
-        yield f"{value.__name__} {getattr(value, '_fields', ())}"
-    elif definition := getattr(value, "_defn", None):  # an intrinsic
-        yield from _parts(definition, seen)
-    else:
-        yield f"{type(value).__module__} {type(value).__qualname__} {getattr(value, '__name__', '')}"
+@functools.cache
+def _circumstances() -> str:
+    """What machine code depends on besides its sources."""
+    versions = f"{sys.version_info[:2]} {version('numba')} {llvmlite.__version__} {np.__version__}"
+    processor = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+    return f"{versions} {processor} {isa.VARIANT} {_FORMAT}"
 
 
-def _of_code(code: python.CodeType, seen: set[int]) -> Iterator[str]:
-    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
-    for constant in code.co_consts:
-        yield from _parts(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant, seen)
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A file of source code."""
+
+    digest: bytes
+    """Of its text."""
+    size: int
+    """Bytes."""
+    imports: frozenset[Path]
+    """The program's files that it names in imports."""
 
 
-def _of_function(function: python.FunctionType, seen: set[int]) -> Iterator[str]:
-    """A function's code, defaults, closure, and what its names stand for in its module and in modules it names."""
-    yield from _of_code(function.__code__, seen)
-    yield from _parts(function.__defaults__, seen)
-    for cell in function.__closure__ or ():
-        yield from _parts(cell.cell_contents, seen)
-    names = sorted(_names(function.__code__))
-    for name in names:
-        value = function.__globals__.get(name)
-        if isinstance(value, python.ModuleType):
-            if value.__name__.startswith(_OWN):
-                for inner in names:
-                    if hasattr(value, inner):
-                        yield inner
-                        yield from _parts(getattr(value, inner), seen)
-        elif name in function.__globals__:
-            yield name
-            yield from _parts(value, seen)
+class Sources:
+    """The program's sources, each as it was when it was first asked for.
+
+    Args:
+        root: Folder of the program's packages.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._known: dict[Path, _Source] = {}
+        self._digests: dict[Path, bytes] = {}
+        self._found: dict[str, list[Path]] = {}
+        self._packages: dict[str, bool] = {}
+
+    def behind(self, file: Path) -> list[Path]:
+        """A file, and what it imports of the program, itself or through others, always in the same order.
+
+        Raises:
+            OSError: one of them can't be read.
+        """
+        found, waiting = {file}, [file]
+        while waiting:
+            fresh = self._source(waiting.pop()).imports - found
+            found |= fresh
+            waiting += fresh
+        return sorted(found)
+
+    def digest(self, file: Path) -> bytes:
+        """The digest of a file and of all that is behind it. Raises as `behind`."""
+        if file not in self._digests:
+            found = hashlib.sha256()
+            for path in self.behind(file):
+                found.update(path.name.encode() + b"\0" + self._source(path).digest)
+            self._digests[file] = found.digest()
+        return self._digests[file]
+
+    def size(self, file: Path) -> int:
+        """Bytes of a file and of all that is behind it. Raises as `behind`."""
+        return sum(self._source(path).size for path in self.behind(file))
+
+    def _source(self, file: Path) -> _Source:
+        if file not in self._known:
+            text = file.read_bytes()
+            imports = frozenset(self._imported(text.decode()))
+            self._known[file] = _Source(hashlib.sha256(text).digest(), len(text), imports)
+        return self._known[file]
+
+    def _imported(self, text: str) -> Iterator[Path]:
+        """The program's files that a text names in imports; what it names of a package may be a module in it."""
+        for module, names in _IMPORT.findall(text):
+            yield from self._files(module)
+            if self._is_package(module):
+                for name in _NAME.findall(names):
+                    yield from self._files(f"{module}.{name}")
+
+    def _files(self, dotted: str) -> list[Path]:
+        """Where a module or a package may be found by its name, and is."""
+        if dotted not in self._found:
+            place = self._root.joinpath(*dotted.split("."))
+            self._found[dotted] = [own for own in (place.with_suffix(".py"), place / "__init__.py") if own.is_file()]
+        return self._found[dotted]
+
+    def _is_package(self, dotted: str) -> bool:
+        if dotted not in self._packages:
+            self._packages[dotted] = self._root.joinpath(*dotted.split(".")).is_dir()
+        return self._packages[dotted]
 
 
-def _names(code: python.CodeType) -> set[str]:
-    """Names of globals and attributes in a code object and those nested in it."""
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, python.CodeType):
-            found |= _names(constant)
-    return found
+_SOURCES: Final = Sources(ROOT)

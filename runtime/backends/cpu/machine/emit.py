@@ -16,6 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+from runtime.backends.cpu.data.sizes import LANES
 from runtime.backends.cpu.machine import isa
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -25,9 +26,6 @@ BYTES = ir.VectorType(I8, 64)
 WORDS = ir.VectorType(I32, 16)
 FLOATS = ir.VectorType(FLOAT, 16)
 HALVES = ir.VectorType(HALF, 16)
-
-LANES = 16
-"""Lanes of a vector of floats or integers: the output channels, or tokens, that a kernel handles side by side."""
 
 
 class VectorType(types.Type):

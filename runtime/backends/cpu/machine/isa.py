@@ -8,29 +8,22 @@ product), `avxvnni` (256-bit VNNI), `avx2` (multiply-add pairs of bytes) and `ge
 target lowers in its own way). `amx-emulated` is `amx` with tile registers in memory, for tests.
 `LOWBIT_CHAT_CPU_VARIANT` forces one.
 
-Machine code is kept in the cache folder (`LOWBIT_CHAT_KERNEL_CACHE` names another place for it), as
+Machine code is kept in the cache folder (`runtime.system.own_files.kernel_folder`), as
 `runtime.backends.cpu.machine.kept` says.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import logging
 import os
 import platform
-import shutil
 import sys
-import tempfile
-from pathlib import Path
 from typing import Final
 
 import llvmlite.binding as llvm
-import platformdirs
 
 from runtime.errors import BackendError
-
-logger = logging.getLogger(__name__)
+from runtime.system.own_files import kernel_folder
 
 VARIANTS: Final = ("amx", "avx512", "avxvnni", "avx2", "generic", "amx-emulated")
 
@@ -101,40 +94,11 @@ def choose_variant(forced: str | None) -> str:
     return forced
 
 
-def _cache_folder(variant: str) -> Path:
-    """Folder for the machine code of a variant."""
-    chosen, home = os.environ.get("LOWBIT_CHAT_KERNEL_CACHE"), os.environ.get("LOWBIT_CHAT_HOME")
-    if chosen:
-        base = Path(chosen)
-    elif home:
-        base = Path(home).expanduser() / "cache" / "kernels"
-    else:
-        base = Path(platformdirs.user_cache_dir("lowbit-chat", appauthor=False)) / "kernels"
-    return base / variant
-
-
-def _usable(folder: Path) -> Path:
-    """The folder, made so that only its owner can enter (compiled code is trusted), or a temporary one in its place."""
-    try:
-        for path in reversed([folder, *folder.parents]):
-            if not path.exists():
-                path.mkdir(mode=0o700)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-        problem = "it is not writable"
-    except OSError as error:
-        problem = str(error)
-    temporary = Path(tempfile.mkdtemp(prefix="lowbit-chat-kernels-"))
-    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-    logger.warning("compiled kernels cannot be kept in %s (%s), so every start compiles them again", folder, problem)
-    return temporary
-
-
 VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
 """The variant every kernel of this process is compiled for."""
 
 VECTORS: Final = "avx512" if VARIANT.startswith("amx") else VARIANT
 """The variant whose vector instructions are used."""
 
-KERNEL_CACHE: Final = _usable(_cache_folder(VARIANT))
+KERNEL_CACHE: Final = kernel_folder(VARIANT)
 """Folder of the machine code of this variant."""

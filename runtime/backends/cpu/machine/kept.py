@@ -11,11 +11,13 @@ import hashlib
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from models.files import replacing
+from runtime.system.own_files import read_own
 
 _MAGIC: Final = b"lowbit-chat machine code 1\n"
 _DIGEST_BYTES: Final = 32
@@ -56,9 +58,12 @@ def one_at_a_time(file: Path) -> Iterator[None]:
 
 
 def read(file: Path) -> bytes | None:
-    """What a file keeps; None where there is none or it is damaged. That it was used is noted in its time stamp."""
+    """What a file keeps; None where there is none, it is damaged, or another user may have written it.
+
+    That it was used is noted in its time stamp.
+    """
     try:
-        data = file.read_bytes()
+        data = read_own(file)
         if time.time() - file.stat().st_mtime > _STAMP_S:
             os.utime(file)
     except OSError:
@@ -80,14 +85,8 @@ def write(file: Path, code: bytes) -> None:
         OSError: it cannot be written.
     """
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f"{file.stem}.", suffix=".part", dir=file.parent)
-    try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(_head(file, code) + code)
-        Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(file, prefix=f"{file.stem}.", suffix=".part", synced=False) as out:
+        out.write(_head(file, code) + code)
     sweep(file.parent)
 
 

@@ -4,8 +4,7 @@ Threads do not wait for each other, they wait for work to be done: an instructio
 takes the next one, and when the last part is done the next instruction begins. A thread that the system holds up delays
 only the part it is in, a slow core takes fewer parts than a fast one, and threads may join and leave at any time.
 
-The words are those of a control block, each hot one with a cache line (8 words) of its own. TURN has the number of the
-instruction in its upper half and the parts that are left to take, above `CLOSED`, in its lower.
+The words are those of a control block (`runtime.backends.cpu.data.control`).
 """
 
 from __future__ import annotations
@@ -19,22 +18,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from runtime.backends.cpu.data.control import ACTIVE, CLOSED, SLEEPERS, TURN
 from runtime.backends.cpu.machine.emit import I32, I64, Builder, call, define, pointer
 
-TURN = 0
-"""Number of the instruction, and the parts of it that nobody has taken yet."""
-DONE = 8
-"""Parts of the instruction that are done."""
-SLEEPERS = 16
-"""Threads that sleep until the turn changes."""
-ACTIVE = 24
-"""Threads that are to work: those numbered below; 0 = all others leave."""
-FAILED = 32
-"""1 when a NaN or infinity was met."""
-CONTROL_WORDS = 64
-
-CLOSED = 1 << 20
-"""What the lower half of TURN is when nothing is left to take. Every thread may look once more and make it less."""
 _NUMBERS = (1 << 32) - 1
 _SPINS = 2000
 """Looks at a turn that does not change before a thread sleeps: some 20 to 70 microseconds, a few parts of work."""

@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from runtime.backends.cpu.data.sizes import LANES
 from runtime.backends.cpu.machine.emit import (
     FLOAT,
     FLOATS,
@@ -25,7 +26,6 @@ from runtime.backends.cpu.machine.emit import (
     I16,
     I32,
     I64,
-    LANES,
     WORDS,
     Builder,
     call,

@@ -1,8 +1,9 @@
 """Views: records in memory that Python writes and compiled code reads, field by field and by name.
 
-A record is declared once, as a NamedTuple of integers, floats, truths and other records; `record_of` gives the numpy
-dtype by which Python writes it. Compiled code takes its address for a *view*, whose fields are attributes; those that
-are records themselves are views in turn. After inlining an attribute is one load from a constant offset.
+A record is declared once, as a NamedTuple of integers, floats, truths and other records; Python writes it by the numpy
+dtype that `runtime.backends.cpu.data.records` makes of it. Compiled code takes its address for a *view*, whose fields
+are attributes; those that are records themselves are views in turn. After inlining an attribute is one load from a
+constant offset.
 
 Fields are read as constants (`!invariant.load`), so that a loop reads them once though it stores floats: while a unit
 runs nobody may write a record that it views, unless the view says that it `changes`.
@@ -11,7 +12,7 @@ runs nobody may write a record that it views, unless the view says that it `chan
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -29,20 +30,6 @@ _SCALARS = {
     np.dtype(np.float32): (types.float32, ir.FloatType()),
 }
 """What a field may be besides a record."""
-
-
-_WORDS: dict[Any, Any] = {int: np.int64, bool: np.int64, float: np.float32}
-"""How numbers of a record are stored."""
-
-
-def record_of(declared: type[NamedTuple]) -> np.dtype[Any]:
-    """The dtype of a record.
-
-    Args:
-        declared: A NamedTuple whose fields are int or bool (int64), float (float32), or such NamedTuples.
-    """
-    fields = [(name, _WORDS.get(kind) or record_of(kind)) for name, kind in get_type_hints(declared).items()]
-    return np.dtype(fields, align=True)
 
 
 class ViewType(types.Type):

@@ -1,1 +1,89 @@
-"""The instructions of a program, each a routine with machine code of its own."""
+"""The instructions of a program, each a routine with machine code of its own.
+
+Here they stand by their names, for `runtime.backends.cpu.link` to choose from. The modules in this folder have their
+functions, and with them numba; they are imported only to be compiled.
+"""
+
+from __future__ import annotations
+
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.pages import HALF, TWO_PLANES
+from runtime.backends.cpu.machine.unit import Unit, unit
+
+_BACKEND = __name__.rpartition(".")[0]
+
+
+def _named(place: str) -> Unit:
+    module, _, name = place.rpartition(".")
+    return unit(f"{_BACKEND}.{module}", name)
+
+
+execute, set_active = _named("executor.execute"), _named("executor.set_active")
+"""What runs all others, and how many threads do."""
+INPUTS = {
+    op.Embed: _named("units.inputs.embed"),
+    op.Gather: _named("units.inputs.gather"),
+    op.Check: _named("units.outputs.check"),
+    op.Norm: _named("units.inputs.norm"),
+    op.Gate: _named("units.inputs.gate"),
+    op.Merge: _named("units.inputs.merge"),
+}
+"""Instructions that one unit runs, whatever they say."""
+UNIFORM = {3: _named("units.products.multiply_uniform_3"), 4: _named("units.products.multiply_uniform_4")}
+"""Products with matrices, by their bits; so are the next."""
+CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}
+W4A8 = {4: _named("units.w4a8.multiply_w4a8")}
+REPACK_UNIFORM = {3: _named("units.repacking.repack_uniform_3"), 4: _named("units.repacking.repack_uniform_4")}
+"""What repacks a matrix, by its bits."""
+REPACK_CODEBOOK = {3: _named("units.repacking.repack_codebook_3"), 4: _named("units.repacking.repack_codebook_4")}
+"""Likewise one with codebooks."""
+COMPENSATE = {bits: _named(f"units.products.compensate_{bits}") for bits in (2, 4, 8, 16)}
+"""The compensation of a row by its own channels, by the residuals' bits; so are the next."""
+SHARE = {bits: _named(f"units.residuals.share_{bits}") for bits in (2, 4, 8, 16)}
+PANEL = {bits: _named(f"units.panels.panel_{bits}") for bits in (2, 4, 8, 16)}
+multiply_panel, add_whole = _named("units.panels.multiply_panel"), _named("units.products.add_whole")
+"""Products of a prompt's rows with residuals: some of them, added to the weights; all, beside."""
+SELECT = {
+    op.SELECT_APPROX: _named("units.selection.select_by_buckets"),
+    op.SELECT_EXACT: _named("units.selection.select_largest"),
+    op.SELECT_STATIC: _named("units.selection.select_always"),
+    op.SELECT_RANDOM: _named("units.selection.select_any"),
+}
+"""By mode."""
+add_recall = _named("units.selection.add_recall")
+"""Measures a selection."""
+attend = _named("units.attention.attend")
+"""Attention."""
+restore = _named("units.paging.restore")
+"""Takes a page back into a window."""
+_PAGES = {
+    2: _named("units.attention.pages_2"),
+    4: _named("units.attention.pages_4"),
+    8: _named("units.attention.pages_8"),
+    TWO_PLANES: _named("units.attention.pages_planes"),
+}
+_CORRECTED_PAGES = {
+    2: _named("units.attention.corrected_pages_2"),
+    4: _named("units.attention.corrected_pages_4"),
+}
+
+
+def product_unit(weights: op.Weights) -> Unit:
+    """The unit of products with a matrix."""
+    return (W4A8 if weights.group_scales else CODEBOOK if weights.codebooks else UNIFORM)[weights.bits]
+
+
+def page_unit(form: int, rank: int) -> Unit | None:
+    """The unit that attends to pages, by the cache's form and rank; None where `attend` does it itself."""
+    return _CORRECTED_PAGES[form] if rank else _PAGES.get(form)
+
+
+def heads_unit(form: int, window: int) -> Unit:
+    """The unit of HEADS instructions, by the cache's form, and whether it has a window."""
+    place = "window" if window else "halves" if form == HALF else "codes"
+    return _named(f"units.attention.heads_to_{place}")
+
+
+def flush_unit(rank: int) -> Unit:
+    """The unit that cuts a page off a window, by the cache's rank."""
+    return _named("units.paging.flush_corrected" if rank else "units.paging.flush")

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data.instructions import Attend, Heads, Stored, attend_at, header_at, heads_at
-from runtime.backends.cpu.data.pages import HALF, TWO_PLANES, Cache, cache_at
-from runtime.backends.cpu.data.step import Parameters, parameters_at, rows_of, share_of
+from runtime.backends.cpu.data.instructions import Attend, Heads, Stored
+from runtime.backends.cpu.data.pages import Cache
+from runtime.backends.cpu.data.sizes import SPAN
+from runtime.backends.cpu.data.step import Parameters
 from runtime.backends.cpu.kernels.attention.page import (
     Attention,
     Visit,
@@ -19,25 +20,25 @@ from runtime.backends.cpu.kernels.attention.page import (
     packed_4,
     packed_8,
     packed_planes,
-    page_scratch,
 )
 from runtime.backends.cpu.kernels.attention.run import Queries, Sums, clear_sums, padded_channels, part_bytes
-from runtime.backends.cpu.kernels.attention.span import SPAN, Span, attend_span, span_scratch
+from runtime.backends.cpu.kernels.attention.span import Span, attend_span
 from runtime.backends.cpu.kernels.basis import turn_head
 from runtime.backends.cpu.kernels.cache.tokens import store_half_key, store_half_value, store_key, store_value
 from runtime.backends.cpu.kernels.norm import norm_head
 from runtime.backends.cpu.kernels.rope import rotate_head
-from runtime.backends.cpu.machine.unit import Unit, call_4, compiled_unit
+from runtime.backends.cpu.kernels.views import (
+    attend_at,
+    cache_at,
+    header_at,
+    heads_at,
+    parameters_at,
+    rows_of,
+    share_of,
+)
+from runtime.backends.cpu.machine.calls import call_4
+from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import get_float, get_int, set_float
-
-RUN_ROWS = 8
-"""Rows of one sequence that one work item of attention takes at most."""
-
-
-def attend_scratch(attend: Attend, cache: Cache) -> int:
-    """Bytes of scratch that a thread needs for the instruction, with a cache of this description."""
-    heads = attend.heads // attend.kv_heads
-    return max(span_scratch(heads), page_scratch(attend.rows * heads, cache) if cache["form"] != HALF else 0)
 
 
 @numba.njit(nogil=True)
@@ -45,7 +46,7 @@ def _record(stored: Stored, slot: int, number: int, kv_heads: int, head: int) ->
     """Address of what a slot's page keeps of a head."""
     cache = cache_at(stored.cache)
     page = numba.int64(get_int(cache.tables + cache.table_step * slot + 4 * number))
-    return stored.pages + (page * kv_heads + head) * cache.record
+    return stored.pages + (page * cache.layers * kv_heads + head) * cache.record
 
 
 @numba.njit(nogil=True)
@@ -55,16 +56,17 @@ def _paged(cache: Cache, slot: int) -> int:
 
 
 @numba.njit(nogil=True)
-def _window(stored: Stored, of: int, dim: int) -> tuple[int, int]:
-    """Addresses of keys and values in a window, by its number among all slots and heads."""
-    tokens = cache_at(stored.cache).window * of
+def _window(stored: Stored, slot: int, kv_heads: int, head: int, dim: int) -> tuple[int, int]:
+    """Addresses of a head's keys and values in a slot's window."""
+    cache = cache_at(stored.cache)
+    tokens = cache.window * (slot * cache.layers * kv_heads + head)
     return stored.keys + 2 * dim * tokens, stored.values + 2 * padded_channels(dim) * tokens
 
 
 @register_jitable
 def _write_window(heads: Heads, x: int, key: bool, slot: int, head: int, position: int) -> None:
     place = position - _paged(cache_at(heads.stored.cache), slot)
-    keys, values = _window(heads.stored, slot * heads.kv_heads + head, heads.dim)
+    keys, values = _window(heads.stored, slot, heads.kv_heads, head, heads.dim)
     if key:
         store_half_key(x, heads.dim, keys, place)
     else:
@@ -231,7 +233,7 @@ def attend(i: int, control: int, part: int, parts: int, scratch: int) -> None:
                 place, before = SPAN * unit, 0
                 if unit >= work.end_page:
                     place, before = work.sinks + SPAN * (unit - work.end_page), work.paged
-                keys, values = _window(stored, work.slot * kv_heads + work.head, dim)
+                keys, values = _window(stored, work.slot, kv_heads, work.head, dim)
                 span = Span(keys + 2 * dim * place, values + value * place, before + place)
             attend_span(work.queries, span, work.sums, scratch)
 
@@ -300,19 +302,3 @@ def corrected_pages_2(i: int, control: int, number: int, scratch: int) -> None:
 def corrected_pages_4(i: int, control: int, number: int, scratch: int) -> None:
     """Likewise codes of 4 bits with GEAR's corrections."""
     _attend_corrected_4(i, control, number, scratch)
-
-
-_PAGES = {2: pages_2, 4: pages_4, 8: pages_8, TWO_PLANES: pages_planes}
-_CORRECTED_PAGES = {2: corrected_pages_2, 4: corrected_pages_4}
-
-
-def page_unit(form: int, rank: int) -> Unit | None:
-    """The unit that attends to pages, by the cache's form and rank; None where `attend` does it itself."""
-    return _CORRECTED_PAGES[form] if rank else _PAGES.get(form)
-
-
-def heads_unit(form: int, window: int) -> Unit:
-    """The unit of HEADS instructions, by the cache's form, and whether it has a window."""
-    if window:
-        return heads_to_window
-    return heads_to_halves if form == HALF else heads_to_codes

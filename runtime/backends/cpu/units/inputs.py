@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import numba
 
-from runtime.backends.cpu.data.instructions import Input, embed_at, gate_at, gather_at, merge_at, norm_at
-from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of
+from runtime.backends.cpu.data.instructions import Input
 from runtime.backends.cpu.kernels.activation import GroupPlace, code_bytes, quantize_group, step_of
 from runtime.backends.cpu.kernels.attention.run import part_bytes
 from runtime.backends.cpu.kernels.attention.span import merge_splits
 from runtime.backends.cpu.kernels.gate import gate as gate_channels
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.norm import inverse_rms, scale_by
+from runtime.backends.cpu.kernels.views import (
+    embed_at,
+    gate_at,
+    gather_at,
+    merge_at,
+    norm_at,
+    parameters_at,
+    rows_of,
+    share_of,
+)
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import (
     get_half,

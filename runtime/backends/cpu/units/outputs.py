@@ -5,9 +5,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from runtime.backends.cpu.data.instructions import check_at
-from runtime.backends.cpu.data.step import rows_of, share_of
-from runtime.backends.cpu.machine.sync import FAILED, write_word
+from runtime.backends.cpu.data.control import FAILED
+from runtime.backends.cpu.kernels.views import check_at, rows_of, share_of
+from runtime.backends.cpu.machine.sync import write_word
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import absolute, lanes_below, load_floats
 

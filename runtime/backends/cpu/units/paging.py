@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data.instructions import Page, flush_at, restore_at
-from runtime.backends.cpu.data.pages import TWO_PLANES, Cache, cache_at
-from runtime.backends.cpu.data.step import share_of
+from runtime.backends.cpu.data.instructions import Page
+from runtime.backends.cpu.data.pages import TWO_PLANES, Cache
 from runtime.backends.cpu.kernels.attention.run import padded_channels
 from runtime.backends.cpu.kernels.cache.gear import (
     LowRank,
@@ -44,68 +43,19 @@ from runtime.backends.cpu.kernels.cache.page import (
     write_keys,
     write_values,
 )
+from runtime.backends.cpu.kernels.views import cache_at, flush_at, restore_at, share_of
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import set_float
+from runtime.backends.cpu.scratch import PagingAreas, lay_out_paging
 
 _LANES = 16
 
 
-class _Areas(NamedTuple):
-    """The scratch of one head's keys, or values: addresses."""
-
-    x: int
-    """float32 [T, D padded] or [D padded, T]: the numbers."""
-    lost: int
-    """Likewise: what codes lost."""
-    turned: int
-    """Its transpose."""
-    codes: int
-    """Bytes, likewise."""
-    lower: int
-    """Of the lower plane."""
-    low: int
-    """float32 [n, 16], the numbers without the largest outliers."""
-    high: int
-    """Likewise without the least."""
-    places: int
-    """int32 [outliers, R]."""
-    a: int
-    """float32 [r, T]."""
-    b: int
-    """float32 [r, D padded]."""
-    shares: int
-    """float32 [r]."""
-    end: int
-    """Behind all."""
-
-
-def _lay_out(tokens: int, padded: int, rank: int, outliers: int, scratch: int) -> _Areas:
-    """The areas of a scratch, for vectors with so many outliers at most."""
-    size, longest = tokens * padded, max(tokens, padded)
-    lost = scratch + 4 * size
-    turned = lost + 4 * size
-    codes = turned + 4 * size
-    lower = codes + size
-    low = lower + size
-    high = low + 64 * longest
-    places = high + 64 * longest
-    a = places + 4 * outliers * longest
-    b = a + 4 * rank * tokens
-    shares = b + 4 * rank * padded
-    return _Areas(scratch, lost, turned, codes, lower, low, high, places, a, b, shares, shares + 4 * rank)
-
-
-_compiled_lay_out = numba.njit(nogil=True)(_lay_out)
-
-
-def paging_scratch(cache: Cache) -> int:
-    """Bytes of scratch that a thread needs for FLUSH and RESTORE, with a cache of this description."""
-    outliers = max(cache["keys"]["kept"], cache["values"]["kept"])
-    return int(_lay_out(cache["tokens"], cache["padded"], cache["rank"], outliers, 0).end)
+_compiled_lay_out = numba.njit(nogil=True)(lay_out_paging)
 
 
 @numba.njit(nogil=True)
-def _areas(cache: Cache, scratch: int) -> _Areas:
+def _areas(cache: Cache, scratch: int) -> PagingAreas:
     outliers = max(cache.keys.kept, cache.values.kept)
     return _compiled_lay_out(cache.tokens, cache.padded, cache.rank, outliers, scratch)
 
@@ -128,7 +78,7 @@ def _vectors(cache: Cache, key: bool) -> Vectors:
 
 
 @numba.njit(nogil=True)
-def _coded(cache: Cache, record: int, key: bool, areas: _Areas, r: int) -> Coded:
+def _coded(cache: Cache, record: int, key: bool, areas: PagingAreas, r: int) -> Coded:
     """Where the vectors from the r-th on go, with codes in the scratch."""
     part = _part(cache, key)
     lower = areas.lower + r if cache.form == TWO_PLANES else 0
@@ -136,7 +86,7 @@ def _coded(cache: Cache, record: int, key: bool, areas: _Areas, r: int) -> Coded
 
 
 @numba.njit(nogil=True)
-def _write_codes(cache: Cache, record: int, key: bool, areas: _Areas) -> None:
+def _write_codes(cache: Cache, record: int, key: bool, areas: PagingAreas) -> None:
     """Join the codes of both planes into the record's vectors."""
     tokens, dim, padded, part = cache.tokens, cache.dim, cache.padded, _part(cache, key)
     bits = _vectors(cache, key).bits
@@ -155,7 +105,7 @@ def _write_codes(cache: Cache, record: int, key: bool, areas: _Areas) -> None:
 
 
 @numba.njit(nogil=True)
-def _read_codes(cache: Cache, record: int, key: bool, areas: _Areas) -> None:
+def _read_codes(cache: Cache, record: int, key: bool, areas: PagingAreas) -> None:
     """The reverse of `_write_codes`."""
     tokens, padded, part, bits = cache.tokens, cache.padded, _part(cache, key), _vectors(cache, key).bits
     for plane in range(2 if cache.form == TWO_PLANES else 1):
@@ -205,7 +155,7 @@ def _corrected(cache: Cache, record: int, key: bool, scratch: int, start: int) -
 
 
 @numba.njit(nogil=True)
-def _store_low_rank(cache: Cache, record: int, key: bool, areas: _Areas, start: int) -> None:
+def _store_low_rank(cache: Cache, record: int, key: bool, areas: PagingAreas, start: int) -> None:
     """Store the factors of what codes lost."""
     tokens, dim, padded, rank, part = cache.tokens, cache.dim, cache.padded, cache.rank, _part(cache, key)
     lost, turned = areas.lost, areas.turned
@@ -249,10 +199,12 @@ def _head_of(of: Page, item: int) -> _Head:
     """One of 2 * layers * heads items."""
     cache = cache_at(of.cache)
     layer, head, key = item // (2 * of.heads), item // 2 % of.heads, item % 2 == 0
-    record = of.pages.at + layer * of.pages.stride + (of.number * of.heads + head) * cache.record
+    record = of.pages.at + layer * of.pages.stride + (of.number * of.layers * of.heads + head) * cache.record
     windows = of.keys.at + layer * of.keys.stride if key else of.values.at + layer * of.values.stride
     width = cache.dim if key else padded_channels(cache.dim)
-    return _Head(key, record, windows + 2 * width * (cache.window * (of.slot * of.heads + head) + cache.sinks))
+    return _Head(
+        key, record, windows + 2 * width * (cache.window * (of.slot * of.layers * of.heads + head) + cache.sinks)
+    )
 
 
 @numba.njit(nogil=True)

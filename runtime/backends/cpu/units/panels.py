@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data.instructions import Panel, Weights, header_at, panel_at
-from runtime.backends.cpu.data.step import rows_of, share_of
+from runtime.backends.cpu.data.instructions import Panel, Weights
+from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES, ENTRY_BYTES
 from runtime.backends.cpu.kernels.gemm import gemm_panel_tile_4, gemm_panel_tile_8, gemm_panel_tile_16
-from runtime.backends.cpu.kernels.gemv import BLOCK, BLOCK_BYTES, Tile
-from runtime.backends.cpu.kernels.lookup import ENTRY_BYTES, decode_tile_3, decode_tile_4
+from runtime.backends.cpu.kernels.gemv import Tile
+from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
 from runtime.backends.cpu.kernels.panel import ENTRIES, LINE, block_of, copy_lines, factors_of
-from runtime.backends.cpu.machine.unit import call_4, compiled_unit
+from runtime.backends.cpu.kernels.views import header_at, panel_at, rows_of, share_of
+from runtime.backends.cpu.machine.calls import call_4
+from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import (
     div,
     fill,
@@ -26,11 +28,9 @@ from runtime.backends.cpu.machine.vector import (
     maximum,
     store_floats,
 )
-from runtime.backends.cpu.units.rows import TILE_BYTES, times_rows
-from runtime.operations.panel import ENTRY_TOP, LEAST_STEP
-
-_FACTORS = 2 * 64
-"""Bytes of a group's steps and shifts."""
+from runtime.backends.cpu.scratch import TILE_BYTES
+from runtime.backends.cpu.units.rows import times_rows
+from runtime.backends.operations.panel import ENTRY_TOP, LEAST_STEP
 
 
 class Areas(NamedTuple):
@@ -52,12 +52,6 @@ def _areas(weights: Weights, scratch: int) -> Areas:
     lines = codes + ENTRY_BYTES * weights.blocks
     steps = lines + LINE * BLOCK * weights.blocks
     return Areas(codes, lines, steps, steps + 64 * weights.groups)
-
-
-def panel_scratch(panel: Panel) -> int:
-    """Bytes of scratch that a thread needs for the instruction."""
-    weights = panel.weights
-    return TILE_BYTES + (ENTRY_BYTES + LINE * BLOCK) * weights.blocks + _FACTORS * weights.groups
 
 
 _all_rows = times_rows(gemm_panel_tile_4, gemm_panel_tile_8, gemm_panel_tile_16)

@@ -13,8 +13,8 @@ from typing import Any
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Weights, header_at, linear_at
-from runtime.backends.cpu.data.step import parameters_at, rows_of, share_of, share_of_weights, tiles_of_line
+from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Weights
+from runtime.backends.cpu.data.sizes import BLOCK_BYTES
 from runtime.backends.cpu.kernels.compensate import (
     Columns,
     Salient,
@@ -26,7 +26,6 @@ from runtime.backends.cpu.kernels.compensate import (
     gather_2,
     gather_4,
     gather_8,
-    sums_bytes,
 )
 from runtime.backends.cpu.kernels.gemm import (
     gemm_entries_tile_4,
@@ -39,28 +38,23 @@ from runtime.backends.cpu.kernels.gemm import (
     gemm_tile_4x8,
     gemm_tile_4x16,
 )
-from runtime.backends.cpu.kernels.gemv import (
-    BLOCK_BYTES,
-    Tile,
-    gemv_codebook_tile_3,
-    gemv_codebook_tile_4,
-    gemv_tile_3,
-    gemv_tile_4,
-)
+from runtime.backends.cpu.kernels.gemv import Tile, gemv_codebook_tile_3, gemv_codebook_tile_4, gemv_tile_3, gemv_tile_4
 from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
-from runtime.backends.cpu.kernels.residual import SUMS_BYTES
-from runtime.backends.cpu.kernels.w4a8 import entries_bytes
+from runtime.backends.cpu.kernels.views import (
+    header_at,
+    linear_at,
+    parameters_at,
+    rows_of,
+    share_of,
+    share_of_weights,
+    tiles_of_line,
+)
+from runtime.backends.cpu.machine.calls import call_5
 from runtime.backends.cpu.machine.sync import wait_for
-from runtime.backends.cpu.machine.unit import call_5, compiled_unit
-from runtime.backends.cpu.units.rows import TILE_BYTES, times_rows, write_tile
+from runtime.backends.cpu.machine.unit import compiled_unit
+from runtime.backends.cpu.scratch import TILE_BYTES
+from runtime.backends.cpu.units.rows import times_rows, write_tile
 from runtime.backends.cpu.units.selection import MADE_BEFORE, Choice, choose, is_made
-
-
-def linear_scratch(linear: Linear) -> int:
-    """Bytes of scratch that a thread needs for the instruction."""
-    entries = entries_bytes(linear.weights.blocks) if linear.weights.codebooks or linear.weights.group_scales else 0
-    sums = sums_bytes(16 * linear.weights.tiles) if linear.total else SUMS_BYTES if linear.kept else 0
-    return TILE_BYTES + max(entries, sums, TILE_BYTES if linear.whole.codes else 0)
 
 
 @numba.njit(nogil=True)

@@ -6,12 +6,11 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
-from numba import carray, types  # type: ignore[attr-defined]  # made at run time
+from numba import types
 
 from runtime.backends.cpu.kernels.lookup import HIGH_BITS
 from runtime.backends.cpu.machine.emit import I32, I64, Builder, define
-from runtime.backends.cpu.machine.unit import Unit, compiled_unit
+from runtime.backends.cpu.machine.unit import compiled_unit
 
 
 @define(types.CPointer(types.uint32), types.int64)
@@ -27,44 +26,42 @@ def _pairs_at(b: Builder, address: Any) -> Any:
 
 
 @numba.njit(nogil=True)
-def _repack_4(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32]) -> None:
+def _repack_4(words: Any, rows: int, out: Any, tiles: int, blocks: int) -> None:
     """Words [N, blocks * 4] -> out [tiles, blocks, 64]: nibbles 0..3 to low, 4..7 to high halves of bytes."""
-    N = words.shape[0]
-    for tile in range(out.shape[0]):
-        for r in range(min(16, N - 16 * tile)):
-            for block in range(out.shape[1]):
+    for tile in range(tiles):
+        for r in range(min(16, rows - 16 * tile)):
+            for block in range(blocks):
                 for i in range(4):
-                    word = words[16 * tile + r, 4 * block + i]
+                    word = words[4 * (blocks * (16 * tile + r) + block) + i]
                     low, high = word & np.uint32(0xFFFF), word >> np.uint32(16)
                     low = (low | (low << np.uint32(8))) & np.uint32(0x00FF00FF)
                     low = (low | (low << np.uint32(4))) & np.uint32(0x0F0F0F0F)
                     high = (high | (high << np.uint32(8))) & np.uint32(0x00FF00FF)
                     high = (high | (high << np.uint32(4))) & np.uint32(0x0F0F0F0F)
-                    out[tile, block, 16 * i + r] = low | (high << np.uint32(4))
+                    out[64 * (blocks * tile + block) + 16 * i + r] = low | (high << np.uint32(4))
 
 
 @numba.njit(nogil=True)
-def _repack_3(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32]) -> None:
+def _repack_3(words: Any, rows: int, out: Any, tiles: int, blocks: int) -> None:
     """Words [N, blocks * 3] -> out [tiles, blocks, 48]: fields transposed, 4 x 4 pairs and 8 x 4 single bits."""
-    N = words.shape[0]
-    for tile in range(out.shape[0]):
-        for r in range(min(16, N - 16 * tile)):
-            for block in range(out.shape[1]):
+    for tile in range(tiles):
+        for r in range(min(16, rows - 16 * tile)):
+            for block in range(blocks):
                 for i in range(2):
-                    word, spread = words[16 * tile + r, 3 * block + i], np.uint32(0)
+                    word, spread = words[3 * (blocks * (16 * tile + r) + block) + i], np.uint32(0)
                     for j in range(4):
                         pairs = (word >> np.uint32(8 * j)) & np.uint32(0xFF)
                         pairs = (pairs | (pairs << np.uint32(12))) & np.uint32(0x000F000F)
                         pairs = (pairs | (pairs << np.uint32(6))) & np.uint32(0x03030303)
                         spread |= pairs << np.uint32(2 * j)
-                    out[tile, block, 16 * i + r] = spread
-                word, spread = words[16 * tile + r, 3 * block + 2], np.uint32(0)
+                    out[48 * (blocks * tile + block) + 16 * i + r] = spread
+                word, spread = words[3 * (blocks * (16 * tile + r) + block) + 2], np.uint32(0)
                 for j in range(8):
                     bits = (word >> np.uint32(4 * j)) & np.uint32(0xF)
                     bits = (bits | (bits << np.uint32(14))) & np.uint32(0x00030003)
                     bits = (bits | (bits << np.uint32(7))) & np.uint32(0x01010101)
                     spread |= bits << np.uint32(j)
-                out[tile, block, 32 + r] = spread
+                out[48 * (blocks * tile + block) + 32 + r] = spread
 
 
 @numba.njit(nogil=True)
@@ -95,34 +92,32 @@ def _bits_apart(bits: np.uint32) -> np.uint64:
 
 
 @numba.njit(nogil=True)
-def _repack_codebook_4(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint64]) -> None:
+def _repack_codebook_4(words: Any, rows: int, out: Any, tiles: int, blocks: int) -> None:
     """Words [N, blocks * 4] -> out [tiles, blocks, 32]: 16 nibbles of a row to low, the next 16 to high halves."""
-    N = words.shape[0]
-    for tile in range(out.shape[0]):
-        for r in range(min(16, N - 16 * tile)):
-            for block in range(out.shape[1]):
+    for tile in range(tiles):
+        for r in range(min(16, rows - 16 * tile)):
+            for block in range(blocks):
                 for i in range(2):
-                    low = _nibbles_apart(words[16 * tile + r, 4 * block + i])
-                    high = _nibbles_apart(words[16 * tile + r, 4 * block + 2 + i])
-                    out[tile, block, 2 * r + i] = low | (high << np.uint64(4))
+                    low = _nibbles_apart(words[4 * (blocks * (16 * tile + r) + block) + i])
+                    high = _nibbles_apart(words[4 * (blocks * (16 * tile + r) + block) + 2 + i])
+                    out[32 * (blocks * tile + block) + 2 * r + i] = low | (high << np.uint64(4))
 
 
 @numba.njit(nogil=True)
-def _repack_codebook_3(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint64]) -> None:
+def _repack_codebook_3(words: Any, rows: int, out: Any, tiles: int, blocks: int) -> None:
     """Words [N, blocks * 3] -> out [tiles, blocks, 24]: fields of a row's 8 input channels, 4 pairs and 4 bits."""
-    N = words.shape[0]
-    for tile in range(out.shape[0]):
-        for r in range(min(16, N - 16 * tile)):
-            for block in range(out.shape[1]):
-                row, at = 16 * tile + r, 3 * block
+    for tile in range(tiles):
+        for r in range(min(16, rows - 16 * tile)):
+            for block in range(blocks):
+                at, to = 3 * (blocks * (16 * tile + r) + block), 24 * (blocks * tile + block)
                 low, high = np.uint64(0), np.uint64(0)
                 for j in range(4):
-                    pairs = (words[row, at + j // 2] >> np.uint32(16 * (j % 2))) & np.uint32(0xFFFF)
+                    pairs = (words[at + j // 2] >> np.uint32(16 * (j % 2))) & np.uint32(0xFFFF)
                     low |= _pairs_apart(pairs) << np.uint64(2 * j)
-                    bits = (words[row, at + 2] >> np.uint32(8 * j)) & np.uint32(0xFF)
+                    bits = (words[at + 2] >> np.uint32(8 * j)) & np.uint32(0xFF)
                     high |= _bits_apart(bits) << np.uint64(HIGH_BITS[r // 8][j])
-                out[tile, block, r] = low
-                out[tile, block, 16 + r % 8] |= high
+                out[to + r] = low
+                out[to + 16 + r % 8] |= high
 
 
 @compiled_unit
@@ -136,30 +131,22 @@ def repack_uniform_4(codes: int, rows: int, out: int, tiles: int, blocks: int) -
         tiles: Tiles of 16 output channels.
         blocks: Blocks of 32 input channels.
     """
-    _repack_4(carray(_words_at(codes), (rows, 4 * blocks)), carray(_words_at(out), (tiles, blocks, 64)))
+    _repack_4(_words_at(codes), rows, _words_at(out), tiles, blocks)
 
 
 @compiled_unit
 def repack_uniform_3(codes: int, rows: int, out: int, tiles: int, blocks: int) -> None:
     """Repack uniform codes of 3 bits: uint32 [rows, 3 * blocks] to bytes [tiles, blocks, 192]."""
-    _repack_3(carray(_words_at(codes), (rows, 3 * blocks)), carray(_words_at(out), (tiles, blocks, 48)))
+    _repack_3(_words_at(codes), rows, _words_at(out), tiles, blocks)
 
 
 @compiled_unit
 def repack_codebook_4(codes: int, rows: int, out: int, tiles: int, blocks: int) -> None:
     """Repack places in codebooks of 16 entries: uint32 [rows, 4 * blocks] to bytes [tiles, blocks, 256]."""
-    words = carray(_words_at(codes), (rows, 4 * blocks))
-    _repack_codebook_4(words, carray(_pairs_at(out), (tiles, blocks, 32)))
+    _repack_codebook_4(_words_at(codes), rows, _pairs_at(out), tiles, blocks)
 
 
 @compiled_unit
 def repack_codebook_3(codes: int, rows: int, out: int, tiles: int, blocks: int) -> None:
     """Repack places in codebooks of 8 entries: uint32 [rows, 3 * blocks] to bytes [tiles, blocks, 192]."""
-    words = carray(_words_at(codes), (rows, 3 * blocks))
-    _repack_codebook_3(words, carray(_pairs_at(out), (tiles, blocks, 24)))
-
-
-UNIFORM: dict[int, Unit] = {3: repack_uniform_3, 4: repack_uniform_4}
-"""By bits."""
-CODEBOOK: dict[int, Unit] = {3: repack_codebook_3, 4: repack_codebook_4}
-"""By bits."""
+    _repack_codebook_3(_words_at(codes), rows, _pairs_at(out), tiles, blocks)

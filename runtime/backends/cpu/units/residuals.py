@@ -6,9 +6,9 @@ from typing import Any
 
 import numba
 
-from runtime.backends.cpu.data.instructions import linear_at
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.residual import few_rows
+from runtime.backends.cpu.kernels.views import linear_at
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.units.rows import row_block_at
 

@@ -8,15 +8,11 @@ import numba
 from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Linear, Quantized
+from runtime.backends.cpu.data.sizes import BLOCK
 from runtime.backends.cpu.kernels.activation import code_bytes
 from runtime.backends.cpu.kernels.gemm import row_block
-from runtime.backends.cpu.kernels.gemv import BLOCK, Tile
-from runtime.backends.cpu.kernels.w4a8 import MANY
+from runtime.backends.cpu.kernels.gemv import Tile
 from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
-
-TILE_BYTES = 64 * MANY
-"""Bytes at the start of the scratch: a tile's outputs of as many rows as are multiplied at once. A tile's entries and
-compensation's sums follow."""
 
 
 @numba.njit(nogil=True)

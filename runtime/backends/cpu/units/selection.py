@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numba
 from numba.extending import register_jitable
 
-from runtime.backends.cpu.data.instructions import BESIDE, CHOSEN_IN, WIDTH, Select, header_at, select_at
-from runtime.backends.cpu.data.step import Parameters, parameters_at, rows_of, share_of
+from runtime.backends.cpu.data.control import FAILED, TURN
+from runtime.backends.cpu.data.instructions import BESIDE, CHOSEN_IN, WIDTH, Select
+from runtime.backends.cpu.data.step import Parameters
 from runtime.backends.cpu.kernels.select import (
     Chunk,
     count_hits,
@@ -20,17 +21,14 @@ from runtime.backends.cpu.kernels.select import (
     select_exact,
     select_random,
 )
-from runtime.backends.cpu.machine.sync import FAILED, TURN, number_of, read_word, write_word
-from runtime.backends.cpu.machine.unit import call_3, call_5, compiled_unit
+from runtime.backends.cpu.kernels.views import header_at, parameters_at, rows_of, select_at, share_of
+from runtime.backends.cpu.machine.calls import call_3, call_5
+from runtime.backends.cpu.machine.sync import number_of, read_word, write_word
+from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import get_float, get_int, set_float, set_int
-from runtime.operations.channels import CHUNK
+from runtime.backends.operations.channels import CHUNK
 
 _FAILED = 8 * FAILED
-
-
-def select_scratch(select: Select) -> int:
-    """Bytes of scratch that a thread needs for the instruction: keys of a row, where recall is measured."""
-    return 8 * select.width if select.measure else 0
 
 
 @register_jitable

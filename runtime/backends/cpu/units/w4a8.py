@@ -9,7 +9,6 @@ from runtime.backends.cpu.data.instructions import Linear, Weights
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.w4a8 import (
     BLOCK_BYTES_4,
-    MANY,
     SIDE,
     W4A8Tile,
     gemm_w4a8_16,
@@ -21,8 +20,9 @@ from runtime.backends.cpu.kernels.w4a8 import (
 )
 from runtime.backends.cpu.machine.amx import close_registers, open_registers
 from runtime.backends.cpu.machine.unit import compiled_unit
+from runtime.backends.cpu.scratch import MANY, TILE_BYTES
 from runtime.backends.cpu.units.products import multiply_linear, one_row_of
-from runtime.backends.cpu.units.rows import TILE_BYTES, row_block_at, write_rows
+from runtime.backends.cpu.units.rows import row_block_at, write_rows
 
 
 @register_jitable

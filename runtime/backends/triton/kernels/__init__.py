@@ -1,1 +1,1 @@
-"""The GPU backend's kernels: `_<op>_kernel` and its launcher `<op>`, and what is compiled ahead of time (`ahead`)."""
+"""The GPU backend's kernels: `_<op>_kernel` and its launcher `<op>` side by side."""

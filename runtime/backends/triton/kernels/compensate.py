@@ -22,19 +22,17 @@ on n_tb or on whether selection and fetch share a launch, so all variants give t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from runtime.backends.operations.channels import CHUNK
 from runtime.backends.triton.kernels.select import (
-    CHOSEN_TYPES,
     MODES,
     NUM_WARPS,
     RANDOM,
-    SEARCH_TYPES,
-    SOURCE_TYPES,
     Chosen,
     Selection,
     Source,
@@ -44,10 +42,6 @@ from runtime.backends.triton.kernels.select import (
 )
 from runtime.backends.triton.residual import LINE_WORDS, GpuResidual
 from runtime.backends.triton.workspace import Workspace
-from runtime.operations.channels import CHUNK
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead, Types
 
 ROWS = 16
 """Residual rows of a tile: with 128 threads, 16 bytes for each."""
@@ -131,8 +125,8 @@ def _load_words(codes_ptr, channels, line, lines):
 
 
 @triton.jit
-def _unpack(words, BITS: tl.constexpr):
-    """Words [ROWS, 32, 1] -> the values they hold, float32 [ROWS, 32, 32 / BITS], before the output channel's scale.
+def unpack_residuals(words, BITS: tl.constexpr):
+    """Words [rows, n, 1] -> the values they hold, float32 [rows, n, 32 / BITS], before the output channel's scale.
 
     A code goes into the low bits of the float 2^23, from which 2^23 and the codes' offset are then subtracted: exact,
     and without the slow conversion of integers.
@@ -179,7 +173,7 @@ def _fetch_rows(chosen, residual, output, k, N, lines, fetch: tl.constexpr):
         line = first + step // tiles
         channels, x = _load_rows(chosen, tile, k, ROWS)
         words = _load_words(residual.codes, channels, line, lines)
-        sums += _unpack(words, BITS) * x[:, None, None]
+        sums += unpack_residuals(words, BITS) * x[:, None, None]
         if tile == tiles - 1:
             _write_line(tl.sum(sums, axis=0), residual.scales, output, line, N, BITS)
             sums = tl.zeros([ROWS, _LINE, 32 // BITS], tl.float32)
@@ -322,54 +316,3 @@ def _check(x: torch.Tensor, selection: Selection, residual: GpuResidual, output:
         raise ValueError(f"one launch compensates one row, not {rows}; select and fetch in two launches")
     if config.fused and config.n_tb > 1 and x.device.type == "cpu":
         raise ValueError(f"the interpreter runs one program after another: {config.n_tb} can't wait for each other")
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """Fused at 4 and 2 bits, two launches at 4 and 16 bits; widths, k and n_tb are run-time numbers."""
-    from runtime.backends.triton.ahead import Ahead
-
-    numbers = dict.fromkeys(("k", "N", "lines"), "i32")
-    selection: dict[str, Types] = {
-        "source": SOURCE_TYPES,
-        "search": SEARCH_TYPES,
-        "counters_ptr": "*i32",
-        "k_chunk": "i32",
-    }
-    output = Output("*fp32", "constexpr")
-    launches = [
-        Ahead(
-            name=f"compensate-b{bits}-fused",
-            kernel=_compensate_kernel,
-            signature={
-                **selection,
-                "stream": "i32",
-                "chosen": CHOSEN_TYPES,
-                "residual": Residual("*i32", "*fp16"),
-                "output": output,
-                **numbers,
-                "fetch": "constexpr",
-            },
-            constants={"fetch": Fetch(MODE=MODES["approx"], BITS=bits)},
-            num_warps=NUM_WARPS,
-            cooperative=True,
-            more=STOPS,
-        )
-        for bits in (4, 2)
-    ]
-    launches += [
-        Ahead(
-            name=f"compensate-b{bits}-fetch",
-            kernel=_fetch_kernel,
-            signature={
-                "chosen": CHOSEN_TYPES._replace(flag="constexpr"),
-                "residual": Residual("*i32", "constexpr" if bits == 16 else "*fp16"),
-                "output": output,
-                **numbers,
-                "fetch": "constexpr",
-            },
-            constants={"fetch": Fetch(BITS=bits)},
-            num_warps=NUM_WARPS,
-        )
-        for bits in (4, 16)
-    ]
-    return tuple(launches)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from runtime.backends.triton.kernels.sums import store_sums
-from runtime.backends.triton.kernels.tokens import TYPES, Tokens, rounding_shape, store_tokens
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
+from runtime.backends.triton.kernels.tokens import Tokens, rounding_shape, store_tokens
 
 BLOCK_I = 512
 """Channels of one program: 4 for each of its 128 threads, so that one row already fills many multiprocessors."""
@@ -94,27 +89,3 @@ def gate(
     given = (dec is not None) | (sums is not None) << 1
     dec, sums = y if dec is None else dec, y if sums is None else sums
     _gate_kernel[grid](y, dec, x, sums, given, WIDTH=width, BLOCK_I=BLOCK_I, num_warps=4)
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """The specializations for Llama-3-8B's MLP, with compensation."""
-    from runtime.backends.triton.ahead import Ahead
-
-    shape, warps = rounding_shape(14336, 128)
-    types = {"y_ptr": "*fp32", "dec_ptr": "*fp32", "x_ptr": "*fp16", "given": "i32", "WIDTH": "constexpr"}
-    return (
-        Ahead(
-            name="gate I14336",
-            kernel=_gate_kernel,
-            signature={**types, "sums_ptr": "*fp32", "BLOCK_I": "constexpr"},
-            constants={"WIDTH": 14336, "BLOCK_I": BLOCK_I},
-        ),
-        Ahead(
-            name="gate I14336 int8",
-            kernel=_gate_round_kernel,
-            signature={**types, "tokens": TYPES, "shape": "constexpr"},
-            constants={"WIDTH": 14336, "shape": shape},
-            num_warps=warps,
-            more={"enable_fp_fusion": False},
-        ),
-    )

@@ -7,16 +7,12 @@ serves them, in one launch or two.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from runtime.backends.triton.codes import (
-    MATRIX_TYPES,
     Tile,
-    common_form,
     halves_of,
     load_words,
     matrix_of,
@@ -30,12 +26,8 @@ from runtime.backends.triton.codes import (
 )
 from runtime.backends.triton.kernels.gemv import ROWS, LaunchConfig, Operands, check_operands, few_rows
 from runtime.backends.triton.layout import GpuLinear
-from runtime.backends.triton.words import BLOCK
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
 
 BLOCK_N = 64
 """Output channels of a program: with 128, sums, codes and unpacked weights no longer fit the registers."""
@@ -137,34 +129,3 @@ def gemm(
     _gemm_kernel[grid](
         x, matrix_of(weight, out), biased, out, M, form=form, tile=tile, num_warps=WARPS, num_stages=STAGES
     )  # fmt: skip
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """Specializations for models: prompts with groups of 128 at 3 and 4 bits, and with a codebook."""
-    from runtime.backends.triton.ahead import Ahead
-
-    return tuple(
-        Ahead(
-            name=name,
-            kernel=_gemm_kernel,
-            signature={
-                "x_ptr": "*fp16",
-                "matrix": MATRIX_TYPES,
-                "biased": "i32",
-                "out_ptr": "*fp32",
-                "M": "i32",
-                "form": "constexpr",
-                "tile": "constexpr",
-            },
-            constants={"form": form, "tile": Tile(DOT=DOT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, WARPS=WARPS)},
-            num_warps=WARPS,
-            weights=BLOCK * BLOCK_N // WARPS,
-            num_stages=STAGES,
-        )
-        for name, form in (
-            ("gemm b4", common_form(4)),
-            ("gemm b3", common_form(3)),
-            ("gemm b3 K576", common_form(3, group_size=64, tail=2)),
-            ("gemm b3 codebook", common_form(3, codebook=True)),
-        )
-    )

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,10 +38,8 @@ import triton.language as tl
 
 from runtime.backends.triton.carveout import leave_room
 from runtime.backends.triton.codes import (
-    MATRIX_TYPES,
     Form,
     Tile,
-    common_form,
     halves_of,
     matrix_of,
     natural_rows,
@@ -55,13 +53,9 @@ from runtime.backends.triton.codes import (
 )
 from runtime.backends.triton.kernels.sums import piece_sums
 from runtime.backends.triton.layout import GpuLinear
-from runtime.backends.triton.sizes import SUMMED_ROWS
-from runtime.backends.triton.words import BLOCK, pieces
+from runtime.backends.triton.sizes import BLOCK, SUMMED_ROWS, pieces
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
 
 ROWS = SUMMED_ROWS
 """Tokens that the kernel serves, `TILE_ROWS` of them in a launch."""
@@ -409,37 +403,3 @@ def check_operands(x: torch.Tensor, weight: GpuLinear, out: torch.Tensor) -> Non
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a device; 1 under the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """Specializations for models: groups of 128 at 3 and 4 bits, a codebook, a few tokens at once, and 576 channels."""
-    from runtime.backends.triton.ahead import Ahead
-
-    return tuple(
-        Ahead(
-            name=name,
-            kernel=_gemv_kernel,
-            signature={
-                "x_ptr": "*fp16",
-                "sums_ptr": "constexpr" if form.CODEBOOK else "*fp32",
-                "matrix": MATRIX_TYPES,
-                "out_ptr": "*fp32",
-                "parts_ptr": "*fp32",
-                "counters_ptr": "*i32",
-                **dict.fromkeys(("biased", "M", "split"), "i32"),
-                **dict.fromkeys(("form", "tile"), "constexpr"),
-            },
-            constants={"form": form, "tile": _tile(M, form)} | ({"sums_ptr": None} if form.CODEBOOK else {}),
-            num_warps=WARPS,
-            weights=BLOCK * 64 // WARPS,
-            num_stages=1,
-        )
-        for name, form, M in (
-            ("gemv b4", common_form(4), 1),
-            ("gemv b3", common_form(3), 1),
-            ("gemv b3 K576", common_form(3, group_size=64, tail=2), 1),
-            ("gemv b3 codebook", common_form(3, codebook=True), 1),
-            ("gemv b4 rows", common_form(4), 8),
-            ("gemv b3 rows", common_form(3), 8),
-        )
-    )

@@ -12,16 +12,13 @@ Source: GEAR Algorithm 2; Giraud et al. (2005) on going over the columns twice.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from runtime.kv.low_rank import ITERATIONS, start
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
 
 _VALUES_PER_WARP = 2048
 """Numbers of a residual that a warp keeps: 64 for each of its threads."""
@@ -126,26 +123,3 @@ def _shape(T: int, D: int, rank: int) -> tuple[Shape, int]:
     block_t, block_d, block_r = (triton.next_power_of_2(size) for size in (T, D, rank))
     warps = min(MAX_WARPS, max(1, block_t * block_d // _VALUES_PER_WARP))
     return Shape(T, D, rank, block_t, block_d, block_r), warps
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """Pages of 128 tokens, heads of 128 and of 96 channels."""
-    from runtime.backends.triton.ahead import Ahead
-
-    def specialization(D: int) -> Ahead:
-        shape, warps = _shape(128, D, 4)
-        return Ahead(
-            name=f"low_rank D{D}",
-            kernel=_low_rank_kernel,
-            signature={
-                **dict.fromkeys(("residual_ptr", "start_ptr"), "*fp32"),
-                **dict.fromkeys(("a_ptr", "b_ptr"), "*fp16"),
-                "rounds": "i32",
-                "alike": "fp32",
-                "shape": "constexpr",
-            },
-            constants={"shape": shape},
-            num_warps=warps,
-        )
-
-    return (specialization(128), specialization(96))

@@ -5,17 +5,12 @@ The first norm of a step begins the residual stream itself, with the embeddings 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from runtime.backends.triton.kernels.sums import store_sums
-from runtime.backends.triton.kernels.tokens import TYPES, Tokens, rounding_shape, store_tokens
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
+from runtime.backends.triton.kernels.tokens import Tokens, rounding_shape, store_tokens
 
 CHANNELS_PER_WARP = 256
 """Channels that a warp keeps in registers: 8 a thread. One program holds a whole row, so few warps would wait long."""
@@ -177,49 +172,3 @@ def _shape(channels: int) -> tuple[int, int]:
     """Channels of a program, a power of two, and its warps."""
     block = max(32, triton.next_power_of_2(channels))
     return block, max(1, min(MAX_WARPS, block // CHANNELS_PER_WARP))
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """Norms of 4096 channels, and of 5120, padded to 8192; and of those that are rounded to INT8."""
-    return (_ahead(4096), _ahead(5120), _ahead_rounded(4096), _ahead_rounded(5120))
-
-
-_TYPES = {
-    **dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr"), "*fp32"),
-    "index_ptr": "*i32",
-    "table_ptr": "*fp16",
-    "weight_ptr": "*fp32",
-    "x_ptr": "*fp16",
-    "eps": "fp32",
-    "given": "i32",
-    "C": "constexpr",
-}
-
-
-def _ahead(channels: int) -> Ahead:
-    """One specialization."""
-    from runtime.backends.triton.ahead import Ahead
-
-    block, warps = _shape(channels)
-    return Ahead(
-        name=f"add_norm C{channels}",
-        kernel=_add_norm_kernel,
-        signature={**_TYPES, "sums_ptr": "*fp32", "BLOCK_C": "constexpr"},
-        constants={"C": channels, "BLOCK_C": block},
-        num_warps=warps,
-    )
-
-
-def _ahead_rounded(channels: int) -> Ahead:
-    """One specialization."""
-    from runtime.backends.triton.ahead import Ahead
-
-    shape, warps = rounding_shape(channels, 128)
-    return Ahead(
-        name=f"add_norm C{channels} int8",
-        kernel=_add_norm_round_kernel,
-        signature={**_TYPES, "tokens": TYPES, "shape": "constexpr"},
-        constants={"C": channels, "shape": shape},
-        num_warps=warps,
-        more={"enable_fp_fusion": False},
-    )

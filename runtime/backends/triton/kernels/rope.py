@@ -1,20 +1,16 @@
-"""From the fused projection to heads on the GPU: norm per head, rotation, the cache's basis, and the append to it."""
+"""Query, key and value heads on the GPU: norm, rotation, the cache's basis, and the append to the cache."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from runtime.backends.triton.kernels.cache.kernel import moved, store_token
-from runtime.backends.triton.kernels.cache.pages import LAYER_TYPES, LayerPages, Rows, page_layout
+from runtime.backends.triton.kernels.cache.pages import LayerPages, Rows
 from runtime.kv.basis import hadamard_block
-from runtime.kv.kinds import KINDS, KVKind
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
 
 
 class Projected(NamedTuple):
@@ -201,45 +197,3 @@ def _shape(H: int, H_kv: int, D: int, half: int) -> Shape:
     """The heads of a row."""
     block = hadamard_block(D)
     return Shape(H, H_kv, half, max(2, triton.next_power_of_2(D)), block.bit_length() - 1, block**-0.5)
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """Llama-3-8B's heads, Qwen3-8B's with norms, and heads of 96 channels of which 72 rotate, for several caches."""
-    llama = {"H": 32, "H_kv": 8, "D": 128, "half": 64}
-    return (
-        _ahead("fp16", **llama, norm=False),
-        _ahead("fp16", **llama, norm=True),
-        _ahead("fp16", H=32, H_kv=32, D=96, half=36, norm=False),
-        _ahead("int8", **llama, norm=True),
-        _ahead("int4", **llama, norm=True),
-        _ahead("gear2", H=32, H_kv=32, D=96, half=36, norm=False),
-        _ahead("hierarchical", **llama, norm=False),
-    )
-
-
-def _ahead(kv: KVKind, *, H: int, H_kv: int, D: int, half: int, norm: bool) -> Ahead:
-    """One specialization, with compensation."""
-    from runtime.backends.triton.ahead import Ahead
-
-    weight, turned = ("*fp32" if there else "constexpr" for there in (norm, KINDS[kv].turned))
-    return Ahead(
-        name=f"heads {kv} H{H}/{H_kv} D{D} r{2 * half}{' norm' if norm else ''}",
-        kernel=_heads_kernel,
-        signature={
-            "projected": Projected("*fp32", "*fp32"),
-            "compensated": "i32",
-            "norms": HeadNorms(weight, weight, "fp32"),
-            "rope": Rope("*fp32", "*fp32"),
-            "basis": Basis(turned, turned),
-            "rows": Rows("*i32", "*i32"),
-            "layer": LAYER_TYPES,
-            "q_ptr": "*fp16",
-            **dict.fromkeys(("stride", "per_slot"), "i32"),
-            **dict.fromkeys(("shape", "layout"), "constexpr"),
-        },
-        constants={
-            "shape": _shape(H, H_kv, D, half),
-            "layout": page_layout(KINDS[kv], D, window=KINDS[kv].window_capacity(128)),
-        },
-        num_warps=1,
-    )

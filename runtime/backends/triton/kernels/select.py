@@ -4,7 +4,7 @@ Every selector is brought to one form, an integer `order` in which less is bette
 lacks to the largest half (15 bits), or what a random key lacks to the largest (53 bits). As many halvings as there are
 bits find the order up to which there are enough channels, each a count over the chunk; a running count then gives every
 chosen channel its place, so that the indices ascend and the order that overflows gives its lowest channels. This is the
-result of `runtime.operations.select`, from the same float32 arithmetic, whatever the number of programs.
+result of `runtime.backends.operations.select`, from the same float32 arithmetic, whatever the number of programs.
 
 A program keeps its chunk in registers and writes only what it chose. NaN and infinity set a flag; such a channel has a
 place in the order like any other, so a damaged activation never makes the kernels read what is not there.
@@ -13,18 +13,15 @@ place in the order like any other, so a damaged activation never makes the kerne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from models.packed import PackedLinear
-from runtime.decoder import Selector
-from runtime.operations.channels import BUCKETS, CHUNK, HALF, buckets, static_channels, total_budget
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
+from runtime.backends.decoder import Selector
+from runtime.backends.operations.channels import BUCKETS, CHUNK, HALF, buckets, static_channels, total_budget
 
 APPROX, EXACT, STATIC, RANDOM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 MODES: dict[Selector, int] = {"approx": 0, "exact": 1, "static": 2, "random": 3}
@@ -65,12 +62,6 @@ class Search(NamedTuple):
     b15: Any
     upper_scale: Any
     lower_scale: Any
-
-
-SOURCE_TYPES = Source("*fp16", "constexpr", "constexpr")
-CHOSEN_TYPES = Chosen("*i32", "*fp32", "*i32")
-SEARCH_TYPES = Search("i32", "fp32", "fp32", "fp32")
-"""The types of a selection's arguments where neither a table nor positions are given, for `Ahead`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +179,7 @@ def _mix_number(state: int) -> int:
 
 @triton.jit
 def _mix(state):
-    """The finalizer of splitmix64 on uint64, as in `runtime.operations.channels`."""
+    """The finalizer of splitmix64 on uint64, as in `runtime.backends.operations.channels`."""
     state = state + 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -354,31 +345,3 @@ def recall(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     magnitude = x.abs()
     threshold = magnitude.topk(indices.shape[1], dim=1).values[:, -1:]
     return (magnitude.gather(1, indices.long()) >= threshold).float().mean(1)
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """All four selectors; widths and k are run-time numbers."""
-    from runtime.backends.triton.ahead import Ahead
-
-    sources = {
-        "static": Source("*fp16", "*i32", "constexpr"),
-        "random": Source("*fp16", "constexpr", "*i32"),
-    }
-    return tuple(
-        Ahead(
-            name=f"select-{mode}",
-            kernel=_select_kernel,
-            signature={
-                "source": sources.get(mode, SOURCE_TYPES),
-                "chosen": CHOSEN_TYPES,
-                "search": SEARCH_TYPES,
-                "k": "i32",
-                "k_chunk": "i32",
-                "stream": "i64" if mode == "random" else "i32",
-                "MODE": "constexpr",
-            },
-            constants={"MODE": number},
-            num_warps=NUM_WARPS,
-        )
-        for mode, number in MODES.items()
-    )

@@ -7,14 +7,9 @@ beside them with `store_sums`; a kernel here finds them where none did. Sums are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
 
 BLOCK_K = 1024
 """Activations of a program: 8 for each of its 128 threads."""
@@ -50,11 +45,3 @@ def piece_sums(x: torch.Tensor, sums: torch.Tensor) -> None:
     M, K = x.shape
     assert sums.shape == (M, triton.cdiv(K, 32))
     _sums_kernel[(M, triton.cdiv(K, BLOCK_K))](x, sums, K, BLOCK_K=BLOCK_K, num_warps=4)
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """The one specialization."""
-    from runtime.backends.triton.ahead import Ahead
-
-    signature = {"x_ptr": "*fp16", "sums_ptr": "*fp32", "K": "i32", "BLOCK_K": "constexpr"}
-    return (Ahead(name="sums", kernel=_sums_kernel, signature=signature, constants={"BLOCK_K": BLOCK_K}),)

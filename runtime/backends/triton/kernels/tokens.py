@@ -10,16 +10,13 @@ Source: QServe §4.1, Fig. 11 (which kernels round activations).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.words import token_width
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
+from runtime.backends.triton.sizes import token_width
 
 CHANNELS_PER_WARP = 512
 """Channels that a warp rounds: 16 a thread."""
@@ -59,7 +56,7 @@ class Tokens:
     """INT8 tokens on the device: x[m, k] is about codes[m, k] * scales[m]."""
 
     codes: torch.Tensor
-    """int8 [M, width], 0 from K on (`runtime.backends.triton.words.token_width`)."""
+    """int8 [M, width], 0 from K on (`runtime.backends.triton.sizes.token_width`)."""
     scales: torch.Tensor
     """float32 [M]."""
     sums: torch.Tensor
@@ -123,25 +120,3 @@ def rounding_shape(K: int, group_size: int) -> tuple[Shape, int]:
     width = token_width(K, group_size)
     block = max(256, triton.next_power_of_2(width))
     return Shape(block, width, group_size), max(1, min(MAX_WARPS, block // CHANNELS_PER_WARP))
-
-
-TYPES = Operands("*i8", "*fp32", "*i32")
-"""Types of tokens, for `Ahead`."""
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """Attention's output of 4096 channels."""
-    from runtime.backends.triton.ahead import Ahead
-
-    shape, warps = rounding_shape(4096, 128)
-    signature = {"x_ptr": "*fp16", "tokens": TYPES, "K": "constexpr", "shape": "constexpr"}
-    return (
-        Ahead(
-            name="tokens K4096",
-            kernel=_round_kernel,
-            signature=signature,
-            constants={"K": 4096, "shape": shape},
-            num_warps=warps,
-            more={"enable_fp_fusion": False},
-        ),
-    )

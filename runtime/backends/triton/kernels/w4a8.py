@@ -6,8 +6,8 @@ times the sum of the group's activations is subtracted, so that nothing rounds b
 
     y[m, n] = float(sum over groups of s (sum of code · a) - z s (sum of a)) · (scale[n] · scale[m]) + bias[n]
 
-The result has the bits of `runtime.operations.linear.gemm_w4a8` and of the CPU's kernels. Without groups s is 1 and the
-zero-point's term is one for the whole row, in the epilogue.
+The result has the bits of `runtime.backends.operations.linear.gemm_w4a8` and of the CPU's kernels. Without groups s is
+1 and the zero-point's term is one for the whole row, in the epilogue.
 
 Source: QServe §4.2 (compute-aware order of weights, subtraction after multiplication), here once for a group's sum
 rather than once for a weight: two integer multiplications for each of a tile's sums and 128 channels, and none for its
@@ -16,19 +16,16 @@ weights.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from runtime.backends.triton.kernels.tokens import Tokens
-from runtime.backends.triton.whole import WholeLinear
-from runtime.backends.triton.words import half_of
+from runtime.backends.triton.sizes import half_of
+from runtime.backends.triton.w4a8_layout import W4A8Linear
 from runtime.errors import BackendError
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
 
 BLOCK_N = 64
 """Output channels of a program."""
@@ -41,7 +38,7 @@ STAGES = 3
 
 
 class Matrix(NamedTuple):
-    """A `WholeLinear` as the kernel takes it."""
+    """A `W4A8Linear` as the kernel takes it."""
 
     codes: Any
     """uint8 [blocks, N, HALF]."""
@@ -63,7 +60,7 @@ class Form(NamedTuple):
     GROUP_SIZE: int
     """Input channels that share a whole scale; 0 = all of a row."""
     HALF: int
-    """`WholeLinear.half`."""
+    """`W4A8Linear.half`."""
     BLOCK_M: int
     """Rows of a program."""
     BLOCK_N: int
@@ -116,7 +113,7 @@ def _gemm_w4a8_kernel(x, matrix, biased, out_ptr, M, form: tl.constexpr):
     tl.store(out_ptr + offs_m.to(tl.int64)[None, :] * N + offs_n[:, None], y, mask)
 
 
-def gemm_w4a8(x: Tokens, weight: WholeLinear, out: torch.Tensor) -> None:
+def gemm_w4a8(x: Tokens, weight: W4A8Linear, out: torch.Tensor) -> None:
     """The product of a W4A8 matrix with rows of rounded activations, plus the bias.
 
     Args:
@@ -150,31 +147,3 @@ def gemm_w4a8(x: Tokens, weight: WholeLinear, out: torch.Tensor) -> None:
 
 def _form(group_size: int, block_m: int) -> Form:
     return Form(group_size, half_of(group_size), block_m, BLOCK_N)
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """Specializations for models: groups of 128 and none, few and many rows."""
-    from runtime.backends.triton.ahead import Ahead
-    from runtime.backends.triton.kernels.tokens import TYPES
-
-    return tuple(
-        Ahead(
-            name=f"gemm w4a8 {name} M{block_m}",
-            kernel=_gemm_w4a8_kernel,
-            signature={
-                "x": TYPES,
-                "matrix": Matrix("*u8", "*fp16", "*i16", "*fp32", "i32", "i32"),
-                "biased": "i32",
-                "out_ptr": "*fp32",
-                "M": "i32",
-                "form": "constexpr",
-            },
-            constants={"form": _form(group_size, block_m)},
-            num_warps=WARPS,
-            num_stages=STAGES,
-            weights=2 * 64 * BLOCK_N // WARPS,
-            more={"enable_fp_fusion": False},
-        )
-        for name, group_size in (("g128", 128), ("per channel", 0))
-        for block_m in (FEW, MANY)
-    )

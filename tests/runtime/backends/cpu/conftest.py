@@ -13,14 +13,14 @@ import torch
 from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
+from runtime.backends.cpu.data.sizes import RUN_ROWS
 from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.link import link, most_scratch
-from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.pool import Pool
 from runtime.backends.cpu.tiles import padded
-from runtime.backends.cpu.units.attention import RUN_ROWS
+from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.cache import ReferenceCache
-from runtime.decoder import DecoderOptions
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from tests.close import Tolerance, assert_close
 
@@ -38,7 +38,7 @@ class Machine:
 
     def __init__(self, rows: int, *, threads: int = 2, logit_rows: int = 0) -> None:
         self.threads = threads
-        self.control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+        self.control = aligned_zeros((CONTROL_WORDS,), np.int64)
         self.inputs = aligned_zeros((5, max(rows, 1) * 2), np.int32)
         self.step = parameters_of(self.control)
         for name, array in zip(("tokens", "slots", "positions", "logit_rows", "run_rows"), self.inputs, strict=True):
@@ -60,7 +60,7 @@ class Machine:
 
     @property
     def failed(self) -> bool:
-        return bool(self.control[sync.FAILED])
+        return bool(self.control[FAILED])
 
 
 def matrix(array: npt.NDArray[Any]) -> op.Matrix:

@@ -20,12 +20,13 @@ import assets
 from models.quantize import quantize as quantize_model
 from models.recipe import Recipe
 from models.store import Store, StoredModel
+from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
-from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.kv.oracle.uniform import unpack
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
+from tests.grid import QUICK_CACHES, grid
 
 BOUNDS: dict[KVKind, float] = {"fp16": 5e-6, "int8": 6e-4, "hierarchical": 3e-4}
 ONE_PLANE = 5e-2
@@ -34,7 +35,7 @@ Distance = Callable[..., float]
 Array = npt.NDArray[np.float32]
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", grid(PACKED, {"int4", "hierarchical"}))
 def test_any_number_of_heads_and_rows(attending: Callable[..., Any], distance: Distance, kind: KVKind) -> None:
     """One to eight query heads share a key-value head, over channels that fill no vector."""
     for heads in range(1, 9):
@@ -48,7 +49,7 @@ def test_any_number_of_heads_and_rows(attending: Callable[..., Any], distance: D
         assert worst < BOUNDS.get(kind, 1.3 * ONE_PLANE), heads
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", grid(PACKED, QUICK_CACHES & set(PACKED)))
 def test_rows_of_a_step_get_what_they_get_alone(attending: Callable[..., Any], kind: KVKind) -> None:
     """A check of five drafted tokens gives what five steps give."""
     x = np.random.default_rng(3).standard_normal((5, 12, 64)).astype(np.float32)
@@ -99,7 +100,7 @@ def rounded_as_there(attention: Any, slot: int, x: Array) -> Array:
     return out
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", grid(PACKED, QUICK_CACHES & set(PACKED)))
 def test_channels_far_off_and_single_outliers(attending: Callable[..., Any], distance: Distance, kind: KVKind) -> None:
     """A key channel of 30 times the others' size and off zero, a large value channel, and a spike in every token."""
     attention = attending(kind, heads=8, kv_heads=2, dim=64, splits=2)
@@ -130,7 +131,7 @@ def test_channels_far_off_and_single_outliers(attending: Callable[..., Any], dis
     assert unexplained < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "hierarchical", "kivi2"])
+@pytest.mark.parametrize("kind", grid(["int8", "int4", "hierarchical", "kivi2"], {"int4"}))
 def test_sixty_four_thousand_tokens(attending: Callable[..., Any], distance: Distance, kind: KVKind) -> None:
     """Thousands of weights of much less than a step of INT8 each, and one token that has half of all."""
     attention = attending(kind, heads=2, kv_heads=1, dim=32, context=1 << 16, slots=1, max_rows=2048, splits=4)
@@ -148,7 +149,7 @@ def test_sixty_four_thousand_tokens(attending: Callable[..., Any], distance: Dis
     assert distance(actual, expected) < {"int8": 1e-3, "hierarchical": 1e-3}.get(kind, 2e-2)
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", grid(PACKED, QUICK_CACHES & set(PACKED)))
 def test_pages_may_lie_anywhere(attending: Callable[..., Any], kind: KVKind) -> None:
     """The same numbers in pages of any order give the same output."""
     attention = attending(kind, splits=2)
@@ -209,7 +210,7 @@ def recorded(request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", grid(PACKED, QUICK_CACHES & set(PACKED)))
 def test_real_queries_keys_and_values(
     attending: Callable[..., Any], distance: Distance, recorded: Recorded, kind: KVKind
 ) -> None:

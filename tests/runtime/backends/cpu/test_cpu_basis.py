@@ -1,4 +1,4 @@
-"""Turning queries and keys, compiled, against `runtime.operations.turn`."""
+"""Turning queries and keys, compiled, against `runtime.backends.operations.basis`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from models.keys import KeyStatistics
 from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
-from runtime.decoder import DecoderOptions, Step
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.operations.basis import to_basis
 from runtime.kv.basis import key_basis
 from runtime.kv.kinds import KVKind
-from runtime.open import open_decoder
-from runtime.operations.turn import turn
+from runtime.load.open import open_decoder
 from tests.close import Tolerance, assert_close
 
 
@@ -42,8 +42,8 @@ def test_heads_are_turned_as_the_reference_turns_them(
     rows = op.Matrix(int(qkv.ctypes.data), qkv.strides[0])
     run.run(op.Heads(rows, H, K, D, 0, 0, 0, 0, 0, 0.0, 0.5, cache.stored(1), reflection, own))
     wide = torch.from_numpy(basis.reflection).repeat_interleave(H // K, dim=0)
-    q = turn(torch.from_numpy(x[:, :H]), wide)
-    k = turn(torch.from_numpy(x[:, H : H + K]), torch.from_numpy(basis.reflection)) - torch.from_numpy(basis.mean)
+    q = to_basis(torch.from_numpy(x[:, :H]), wide)
+    k = to_basis(torch.from_numpy(x[:, H : H + K]), torch.from_numpy(basis.reflection)) - torch.from_numpy(basis.mean)
     assert_close(qkv.reshape(M, -1, D)[:, :H], 0.5 * q, "float32")
     assert_close(cache.store.window("keys", 0, M)[1].swapaxes(0, 1), k, "stored half")
     np.testing.assert_array_equal(

@@ -11,6 +11,7 @@ import torch
 
 from runtime.kv.kinds import KINDS, KVKind
 from tests.close import assert_close
+from tests.grid import QUICK_CACHES, grid
 
 torch.set_num_threads(1)
 
@@ -23,7 +24,7 @@ ONE_PLANE = 5e-2
 EVERY: list[KVKind] = list(KINDS)
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", grid(EVERY, QUICK_CACHES))
 def test_steps_of_every_size(attending: Callable[..., Any], distance: Callable[..., float], kind: KVKind) -> None:
     attention = attending(kind, splits=2)
     worst, length = 0.0, 0
@@ -34,7 +35,16 @@ def test_steps_of_every_size(attending: Callable[..., Any], distance: Callable[.
     assert worst < TOLERANCE.get(kind, ONE_PLANE)
 
 
-@pytest.mark.parametrize("kind", EVERY)
+def test_a_short_conversation_touches_little_memory(attending: Callable[..., Any]) -> None:
+    """All layers of a page, and of a slot's window, lie in one stretch: systems give out memory in huge pages."""
+    store = attending("int4").cpu.store
+    for array in (store.records, store._keys, store._values):
+        layers, places = array.shape[:2]
+        assert min(layers, places) > 1
+        assert np.ptp(np.array(np.lib.array_utils.byte_bounds(array[:, 1]))) == array.nbytes // places
+
+
+@pytest.mark.parametrize("kind", grid(EVERY, QUICK_CACHES))
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window"),
     [(3, 3, 32, None), (2, 1, 20, 70), (8, 1, 128, None), (10, 2, 80, 200), (6, 1, 96, 5)],
@@ -58,7 +68,7 @@ def test_shapes_and_sliding_windows(
     assert worst < TOLERANCE.get(kind, 1.5 * ONE_PLANE)
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", grid(EVERY, QUICK_CACHES))
 def test_slots_of_different_length_are_cut_back_and_forked(
     attending: Callable[..., Any], distance: Callable[..., float], kind: KVKind
 ) -> None:
@@ -96,6 +106,7 @@ def test_a_draft_reads_the_upper_plane_alone(attending: Callable[..., Any], dist
     assert attention.cpu.table.count(0) == 2
 
 
+@pytest.mark.slow
 def test_a_head_of_equal_numbers_and_of_zeros(attending: Callable[..., Any], distance: Callable[..., float]) -> None:
     for kind in EVERY:
         attention = attending(kind)

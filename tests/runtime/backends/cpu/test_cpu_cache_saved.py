@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from runtime.backends.cpu.cache import CpuCache
-from runtime.decoder import DecoderOptions
-from runtime.kv import saved
+from runtime.backends.decoder import DecoderOptions
+from runtime.engine.conversations import saved
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 
 Factory = Callable[..., Any]

@@ -17,15 +17,16 @@ from models.spec import RopeSpec
 from runtime.backends.cpu.decoder import FEW_ROWS, CpuDecoder
 from runtime.backends.cpu.link import most_scratch
 from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
+from runtime.backends.decoder import DecoderOptions, Step, Way
+from runtime.backends.operations import activation
+from runtime.backends.operations.linear import gemv
+from runtime.backends.operations.panel import panel, restored
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.reference.linear import ReferenceLinear
 from runtime.compensation import CHUNK
-from runtime.decoder import DecoderOptions, Step, Way
 from runtime.errors import BackendError, InvalidActivationError, RequestError
-from runtime.operations import activation
-from runtime.operations.linear import gemv
-from runtime.operations.panel import panel, restored
 from tests.close import Tolerance, assert_close
+from tests.grid import grid
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -88,8 +89,11 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("kv", "prompt"), [("fp16", 0), ("int8", 0), ("fp16", 1024), ("fp16", 400)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("prompt", grid([0, 400, 1024], {400}))
+@pytest.mark.parametrize("kv", grid(["fp16", "int8"], {"fp16"}))
+@pytest.mark.parametrize(
+    "shape", grid(SHAPES, {"ragged", "3bit", "biases-qknorm-window", "codebooks-3bit", "head-dim-80"})
+)
 def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str, kv: Any, prompt: int) -> None:
     """Equal arithmetic but for the order of additions, so where no INT8 code lies near a tie logits agree to 1e-6.
 
@@ -263,7 +267,7 @@ tiny = importlib.util.module_from_spec(place)
 sys.modules["tiny"] = tiny
 place.loader.exec_module(tiny)
 from runtime.backends.cpu.decoder import CpuDecoder
-from runtime.decoder import DecoderOptions, Step
+from runtime.backends.decoder import DecoderOptions, Step
 results = []
 for bits, codebook in ((3, False), (4, False), (3, True), (4, True)):
     model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=bits, codebook=codebook)

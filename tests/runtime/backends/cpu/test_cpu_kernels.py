@@ -24,17 +24,17 @@ from models.quantizers import squeezellm
 from models.quantizers.dequantize import dequantize
 from runtime.backends.cpu.arena import Arena, aligned_zeros
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.instructions import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.kernels.gemm import row_block
-from runtime.backends.cpu.kernels.select import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.tiles import padded, tile_linear, tile_residual
-from runtime.operations import activation
-from runtime.operations import channels as budget
-from runtime.operations import compensate as compensation
-from runtime.operations import panel as panels
-from runtime.operations import select as selection
-from runtime.operations.gate import silu_gate
-from runtime.operations.linear import gemv_int8
-from runtime.operations.norm import rms_norm
+from runtime.backends.operations import activation
+from runtime.backends.operations import channels as budget
+from runtime.backends.operations import compensate as compensation
+from runtime.backends.operations import panel as panels
+from runtime.backends.operations import select as selection
+from runtime.backends.operations.gate import silu_gate
+from runtime.backends.operations.linear import gemv_int8
+from runtime.backends.operations.norm import rms_norm
 from tests.close import assert_close
 
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33)
@@ -185,7 +185,7 @@ def test_the_largest_entries_meet_the_largest_activations(machine: Callable[...,
     assert np.array_equal(found, expected)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     N=st.integers(1, 70),
     K=st.integers(1, 700),

@@ -17,14 +17,14 @@ import assets
 from models.store import StoredModel
 from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuStore
+from runtime.backends.cpu.data.control import CONTROL_WORDS
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.machine import sync
 from runtime.backends.cpu.pool import Pool
+from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
-from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
 from runtime.kv.oracle.page import dequantize, quantize
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
 
 torch.set_num_threads(1)
@@ -172,7 +172,7 @@ def test_a_restored_page_is_what_it_reads_back_as(name: KVKind, dim: int, count:
 def test_threads_share_out_the_same_work(name: KVKind) -> None:
     windows = random_windows(64, 320)
     alone, shared = filled(name, windows), filled(name, windows)
-    control = aligned_zeros((sync.CONTROL_WORDS,), np.int64)
+    control = aligned_zeros((CONTROL_WORDS,), np.int64)
     scratch = aligned_zeros((3, shared.scratch_bytes + 256), np.uint8)
     scratch[:] = 0xA5
     step = parameters_of(control)

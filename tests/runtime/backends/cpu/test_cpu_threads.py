@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.control import ACTIVE, CLOSED, CONTROL_WORDS, SLEEPERS, TURN
 from runtime.backends.cpu.decoder import CpuDecoder
-from runtime.backends.cpu.machine import sync
-from runtime.decoder import DecoderOptions, Step
+from runtime.backends.cpu.machine.sync import wait_while
+from runtime.backends.decoder import DecoderOptions, Step
 
 
 def decode(decoder: CpuDecoder, position: int, *, draft: bool = False) -> np.ndarray[Any, Any]:
@@ -54,10 +55,11 @@ def test_threads_that_slept_are_woken(decoder: CpuDecoder) -> None:
     with decoder.session():
         first = decode(decoder, 0)
         time.sleep(0.05)  # long past the spinning
-        assert decoder._control[sync.SLEEPERS] > 0
+        assert decoder._control[SLEEPERS] > 0
         np.testing.assert_array_equal(decode(decoder, 0), first)
 
 
+@pytest.mark.slow
 def test_sessions_end_and_begin_again_without_a_thread_left(decoder: CpuDecoder) -> None:
     before = threading.active_count()
     first = decode(decoder, 0)
@@ -71,7 +73,7 @@ def test_sessions_end_and_begin_again_without_a_thread_left(decoder: CpuDecoder)
 def test_numbers_of_instructions_may_pass_their_end(decoder: CpuDecoder) -> None:
     first = decode(decoder, 0)
     with decoder.session():
-        decoder._control[sync.TURN] = np.int64(-5) << 32 | sync.CLOSED  # five before 2^32
+        decoder._control[TURN] = np.int64(-5) << 32 | CLOSED  # five before 2^32
         for _ in range(3):
             np.testing.assert_array_equal(decode(decoder, 0), first)
 
@@ -106,7 +108,7 @@ def test_a_part_waits_for_the_channels_that_another_chooses(decoder: CpuDecoder)
     for part in (0, 1):
         run(part)
     wanted = outputs.copy()
-    decoder._control[sync.TURN] += 1 << 32  # the next turn: what was chosen counts no more
+    decoder._control[TURN] += 1 << 32  # the next turn: what was chosen counts no more
     chosen[:], outputs[:] = np.arange(linear.total), 0
     later = threading.Thread(target=run, args=(1,), daemon=True)
     later.start()
@@ -120,10 +122,10 @@ def test_a_part_waits_for_the_channels_that_another_chooses(decoder: CpuDecoder)
 
 def test_who_is_to_leave_waits_for_no_turn() -> None:
     """A thread may see that it is to work just before all are to leave, and the turn just after the last one."""
-    control = np.zeros(sync.CONTROL_WORDS, np.int64)
-    control[sync.TURN], control[sync.ACTIVE] = 5 << 32 | sync.CLOSED, 0
-    waiting = threading.Thread(target=sync.wait_while, args=(control.ctypes.data, 5), daemon=True)
+    control = np.zeros(CONTROL_WORDS, np.int64)
+    control[TURN], control[ACTIVE] = 5 << 32 | CLOSED, 0
+    waiting = threading.Thread(target=wait_while, args=(control.ctypes.data, 5), daemon=True)
     waiting.start()
     waiting.join(30)
     assert not waiting.is_alive()
-    assert control[sync.SLEEPERS] == 0
+    assert control[SLEEPERS] == 0

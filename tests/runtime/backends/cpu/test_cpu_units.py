@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 import threading
 import time
-import types as python
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,75 +20,108 @@ from numba import types
 from assets import demo_path
 from models.progress import Progress
 from models.store import StoredModel
+from runtime.backends.cpu import executor, units
 from runtime.backends.cpu.backend import BACKEND
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.control import CONTROL_WORDS
+from runtime.backends.cpu.data.instructions import SELECT_EXACT
+from runtime.backends.cpu.data.pages import HALF, TWO_PLANES
+from runtime.backends.cpu.data.records import record_of
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.kernels.select import SELECT_EXACT
 from runtime.backends.cpu.link import is_linked, link, most_scratch, needed, units_of
 from runtime.backends.cpu.machine import build as building
-from runtime.backends.cpu.machine import isa, kept, sync
+from runtime.backends.cpu.machine import digest as digesting
+from runtime.backends.cpu.machine import isa, kept
 from runtime.backends.cpu.machine.build import build
 from runtime.backends.cpu.machine.compiler import machine_code
-from runtime.backends.cpu.machine.digest import digest
-from runtime.backends.cpu.machine.unit import Unit
+from runtime.backends.cpu.machine.digest import Sources, digest
+from runtime.backends.cpu.machine.unit import Unit, compiled_unit
 from runtime.backends.cpu.machine.vector import set_word
-from runtime.backends.cpu.machine.view import record_of, view
+from runtime.backends.cpu.machine.view import view
 from runtime.backends.cpu.pool import Pool
-from runtime.backends.cpu.units import attention, inputs, paging, panels, products, repacking, residuals, selection
+from runtime.backends.cpu.units import (
+    attention,
+    inputs,
+    outputs,
+    paging,
+    panels,
+    products,
+    repacking,
+    residuals,
+    selection,
+    w4a8,
+)
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS
 
-_KERNEL = """
-import numba
-
-FACTOR = {factor}
-
-@numba.njit(nogil=True)
-def inner(x: int) -> int:
-    return x {operator} FACTOR
-
-def outer(x: int) -> None:
-    inner(x)
-
-def other(x: int) -> None:
-    {other}
-"""
+_FILES = {
+    "runtime/units/first.py": "from runtime.kernels import (\n    inner,\n    outer as other,\n)\n",
+    "runtime/kernels/__init__.py": "",
+    "runtime/kernels/inner.py": "import numba\nfrom models.numbers import FACTOR as factor\n",
+    "runtime/kernels/outer.py": "def outer():\n    from runtime.units.first import unit  # and back\n",
+    "runtime/kernels/aside.py": "from runtime.units.first import unit\n",
+    "models/numbers.py": "FACTOR = 3\n",
+    "app/screen.py": "from runtime.units.first import unit\n",
+}
 
 
-def made(factor: int = 3, operator: str = "*", other: str = "pass") -> Any:
-    module = python.ModuleType("runtime.made")
-    exec(_KERNEL.format(factor=factor, operator=operator, other=other), module.__dict__)
-    return module
+@pytest.mark.parametrize("edited", _FILES)
+def test_a_digest_follows_a_module_and_what_it_imports_and_nothing_else(edited: str, tmp_path: Path) -> None:
+    for name, text in _FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    unit = tmp_path / "runtime/units/first.py"
+    sources = Sources(tmp_path)
+    before = sources.digest(unit)
+    assert Sources(tmp_path).digest(unit) == before
+    with (tmp_path / edited).open("a") as file:
+        file.write("NUMBER = 4\n")
+    behind = {"first.py", "inner.py", "outer.py", "numbers.py", "__init__.py"}
+    assert (Sources(tmp_path).digest(unit) != before) == (Path(edited).name in behind)
+    assert sources.digest(unit) == before  # that of what this process has imported
 
 
-def test_a_digest_follows_what_a_function_calls_and_nothing_else() -> None:
-    before = digest(made().outer)
-    assert digest(made().outer) == before
-    assert digest(made(other="x + 1").outer) == before
-    assert digest(made(factor=4).outer) != before
-    assert digest(made(operator="+").outer) != before
+def test_no_import_of_a_kernel_is_overlooked() -> None:
+    """Sources are searched for imports; here they are parsed."""
+    root = Path(isa.__file__).parents[4]
+    sources = Sources(root)
+    for file in (root / "runtime/backends/cpu/units").glob("*.py"):
+        behind = set(sources.behind(file))
+        named = set()
+        for node in ast.walk(ast.Module([*(ast.parse(own.read_text()) for own in behind)], [])):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, "an import that says from where"
+                named |= {str(node.module), *(f"{node.module}.{own.name}" for own in node.names)}
+            elif isinstance(node, ast.Import):
+                named |= {own.name for own in node.names}
+        places = [root.joinpath(*name.split(".")) for name in named]
+        files = {path for own in places for path in (own.with_suffix(".py"), own / "__init__.py") if path.is_file()}
+        assert behind == files | {file}
 
 
-def test_a_digest_covers_intrinsics_and_the_records_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {name: getattr(inputs, name).symbol for name in ("norm", "gather")}
-    gather = record_of(op.Gather)
-    turned = np.dtype([(name, gather[name]) for name in reversed(gather.names or ())])
-    other = view("gather", turned, offset=op.HEADER.itemsize)
-    monkeypatch.setattr(inputs, "gather_at", other)
-    after = {name: getattr(inputs, name).symbol for name in ("norm", "gather")}
-    assert after["norm"] == before["norm"]
-    assert after["gather"] != before["gather"]
-    pages = attention.pages_4.symbol
-    monkeypatch.setattr("runtime.backends.cpu.machine.codes.exp2", set_word)
-    monkeypatch.setattr("runtime.backends.cpu.kernels.attention.weights.exp2", set_word)
-    assert attention.pages_4.symbol != pages
+def test_units_of_one_module_and_variants_have_digests_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own() -> set[str]:
+        return {
+            digest(unit.module, unit.name, unit.source)
+            for unit in (products.multiply_uniform_3, products.multiply_uniform_4)
+        }
+
+    before = own()
+    monkeypatch.setattr(isa, "VARIANT", "another")
+    digesting._circumstances.cache_clear()
+    after = own()
+    digesting._circumstances.cache_clear()
+    assert len(before | after) == 4
 
 
-def test_a_digest_covers_the_order_of_a_tuples_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = products.multiply_uniform_4.symbol
-    turned: Any = namedtuple("Tile", tuple(reversed(products.Tile._fields)))
-    monkeypatch.setattr(products, "Tile", turned)
-    assert products.multiply_uniform_4.symbol != before
+def test_a_function_inside_another_is_no_unit() -> None:
+    """One source would make two of it, which only what encloses them tells apart."""
+
+    def inside(_x: int) -> None:
+        pass
+
+    with pytest.raises(AssertionError):
+        compiled_unit(inside)
 
 
 def test_a_digest_is_the_same_in_every_process() -> None:
@@ -100,7 +132,7 @@ def test_a_digest_is_the_same_in_every_process() -> None:
 
 
 _MEETING = """
-import types as python
+import importlib.util
 from pathlib import Path
 import numpy as np
 from runtime.backends.cpu.machine import isa
@@ -109,22 +141,12 @@ from runtime.backends.cpu.machine.unit import Unit
 isa.KERNEL_CACHE = Path({folder!r})
 
 def made(factor):
-    module = python.ModuleType("runtime.made")
-    module.FACTOR = factor
-    exec('''
-import numba
-from runtime.backends.cpu.machine.vector import set_word
-
-@numba.njit(nogil=True)
-def inner(x: int) -> int:
-    for _ in range(x % 7):
-        x = x * FACTOR + x // 3
-    return x
-
-def outer(to: int, x: int) -> None:
-    set_word(to, inner(x))
-''', module.__dict__)
-    return Unit(module.outer)
+    spec = importlib.util.spec_from_file_location("made", isa.KERNEL_CACHE / str(factor) / "made.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    unit = Unit("made", "outer", Path(module.__file__))
+    unit.define(module.outer)
+    return unit
 
 def gives(unit):
     word = np.zeros(1, np.int64)
@@ -136,9 +158,26 @@ compiled = [unit.is_compiled for unit in units.values()]
 print([gives(unit) for unit in units.values()], compiled)
 """
 
+_MADE = """
+import numba
+from runtime.backends.cpu.machine.vector import set_word
+
+@numba.njit(nogil=True)
+def inner(x: int) -> int:
+    for _ in range(x % 7):
+        x = x * {factor} + x // 3
+    return x
+
+def outer(to: int, x: int) -> None:
+    set_word(to, inner(x))
+"""
+
 
 def test_units_of_several_processes_keep_their_own_functions_where_they_meet(tmp_path: Path) -> None:
     """Of two functions with one name a linker takes the first; compiled alike in two processes, theirs would agree."""
+    for factor in (2, 3):
+        (tmp_path / str(factor)).mkdir()
+        (tmp_path / str(factor) / "made.py").write_text(_MADE.format(factor=factor))
 
     def run(*factors: int) -> str:
         script = _MEETING.format(folder=str(tmp_path), factors=factors)
@@ -150,6 +189,27 @@ def test_units_of_several_processes_keep_their_own_functions_where_they_meet(tmp
     assert expected[0] != expected[1]
     assert run(2, 3) == f"[{', '.join(expected)}] [True, True]\n"
     assert run(3, 2) == f"[{', '.join(reversed(expected))}] [True, True]\n"
+
+
+def test_the_instruction_set_names_every_unit_and_no_other() -> None:
+    named = {units.page_unit(form, rank) for form in (2, 4) for rank in (0, 4)}
+    named |= {units.page_unit(form, 0) for form in (8, TWO_PLANES)}
+    named |= {units.heads_unit(form, window) for form in (4, HALF) for window in (0, 64)}
+    named |= {units.flush_unit(rank) for rank in (0, 4)}
+    for value in vars(units).values():
+        named |= {own for own in (value.values() if isinstance(value, dict) else [value]) if isinstance(own, Unit)}
+    modules = (attention, executor, inputs, outputs, paging, panels, products, repacking, residuals, selection, w4a8)
+    assert named == {own for module in modules for own in vars(module).values() if isinstance(own, Unit)}
+    assert all(own and own.function.__name__ == own.name for own in named)
+
+
+def test_new_sources_are_not_compiled_under_an_old_name(tmp_path: Path) -> None:
+    source = tmp_path / "made.py"
+    source.write_text("FACTOR = 2\n")
+    unit = Unit("made", "outer", source)
+    source.write_text("FACTOR = 3\n")
+    with pytest.raises(BackendError, match="updated while it ran: start it again"):
+        unit.keep()
 
 
 def test_a_cache_needs_its_own_kernels_only() -> None:
@@ -190,7 +250,7 @@ def test_instructions_are_read_back_as_they_were_written() -> None:
 
 
 def test_a_program_that_needs_more_scratch_than_there_is_does_not_run() -> None:
-    control, words, none = np.zeros(sync.CONTROL_WORDS, np.int64), np.zeros((1, op.WIDTH), np.int64), op.Matrix(0, 0)
+    control, words, none = np.zeros(CONTROL_WORDS, np.int64), np.zeros((1, op.WIDTH), np.int64), op.Matrix(0, 0)
     x = np.zeros((1, 64), np.float32)
     rows = op.Matrix(int(x.ctypes.data), x.nbytes)
     border = op.Border(0.0, 0.0, 0.0)
@@ -246,6 +306,13 @@ def test_a_view_that_changes_is_read_anew() -> None:
     assert loads[0] > loads[1] == 0
 
 
+def unit_of(function: Callable[..., None]) -> Unit:
+    """A unit of this module, in a process that has not seen it yet."""
+    unit = Unit(__name__, function.__name__, Path(__file__))
+    unit.define(function)
+    return unit
+
+
 def note_address(to: int, value: int) -> None:
     """Something small to compile."""
     set_word(to, value)
@@ -270,7 +337,7 @@ def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         compiled.append(symbol)
         return machine_code(function, symbol)
 
-    monkeypatch.setattr("runtime.backends.cpu.machine.unit.machine_code", counted)
+    monkeypatch.setattr("runtime.backends.cpu.machine.compiler.machine_code", counted)
     return compiled
 
 
@@ -288,22 +355,34 @@ def test_damaged_machine_code_is_made_anew(
     damage: Callable[[bytes], bytes], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = count_compilations(monkeypatch)
-    first = Unit(note_address)
+    first = unit_of(note_address)
     assert not first.is_compiled
     assert works(first)
-    assert works(Unit(note_address))
+    assert works(unit_of(note_address))
     assert len(compiled) == 1
     (file,) = folder.glob("*.code")
     file.write_bytes(damage(file.read_bytes()))
-    assert works(Unit(note_address))
+    assert works(unit_of(note_address))
     assert len(compiled) == 2
-    assert Unit(note_address).is_compiled
-    assert works(Unit(note_address))
+    assert unit_of(note_address).is_compiled
+    assert works(unit_of(note_address))
     assert len(compiled) == 2
+
+
+def test_machine_code_that_others_may_have_written_is_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert works(unit_of(note_address))
+    (file,) = folder.glob("*.code")
+    file.chmod(0o666)
+    compiled = count_compilations(monkeypatch)
+    unit = unit_of(note_address)
+    assert not unit.is_compiled
+    assert works(unit)
+    assert works(unit_of(note_address))
+    assert len(compiled) == 1
 
 
 def test_a_file_under_another_name_is_not_believed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unit = Unit(note_address)
+    unit = unit_of(note_address)
     other = kept.file_of(folder, "other-0123456789abcdef")
     kept.write(other, unit.keep())
     other.rename(unit.file)
@@ -314,13 +393,13 @@ def test_a_file_under_another_name_is_not_believed(folder: Path, monkeypatch: py
 
 def test_a_killed_process_leaves_nothing_that_disturbs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while it wrote: there is a part of a file beside where the file was to be."""
-    assert works(Unit(note_address))
+    assert works(unit_of(note_address))
     (file,) = folder.glob("*.code")
     part = file.rename(file.with_suffix(".0123.part"))
     compiled = count_compilations(monkeypatch)
-    assert not Unit(note_address).is_compiled
-    assert works(Unit(note_address))
-    assert works(Unit(note_address))
+    assert not unit_of(note_address).is_compiled
+    assert works(unit_of(note_address))
+    assert works(unit_of(note_address))
     assert len(compiled) == 1
     os.utime(part, (0, 0))
     kept.sweep(folder)
@@ -329,15 +408,15 @@ def test_a_killed_process_leaves_nothing_that_disturbs(folder: Path, monkeypatch
 
 def test_without_a_place_to_keep_it_a_unit_works_all_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.write_bytes(b"not a folder")
-    assert works(Unit(note_address))
+    assert works(unit_of(note_address))
     folder.unlink()
 
     def full(*_arguments: Any, **_options: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tempfile.mkstemp", full)
-    assert works(Unit(note_address))
-    assert not Unit(note_address).is_compiled
+    assert works(unit_of(note_address))
+    assert not unit_of(note_address).is_compiled
 
 
 _DAY = 86400
@@ -374,10 +453,10 @@ def test_old_machine_code_is_removed(folder: Path) -> None:
 
 
 def test_using_code_keeps_it(folder: Path) -> None:
-    unit = Unit(note_address)
+    unit = unit_of(note_address)
     assert works(unit)
     os.utime(unit.file, (time.time() - 2 * _DAY,) * 2)
-    assert works(Unit(note_address))
+    assert works(unit_of(note_address))
     assert time.time() - unit.file.stat().st_mtime < _DAY
 
 
@@ -399,12 +478,14 @@ def test_several_processes_may_keep_and_remove_at_once(folder: Path) -> None:
     assert kept.read(folder / "gather-ffffffffffffffff.code") == b"code" * 1000
 
 
-def test_what_cannot_be_compiled_is_a_backend_error(folder: Path) -> None:
-    def unknown(_x: int) -> None:
-        object()
+def unknown(_x: int) -> None:
+    """Nothing that numba knows."""
+    object()
 
+
+def test_what_cannot_be_compiled_is_a_backend_error(folder: Path) -> None:
     with pytest.raises(BackendError, match="the kernel 'unknown' cannot be built here"):
-        Unit(unknown)(1)
+        unit_of(unknown)(1)
     assert not list(folder.glob("*.code"))
 
 
@@ -415,7 +496,7 @@ def note_through_the_interpreter(to: int, value: int) -> None:
 
 def test_machine_code_that_needs_numba_to_run_is_refused(folder: Path) -> None:
     with pytest.raises(BackendError, match="other processes may not have"):
-        works(Unit(note_through_the_interpreter))
+        works(unit_of(note_through_the_interpreter))
 
 
 @pytest.fixture(scope="module")
@@ -434,8 +515,9 @@ def uncompiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Unit]:
 
 
 def test_units_are_compiled_in_processes_and_counted(
-    uncompiled: list[Unit], folder: Path, monkeypatch: pytest.MonkeyPatch
+    uncompiled: list[Unit], folder: Path, monkeypatch: pytest.MonkeyPatch, planted: Callable[[], list[str]]
 ) -> None:
+    """In processes that take nothing from the current folder."""
     here = count_compilations(monkeypatch)
     monkeypatch.setattr(building, "_cores", lambda: 2)
     told: list[tuple[int, int]] = []
@@ -444,6 +526,7 @@ def test_units_are_compiled_in_processes_and_counted(
     assert {file.stem for file in folder.glob("*.code")} == {unit.symbol for unit in uncompiled}
     assert all(unit.address for unit in uncompiled)
     assert here == []
+    assert planted() == []
     build(uncompiled, lambda *_: pytest.fail("there was nothing to do"))
 
 
@@ -478,8 +561,9 @@ def test_a_load_says_how_many_kernels_it_compiles(
 def test_a_model_needs_the_products_of_its_weights_only(stored: StoredModel) -> None:
     plain, compensated = (set(units_of(stored, KINDS["fp16"], compensated=own)) for own in (False, True))
     bits = {stored.linear(name).bits for name in stored.spec.linear_names()}
+    repack_of = {3: repacking.repack_uniform_3, 4: repacking.repack_uniform_4}
     products_of = {3: products.multiply_uniform_3, 4: products.multiply_uniform_4}
-    weights = {unit for own in bits for unit in (products_of[own], repacking.UNIFORM[own])}
+    weights = {unit for own in bits for unit in (products_of[own], repack_of[own])}
     assert plain == {*needed(KINDS["fp16"]), *weights}
     decoding = {products.compensate_4, selection.select_by_buckets}
     prompts = {panels.multiply_panel, panels.panel_4, residuals.share_4}
@@ -488,13 +572,13 @@ def test_a_model_needs_the_products_of_its_weights_only(stored: StoredModel) -> 
 
 def test_two_processes_make_a_unit_once(folder: Path) -> None:
     """The second waits for the first and takes what it made."""
-    unit = Unit(note_address)
+    unit = unit_of(note_address)
     with kept.one_at_a_time(unit.file):
         waiting = threading.Thread(target=unit.prepare)
         waiting.start()
         waiting.join(0.3)
         assert waiting.is_alive()
-        other = Unit(note_address)._made()
+        other = unit_of(note_address)._made()
         written = unit.file.stat().st_mtime_ns
     waiting.join(60)
     assert kept.read(unit.file) == other

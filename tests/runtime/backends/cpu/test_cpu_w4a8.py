@@ -19,12 +19,13 @@ from models.recipe import Recipe
 from models.store import Store, StoredModel
 from runtime.backends.cpu.arena import Arena, aligned_zeros
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.kernels.activation import PIECE, code_bytes, in_registers
+from runtime.backends.cpu.data.sizes import PIECE
+from runtime.backends.cpu.kernels.activation import code_bytes, in_registers
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.tiles import padded, tile_linear
-from runtime.decoder import DecoderOptions, Step
-from runtime.open import open_decoder
-from runtime.operations.linear import gemm_w4a8, whole
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.operations.linear import gemm_w4a8, whole
+from runtime.load.open import open_decoder
 from tests.close import assert_close
 from tests.models.conftest import TEXT, write_checkpoint
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
-from runtime.decoder import DecoderOptions, Step
 from runtime.errors import ContextOverflowError, RequestError
 from runtime.kv.kinds import KINDS, KVKind
-from runtime.measure import fill, measure_at
+from runtime.measure.speed import fill, measure_at
 from tests.close import assert_close
 
 Factory = Callable[..., Any]

@@ -11,8 +11,8 @@ import torch
 
 from models.architecture import forward
 from models.packed import PackedLinear
+from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder, _Pass
-from runtime.decoder import DecoderOptions, Step
 from runtime.errors import InvalidActivationError, RequestError
 from tests.close import assert_close
 

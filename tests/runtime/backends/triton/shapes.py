@@ -13,10 +13,10 @@ from models.packed import PackedLinear, PackedResidual
 from models.recipe import Recipe
 from models.spec import ModelSpec, RopeSpec
 from models.store import StoredModel
+from runtime.backends.operations.channels import layer_kind
 from runtime.backends.triton.layout import GpuLinear
 from runtime.backends.triton.residual import GpuResidual, LoadedResiduals, row_lines
-from runtime.backends.triton.words import code_words
-from runtime.operations.channels import layer_kind
+from runtime.backends.triton.sizes import code_words
 
 
 def spec_of(**sizes: Any) -> ModelSpec:

@@ -17,30 +17,24 @@ import pytest
 import triton
 import triton.language as tl
 
-from runtime.backends.triton import ahead
-from runtime.backends.triton.ahead import (
-    SHARED_LIMIT,
-    TARGETS,
-    Ahead,
-    Compiled,
-    code_bytes,
-    compile_ahead,
-    compile_all,
-    operation,
-)
 from runtime.errors import BackendError
+from tests.bench.kernels import ahead
+from tests.bench.kernels import specializations as table
+from tests.bench.kernels.ahead import SHARED_LIMIT, TARGETS, Compiled, code_bytes, compile_ahead, compile_all
+from tests.bench.kernels.specialization import Specialization
+from tests.bench.kernels.specializations import specializations
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "kernels.md"
 CACHE = PAGE.parents[1] / ".pytest_cache" / "triton"
 WITHOUT_OPT_IN = 48 << 10
 # Compiling takes processor time, so much of it that a busy machine needs longer than other tests may take.
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def sample() -> tuple[tuple[str, str], ...]:
     """Every specialization for one device, the devices in turn: all of them for all would take minutes."""
     targets = itertools.cycle(TARGETS)
-    return tuple((one.name, next(targets)) for one in ahead.kernels())
+    return tuple((name, next(targets)) for name in specializations())
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +45,6 @@ def everything() -> tuple[tuple[Compiled, ...], tuple[str, ...]]:
         return compile_all(sample())
 
 
-@pytest.mark.slow
 def test_every_kernel_compiles(everything):
     compiled, failed = everything
     assert not failed, "\n".join(failed)
@@ -88,7 +81,7 @@ def test_shared_memory_fits_the_device(everything):
 
 def test_the_page_lists_every_kernel():
     listed = re.findall(r"^\| ([^|]+) \| \d+ \| (sm_\d+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    found = sorted(ahead.kernels(), key=lambda one: (operation(one), one.name))
+    found = sorted(specializations().values(), key=lambda one: (one.operation, one.name))
     assert listed == [(one.name, target) for one in found for target in TARGETS], "run `python -m tests.bench.kernels`"
 
 
@@ -128,21 +121,16 @@ def _twice_kernel(x_ptr, N, BLOCK: tl.constexpr):
     tl.store(x_ptr + offsets, 2 * tl.load(x_ptr + offsets, offsets < N), offsets < N)
 
 
-def test_a_constant_must_be_described_in_both_places():
-    with pytest.raises(ValueError, match=r"twice: BLOCK must be in both"):
-        Ahead(name="twice", kernel=_twice_kernel, signature={"x_ptr": "*fp32", "N": "i32", "BLOCK": "constexpr"})
-
-
 def test_warps_are_a_power_of_two():
     with pytest.raises(ValueError, match="num_warps is 3"):
-        Ahead(name="twice", kernel=_twice_kernel, signature={}, num_warps=3)
+        Specialization(name="twice", kernel=_twice_kernel, types={}, num_warps=3)
 
 
 def test_a_kernel_of_the_interpreter_is_refused():
-    interpreted = Ahead(
+    interpreted = Specialization(
         name="twice",
         kernel=triton.runtime.interpreter.InterpretedFunction(_twice_kernel.fn),
-        signature={"x_ptr": "*fp32", "N": "i32", "BLOCK": "constexpr"},
+        types={"x_ptr": "*fp32", "N": "i32"},
         constants={"BLOCK": 16},
     )
     with pytest.raises(BackendError, match="decorated for the interpreter"):
@@ -153,7 +141,8 @@ TWO_KERNELS = """
 from typing import Any, NamedTuple
 import triton
 import triton.language as tl
-from runtime.backends.triton.ahead import Ahead, compile_ahead
+from tests.bench.kernels.ahead import compile_ahead
+from tests.bench.kernels.specialization import Specialization
 
 class Pair(NamedTuple):
     x: Any
@@ -174,10 +163,11 @@ def together(pair, BLOCK: tl.constexpr):
         x += 1
     tl.store(pair.y + offs, x)
 
-flat = {"x_ptr": "*i32", "y_ptr": "*i32", "BLOCK": "constexpr"}
-nested = {"pair": Pair("*i32", "*i32", "constexpr"), "BLOCK": "constexpr"}
-for kernel, signature in ((one_by_one, flat), (together, nested)):
-    found = compile_ahead(Ahead(name="copy", kernel=kernel, signature=signature, constants={"BLOCK": 512}), "sm_80")
+flat = {"x_ptr": "*i32", "y_ptr": "*i32"}
+nested = {"pair": Pair("*i32", "*i32", "constexpr")}
+for kernel, types in ((one_by_one, flat), (together, nested)):
+    copy = Specialization(name="copy", kernel=kernel, types=types, constants={"BLOCK": 512})
+    found = compile_ahead(copy, "sm_80")
     print(found.registers, found.instructions)
 """
 """512 numbers of 128 threads: copied 16 bytes at a time, where pointers are known to be aligned."""
@@ -210,11 +200,10 @@ def test_parameter_lists_are_short():
 
 
 def test_two_specializations_need_two_names(monkeypatch):
-    first = ahead.kernels()
-    monkeypatch.setattr(ahead.pkgutil, "iter_modules", lambda path, walk=ahead.pkgutil.iter_modules: [*walk(path)] * 2)
-    assert first
-    with pytest.raises(BackendError, match="two kernel specializations are called"):
-        ahead.kernels()
+    assert specializations()
+    monkeypatch.setattr(table, "_OPERATIONS", table._OPERATIONS * 2)
+    with pytest.raises(ValueError, match="two kernel specializations are called"):
+        specializations()
 
 
 def test_a_child_that_dies_is_reported(monkeypatch):
@@ -240,13 +229,14 @@ def test_a_child_does_not_outlive_its_parent(tmp_path):
     assert json.loads(share.read_text(encoding="utf-8")) == [list(pair) for pair in ahead.pairs()]
 
 
-def test_what_does_not_compile_is_named(monkeypatch, tmp_path):
+def test_what_does_not_compile_is_named(monkeypatch, tmp_path, planted):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    name = ahead.kernels()[0].name
+    name = next(iter(specializations()))
     compiled, failed = compile_all([(name, "sm_x")], 1)
     assert not compiled
     assert len(failed) == 1
     assert failed[0].startswith(f"{name} does not compile for sm_x: ")
+    assert planted() == [], "the child process took a module from the current folder"
 
 
 def test_only_code_counts_as_instructions():

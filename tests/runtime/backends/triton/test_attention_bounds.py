@@ -18,16 +18,17 @@ import torch
 from models.quantize import quantize as quantize_model
 from models.recipe import Recipe
 from models.store import Store
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.operations import attention as reference
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.kernels.attention import kernel as kernels
 from runtime.backends.triton.kernels.attention.configs import launch_config
 from runtime.backends.triton.kernels.cache.pages import LayerPages, Rows
 from runtime.backends.triton.workspace import Workspace
-from runtime.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KINDS, PARTS, KVKind
-from runtime.operations import attention as reference
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
+from tests.grid import QUICK_CACHES, grid
 
 KERNEL = 4e-3
 """What the kernel may add: 2^-11 for each of value, weight and output, of values of size 1."""
@@ -148,7 +149,7 @@ def histories(generator: torch.Generator, outlier: float) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", ["random", "outlier"])
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("kv", grid(KINDS, QUICK_CACHES))
 def test_errors_are_bounded(device: str, kv: KVKind, case: str) -> None:
     generator = torch.Generator().manual_seed(7)
     written = Written(kv, histories(generator, 20.0 if case == "outlier" else 1.0), device, context=400)
@@ -159,7 +160,7 @@ def test_errors_are_bounded(device: str, kv: KVKind, case: str) -> None:
     assert rms(whole) <= LIMITS[case][kv] * rms(exact)
 
 
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("kv", grid(KINDS, QUICK_CACHES))
 def test_heads_whose_numbers_are_all_equal(device: str, kv: KVKind) -> None:
     """A scale of zero; and every weight is the same."""
     same = [torch.full((2, length, 2, 32), 0.7) for length in LENGTHS]
@@ -197,7 +198,7 @@ def attended(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("kv", grid(KINDS, QUICK_CACHES))
 def test_errors_on_a_real_model_are_bounded(
     device: str, kv: KVKind, attended: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
@@ -224,7 +225,8 @@ def far(kv: KVKind, device: str, window: int | None) -> float:
     return float(kernel.abs().max())
 
 
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", grid(KINDS, QUICK_CACHES))
 def test_the_end_of_sixty_four_thousand_tokens(device: str, kv: KVKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last thousand of them: the interpreter takes a minute for all, so that is done for one kind."""
     monkeypatch.setattr(kernels, "launch_config", lambda *shape, **how: replace(launch_config(*shape, **how), splits=3))

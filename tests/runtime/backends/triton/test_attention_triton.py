@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.backends.operations import attention as reference
 from runtime.backends.triton.kernels.attention import kernel as kernels
 from runtime.backends.triton.kernels.attention.configs import (
     KEPT_ROWS,
@@ -26,7 +27,6 @@ from runtime.backends.triton.kernels.cache.pages import Rows, power_of_two
 from runtime.backends.triton.kernels.gemv import ROWS
 from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, KVKind
-from runtime.operations import attention as reference
 from tests.close import assert_close
 from tests.runtime.backends.triton.pieces import SUMS, sums_of
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.decoder import DecoderOptions, Step
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,8 @@ N_TB = {"qkv": 8, "o": 8, "gate_up": 24, "down": 8, "head": 8}
 @pytest.mark.parametrize("order", ["compensation first", "product first"])
 @pytest.mark.parametrize("n_tb", [4, 8, 24])
 def test_many_blocks_wait_for_each_other_beside_a_product(cuda: str, n_tb: int, order: Any) -> None:
-    from tests.bench.first_light.beside import Beside
+    from tests.bench.first_light.concurrency import Beside
+
     from tests.bench.first_light.graph import replayed
 
     layer = Beside("gate_up", (28672, 4096), 4, 16, torch.device(cuda), inputs=4)

@@ -1,4 +1,4 @@
-"""The wish for shared memory beside products."""
+"""The request for shared memory while products run."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ import torch
 import triton.language as tl
 
 from models.packed import PackedLinear
+from runtime.backends.operations import channels as budget
+from runtime.backends.operations import compensate as plain
+from runtime.backends.operations import select as selectors
 from runtime.backends.triton.kernels import compensate as kernels
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.residual import GpuResidual, residual_to_device
 from runtime.backends.triton.workspace import Workspace
-from runtime.operations import channels as budget
-from runtime.operations import compensate as plain
-from runtime.operations import select as selectors
 from tests.close import assert_close
 
 BITS = [2, 4, 8, 16]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from runtime.backends.operations import embed as reference
 from runtime.backends.triton.kernels.norm import add_norm, embed_norm
-from runtime.operations import embed as reference
 
 EPS = 1e-5
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from runtime.backends.operations.gate import silu_gate
 from runtime.backends.triton.kernels.gate import BLOCK_I, gate
-from runtime.operations.gate import silu_gate
 from tests.close import assert_close
 from tests.runtime.backends.triton.pieces import SUMS, sums_of
 

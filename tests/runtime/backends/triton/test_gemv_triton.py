@@ -10,12 +10,12 @@ import torch
 
 from models.packed import PackedLinear
 from models.packing import pack
+from runtime.backends.operations import linear as reference
 from runtime.backends.triton.kernels.gemv import BUSY, LaunchConfig, configure, few_rows, gemv
 from runtime.backends.triton.layout import GpuLinear, dequantize, repack, repack_codebook
-from runtime.backends.triton.words import BLOCK
+from runtime.backends.triton.sizes import BLOCK
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
-from runtime.operations import linear as reference
 from tests.close import Tolerance, assert_close
 
 # Codes and activations enter exactly and products are exact in float32; only sums are rounded, about sqrt(K) steps of

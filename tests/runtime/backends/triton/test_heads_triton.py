@@ -13,11 +13,11 @@ import torch
 
 from models.rope import tables
 from models.spec import RopeSpec
+from runtime.backends.operations.basis import to_basis
+from runtime.backends.operations.norm import rms_norm
+from runtime.backends.operations.rope import rotate
 from runtime.backends.triton.kernels.cache.pages import Rows
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
-from runtime.operations.norm import rms_norm
-from runtime.operations.rope import rotate
-from runtime.operations.turn import turn
 from tests.close import assert_close
 
 EPS = 1e-6
@@ -65,8 +65,8 @@ class _Case:
         keys, values = self.caches.float()
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.basis[0] is not None and self.basis[1] is not None:
-            q = turn(q, self.basis[0].repeat_interleave(H // H_kv, dim=0))
-            k = turn(k, self.basis[0]) - self.basis[1]
+            q = to_basis(q, self.basis[0].repeat_interleave(H // H_kv, dim=0))
+            k = to_basis(k, self.basis[0]) - self.basis[1]
         keys[self.slots, :, self.positions] = k
         values[self.slots, :, self.positions] = v
         return q, keys, values

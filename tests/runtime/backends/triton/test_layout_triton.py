@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from models.packed import PackedLinear
 from models.packing import pack
+from runtime.backends.operations import linear as reference
 from runtime.backends.triton.layout import GpuLinear, dequantize, repack, repack_codebook
-from runtime.backends.triton.words import BLOCK, LANES, code_words
+from runtime.backends.triton.sizes import BLOCK, LANES, code_words
 from runtime.errors import BackendError
-from runtime.operations import linear as reference
 
 
 def _packed(N: int, K: int, bits: int, group_size: int, seed: int = 0) -> PackedLinear:
@@ -36,7 +36,7 @@ def _packed(N: int, K: int, bits: int, group_size: int, seed: int = 0) -> Packed
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     N=st.integers(1, 40),
     K=st.integers(1, 1200),
@@ -49,7 +49,7 @@ def test_a_matrix_survives_the_layout_exactly(N, K, bits, group_size, seed):
     assert torch.equal(dequantize(repack(packed, "cpu")), reference.dequantize(packed))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(N=st.integers(1, 40), K=st.integers(1, 1200), bits=st.sampled_from([3, 4]), seed=st.integers(0, 1000))
 def test_a_codebook_survives_the_layout_exactly(N, K, bits, seed):
     rng = np.random.default_rng(seed)
@@ -161,6 +161,6 @@ def test_a_codebook_of_another_size_is_refused():
 
 
 def test_a_matrix_beyond_the_kernels_addresses_is_refused(monkeypatch):
-    monkeypatch.setattr("runtime.backends.triton.words.LANES", 1 << 32)
+    monkeypatch.setattr("runtime.backends.triton.sizes.LANES", 1 << 32)
     with pytest.raises(BackendError, match="more than the kernels can address"):
         repack(_packed(8, 64, 4, 32), "cpu")

@@ -1,4 +1,4 @@
-"""What the GPU backend takes and gives back: the plan against a counting allocator, and a load after an unload."""
+"""Memory of the GPU backend: the plan against a counting allocator, and a load after an unload."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from models.architecture import forward
-from runtime.backend import ModelSizes
-from runtime.backends import backend
+from runtime.backends import ModelSizes, backend
+from runtime.backends.decoder import DecoderOptions
 from runtime.backends.triton import model as placing
 from runtime.backends.triton import reclaim
 from runtime.backends.triton.decoder import TritonDecoder
@@ -18,10 +18,9 @@ from runtime.backends.triton.forward import Pass
 from runtime.backends.triton.layout import repack
 from runtime.backends.triton.sampling import DeviceDraw
 from runtime.backends.triton.sizes import linear_bytes
-from runtime.decoder import DecoderOptions
 from runtime.errors import OutOfMemoryError
-from runtime.memory import MemoryPlan, plan
-from runtime.sampling import Sampler, SamplingOptions
+from runtime.load.memory import MemoryPlan, plan
+from runtime.text.sampling import Sampler, SamplingOptions
 from tests.runtime.backends.triton.counting import META, Card, counted
 from tests.runtime.backends.triton.shapes import MODELS, Shapes, residuals, without_numbers
 from tuner.detect import MemoryInfo

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from runtime.backends.operations.norm import rms_norm
 from runtime.backends.triton.kernels.norm import add_norm
-from runtime.operations.norm import rms_norm
 from tests.close import assert_close
 from tests.runtime.backends.triton.pieces import SUMS, sums_of
 

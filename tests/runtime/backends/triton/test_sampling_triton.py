@@ -1,4 +1,4 @@
-"""Tokens drawn where the logits are, against `runtime.sampling`: exactly where greedy, in distribution elsewhere."""
+"""Tokens drawn on the card against `runtime.text.sampling`: exactly where greedy, in distribution elsewhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from runtime.backends.triton.sampling import DeviceDraw, draw, filtered
-from runtime.sampling import Sampler, SamplingOptions, log_probabilities
-from runtime.sampling import filtered as plain
+from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
+from runtime.text.sampling import filtered as plain
 
 V = 3000
 CASES: dict[str, SamplingOptions] = {

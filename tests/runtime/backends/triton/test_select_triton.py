@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.backends.operations import channels as budget
+from runtime.backends.operations import select as plain
 from runtime.backends.triton.kernels.select import Selection, make_selection, recall, select
-from runtime.operations import channels as budget
-from runtime.operations import select as plain
 from tests.close import assert_close
 
 WIDTHS = [1, 31, 96, 1024, 1100, 2500]

@@ -1,4 +1,4 @@
-"""How a card is timed, without one: warmed up after a rest, and in turns."""
+"""The GPU's timer without a card: warmed up after a rest, and in turns."""
 
 from __future__ import annotations
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from models.spec import RopeSpec
+from runtime.backends.decoder import DecoderOptions, DrawsTokens, Step, Way
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.reference.linear import ReferenceLinear
 from runtime.backends.triton import model as placing
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.residual import LoadedResiduals
-from runtime.decoder import DecoderOptions, DrawsTokens, Step, Way
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kv.kinds import PARTS
-from runtime.sampling import Sampler, SamplingOptions, log_probabilities
+from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
 from tests.close import Tolerance, assert_close
 
 SMALL = {

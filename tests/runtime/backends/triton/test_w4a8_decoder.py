@@ -11,11 +11,11 @@ import pytest
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
+from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.sizes import weight_bytes
-from runtime.backends.triton.whole import WholeLinear
-from runtime.decoder import DecoderOptions, Step
+from runtime.backends.triton.w4a8_layout import W4A8Linear
 from tests.models.conftest import TEXT, write_checkpoint
 
 
@@ -28,7 +28,7 @@ def test_the_decoder_answers_as_the_reference_does(
     model = StoredModel.open_folder(quantize(folder, Store(tmp_path / "store"), recipe, calibration=TEXT).path)
     options = DecoderOptions(context=32, max_rows=18, k_chunk=k_chunk, select="static")
     ours, theirs = TritonDecoder(model, options, device), ReferenceDecoder(model, options)
-    assert all(isinstance(linear.weight, WholeLinear) for linear in ours.model.linears.values())
+    assert all(isinstance(linear.weight, W4A8Linear) for linear in ours.model.linears.values())
     planned = weight_bytes(model.spec, recipe, compensated=False)
     assert ours.weight_bytes == planned
     found = [np.concatenate([decoder.forward(step).copy() for step in steps()]) for decoder in (ours, theirs)]

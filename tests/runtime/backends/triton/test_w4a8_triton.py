@@ -10,14 +10,14 @@ from models import per_token
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers.progressive import LARGEST_GROUP_SCALE
+from runtime.backends.operations import linear as reference
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.norm import add_norm, embed_norm
 from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
-from runtime.backends.triton.whole import repack_whole
-from runtime.backends.triton.words import token_width, whole_bytes
+from runtime.backends.triton.sizes import token_width, w4a8_bytes
+from runtime.backends.triton.w4a8_layout import repack_w4a8
 from runtime.errors import BackendError
-from runtime.operations import linear as reference
 
 EPS = 1e-5
 
@@ -85,7 +85,7 @@ def activations(M: int, K: int) -> torch.Tensor:
 def multiplied(packed: PackedLinear, tokens: Tokens, device: str) -> torch.Tensor:
     """The kernel's product, on the CPU."""
     out = torch.full((len(tokens.codes), packed.shape[0]), torch.nan, device=device)
-    gemm_w4a8(tokens, repack_whole(packed, device), out)
+    gemm_w4a8(tokens, repack_w4a8(packed, device), out)
     return out.cpu()
 
 
@@ -122,18 +122,18 @@ def test_the_largest_sums_are_exact(group_size: int, device: str) -> None:
 
 @pytest.mark.parametrize("group_size", [64, 128, 0])
 def test_bytes_are_what_the_plan_says(group_size: int) -> None:
-    found = repack_whole(packed_matrix(70, 600, group_size, bias=False), "cpu")
-    assert found.nbytes == whole_bytes((70, 600), group_size)
+    found = repack_w4a8(packed_matrix(70, 600, group_size, bias=False), "cpu")
+    assert found.nbytes == w4a8_bytes((70, 600), group_size)
 
 
 @pytest.mark.parametrize("group_size", [32, 96])
 def test_groups_that_kernels_do_not_take_are_refused(group_size: int) -> None:
     with pytest.raises(BackendError, match=f"groups of {group_size} channels; of qoq's, the GPU takes 64, 128"):
-        repack_whole(packed_matrix(8, 192, group_size), "cpu")
+        repack_w4a8(packed_matrix(8, 192, group_size), "cpu")
 
 
 def test_operands_of_another_shape_are_refused() -> None:
-    weight, tokens = repack_whole(packed_matrix(8, 256, 128), "cpu"), empty_tokens(2, 256, 128, "cpu")
+    weight, tokens = repack_w4a8(packed_matrix(8, 256, 128), "cpu"), empty_tokens(2, 256, 128, "cpu")
     with pytest.raises(BackendError, match=r"\(2, 256\) activations and \(2, 9\) results for 8 by 256 weights"):
         gemm_w4a8(tokens, weight, torch.zeros(2, 9))
     with pytest.raises(BackendError, match="has groups of 128; the activations have sums of 64"):

@@ -1,4 +1,4 @@
-"""What a load compiles, counted without a card: the specializations that Triton looks up in a model's first steps.
+"""Kernel specializations that a model's first steps make Triton look up, counted without a card.
 
 Counted in a process of its own, because kernels that were decorated for the interpreter have no specializations.
 """
@@ -24,12 +24,12 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from models.architecture import forward
 from models.recipe import Recipe
 from models.spec import ModelSpec
+from runtime.backends.decoder import DecoderOptions, compensation_of
 from runtime.backends.triton import model as placing
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.forward import Pass
 from runtime.backends.triton.kernels import gemv
-from runtime.backends.triton.warm import steps_of
-from runtime.decoder import DecoderOptions, compensation_of
+from runtime.backends.triton.warmup import steps_of
 from runtime.kv.kinds import KVKind
 from tests.runtime.backends.triton.counting import META
 from tests.runtime.backends.triton.shapes import MODELS, Shapes, residuals, without_numbers

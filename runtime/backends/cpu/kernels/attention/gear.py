@@ -20,8 +20,9 @@ from numba import types
 from numba.core import cgutils
 
 from runtime.backends.cpu.data.pages import Cache
+from runtime.backends.cpu.data.sizes import LANES
 from runtime.backends.cpu.kernels.attention.products import Out, Rows
-from runtime.backends.cpu.kernels.attention.queries import CHANGE, NOTED, widen
+from runtime.backends.cpu.kernels.attention.queries import CHANGE, widen
 from runtime.backends.cpu.kernels.attention.run import Queries, Sums, padded_channels
 from runtime.backends.cpu.machine.emit import (
     FLOAT,
@@ -29,7 +30,6 @@ from runtime.backends.cpu.machine.emit import (
     I16,
     I32,
     I64,
-    LANES,
     Builder,
     call,
     constant,
@@ -51,13 +51,12 @@ from runtime.backends.cpu.machine.vector import (
     store_floats,
     zero_floats,
 )
+from runtime.backends.cpu.scratch import GEAR_QUERIES, NOTED
 from runtime.kv.kinds import LOW_RANK
 
-BLOCK = 8
-"""Queries side by side."""
-_VECTOR = 4 * BLOCK
+_VECTOR = 4 * GEAR_QUERIES
 """Bytes of a block's vector."""
-_EIGHT = ir.VectorType(FLOAT, BLOCK)
+_EIGHT = ir.VectorType(FLOAT, GEAR_QUERIES)
 
 
 class Factor(NamedTuple):
@@ -97,14 +96,14 @@ class Weighed(NamedTuple):
 def turn(b: Builder, source: Any, source_step: Any, target: Any, target_step: Any) -> None:
     """Transpose eight rows of eight floats: addresses, and bytes from row to row."""
     rows = []
-    for _ in range(BLOCK):
+    for _ in range(GEAR_QUERIES):
         rows.append(load(b, _EIGHT, source, 4))
         source = b.add(source, source_step)
     for distance in (1, 2, 4):
-        low = [lane if not lane & distance else BLOCK + lane - distance for lane in range(BLOCK)]
-        high = [lane + distance if not lane & distance else BLOCK + lane for lane in range(BLOCK)]
-        masks = [ir.Constant(ir.VectorType(I32, BLOCK), mask) for mask in (low, high)]
-        for i in range(BLOCK):
+        low = [lane if not lane & distance else GEAR_QUERIES + lane - distance for lane in range(GEAR_QUERIES)]
+        high = [lane + distance if not lane & distance else GEAR_QUERIES + lane for lane in range(GEAR_QUERIES)]
+        masks = [ir.Constant(ir.VectorType(I32, GEAR_QUERIES), mask) for mask in (low, high)]
+        for i in range(GEAR_QUERIES):
             if not i & distance:
                 pair = rows[i], rows[i + distance]
                 rows[i], rows[i + distance] = (b.shuffle_vector(*pair, mask) for mask in masks)
@@ -131,7 +130,7 @@ def _spread(b: Builder, source: Any, outliers: Any, lesser: Any, greater: Any) -
                 place = b.sext(load(b, I16, b.add(outliers.indices, b.shl(i, ir.Constant(I64, 1))), 2), I64)
                 at = b.add(sums, b.mul(place, ir.Constant(I64, _VECTOR)))
                 factor = splat(b, load(b, FLOAT, b.add(outliers.kept, b.shl(i, ir.Constant(I64, 2))), 4), _EIGHT)
-                total = call(b, f"llvm.fma.v{BLOCK}f32", _EIGHT, value, factor, load(b, _EIGHT, at, 4))
+                total = call(b, f"llvm.fma.v{GEAR_QUERIES}f32", _EIGHT, value, factor, load(b, _EIGHT, at, 4))
                 b.store(total, pointer(b, at), align=4)
 
 
@@ -224,12 +223,6 @@ def _correct(x: Rows, left: Factor, right: Factor, out: Out, count: int, factors
         n += 1
 
 
-def gear_room(queries: int, padded: int, tokens: int) -> int:
-    """Bytes of scratch for the corrections; arguments as of `attention.page.page_scratch`."""
-    blocks = (queries + BLOCK - 1) // BLOCK
-    return _VECTOR * (3 * blocks * padded + 2 * tokens) + 4 * LOW_RANK * (padded + tokens) + 256
-
-
 class _Room(NamedTuple):
     """The scratch of the corrections: addresses."""
 
@@ -251,7 +244,7 @@ class _Room(NamedTuple):
 
 @numba.njit(nogil=True)
 def _room_of(cache: Cache, queries: int, room: int) -> _Room:
-    padded, tokens, blocks = cache.padded, cache.tokens, (queries + BLOCK - 1) // BLOCK
+    padded, tokens, blocks = cache.padded, cache.tokens, (queries + GEAR_QUERIES - 1) // GEAR_QUERIES
     sums = room + _VECTOR * blocks * padded
     first = sums + 2 * _VECTOR * blocks * padded
     second = first + _VECTOR * tokens
@@ -273,10 +266,15 @@ def begin_corrections(cache: Cache, q: int, queries: int, room: int) -> None:
     if cache.keys.kept == 0:
         return
     padded, areas = cache.padded, _room_of(cache, queries, room)
-    for n in range(0, queries, BLOCK):
-        for d in range(0, padded, BLOCK):
-            turn(q + 4 * (n * padded + d), 4 * padded, areas.queries + _VECTOR * (n // BLOCK * padded + d), _VECTOR)
-    for at in range(areas.sums, areas.sums + 2 * _VECTOR * padded * ((queries + BLOCK - 1) // BLOCK), 64):
+    for n in range(0, queries, GEAR_QUERIES):
+        for d in range(0, padded, GEAR_QUERIES):
+            turn(
+                q + 4 * (n * padded + d),
+                4 * padded,
+                areas.queries + _VECTOR * (n // GEAR_QUERIES * padded + d),
+                _VECTOR,
+            )
+    for at in range(areas.sums, areas.sums + 2 * _VECTOR * padded * ((queries + GEAR_QUERIES - 1) // GEAR_QUERIES), 64):
         store_floats(at, zero_floats())
 
 
@@ -310,11 +308,11 @@ def correct_scores(cache: Cache, record: int, q: int, queries: int, scores: Out,
     x = Rows(q, 4 * padded, queries)
     _correct(x, Factor(areas.b, padded), Factor(areas.a, tokens), scores, tokens, areas.factors)
     for n in range(queries if keys.kept != 0 else 0):
-        if n % BLOCK == 0:
-            _by_token(cache, record, areas.queries + _VECTOR * (n // BLOCK) * padded, by_query, by_token)
-            for t in range(0, tokens, BLOCK):
+        if n % GEAR_QUERIES == 0:
+            _by_token(cache, record, areas.queries + _VECTOR * (n // GEAR_QUERIES) * padded, by_query, by_token)
+            for t in range(0, tokens, GEAR_QUERIES):
                 turn(by_token + _VECTOR * t, _VECTOR, by_query + 4 * t, 4 * tokens)
-        to, more = scores.at + n * scores.step, by_query + 4 * tokens * (n % BLOCK)
+        to, more = scores.at + n * scores.step, by_query + 4 * tokens * (n % GEAR_QUERIES)
         for t in range(0, 4 * tokens, 64):
             store_floats(to + t, add(load_floats(to + t), load_floats(more + t)))
 
@@ -341,10 +339,10 @@ def correct_sums(cache: Cache, record: int, queries: Queries, weights: Weighed, 
         x, to = Rows(weights.at + weights.step * row * heads, weights.step, heads), sums.at + row * sums.row
         _correct(x, a, b, Out(to, sums.head), channels, areas.factors)
     if values.kept != 0:
-        for n in range(0, count, BLOCK):
-            block = areas.sums + 2 * _VECTOR * padded * (n // BLOCK)
-            _rescale(weights.noted + NOTED * n, min(count - n, BLOCK), block, 2 * padded, areas.second)
-            for t in range(0, tokens, BLOCK):
+        for n in range(0, count, GEAR_QUERIES):
+            block = areas.sums + 2 * _VECTOR * padded * (n // GEAR_QUERIES)
+            _rescale(weights.noted + NOTED * n, min(count - n, GEAR_QUERIES), block, 2 * padded, areas.second)
+            for t in range(0, tokens, GEAR_QUERIES):
                 turn(weights.at + weights.step * n + 4 * t, weights.step, areas.first + _VECTOR * t, _VECTOR)
             _by_channel(cache, record, areas.first, areas.second, block)
 
@@ -366,7 +364,7 @@ def _rescale(noted: int, queries: int, sums: int, vectors: int, changes: int) ->
     for n in range(queries):
         change = get_float(noted + NOTED * n + CHANGE)
         set_float(changes + 4 * n, change)
-        set_float(changes + 4 * (BLOCK + n), change)
+        set_float(changes + 4 * (GEAR_QUERIES + n), change)
         changed = changed or change != numba.float32(1.0)
     if changed:
         change_of_all = load_floats(changes)
@@ -382,13 +380,13 @@ def settle_corrections(cache: Cache, queries: Queries, sums: Sums, room: int) ->
     padded, heads, count = cache.padded, queries.heads, queries.rows * queries.heads
     areas = _room_of(cache, count, room)
     buffer = areas.first
-    for first in range(0, count, BLOCK):
-        block = areas.sums + 2 * _VECTOR * padded * (first // BLOCK)
+    for first in range(0, count, GEAR_QUERIES):
+        block = areas.sums + 2 * _VECTOR * padded * (first // GEAR_QUERIES)
         for d in range(0, padded_channels(cache.dim), LANES):
             for i in range(_VECTOR * d, _VECTOR * (d + LANES), 64):
                 store_floats(block + i, add(load_floats(block + i), load_floats(block + _VECTOR * padded + i)))
             for half in range(2):
-                turn(block + _VECTOR * (d + BLOCK * half), _VECTOR, buffer + _VECTOR * half, 64)
-            for n in range(first, min(first + BLOCK, count)):
+                turn(block + _VECTOR * (d + GEAR_QUERIES * half), _VECTOR, buffer + _VECTOR * half, 64)
+            for n in range(first, min(first + GEAR_QUERIES, count)):
                 to = sums.at + n // heads * sums.row + n % heads * sums.head + 4 * d
                 store_floats(to, add(load_floats(to), load_floats(buffer + 64 * (n - first))))

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import numba
 
-from runtime.backends.cpu.data.pages import TWO_PLANES, Cache
+from runtime.backends.cpu.data.pages import Cache
 from runtime.backends.cpu.kernels.attention.gear import (
     Weighed,
     begin_corrections,
     correct_scores,
     correct_sums,
-    gear_room,
     settle_corrections,
 )
 from runtime.backends.cpu.kernels.attention.products import (
@@ -41,7 +40,6 @@ from runtime.backends.cpu.kernels.attention.queries import (
     BESIDES,
     CHANGE,
     LARGEST,
-    NOTED,
     Factors,
     copy_queries,
     finish_scores,
@@ -61,82 +59,17 @@ from runtime.backends.cpu.kernels.attention.weights import (
     weigh_again,
 )
 from runtime.backends.cpu.machine.vector import load_floats, prefetch, set_float, store_floats, sum_lanes, zero_floats
+from runtime.backends.cpu.scratch import NOTED, PageAreas, gear_room, lay_out_pages
 
-
-class Areas(NamedTuple):
-    """The scratch of a run's pages, of n queries in P planes: addresses."""
-
-    queries: int
-    """float32 [n, D padded]."""
-    noted: int
-    """What is noted of the queries, [n, NOTED] bytes."""
-    room: int
-    """Of the corrections."""
-    codes: int
-    """int8 [n, P, D padded], the queries."""
-    scales: int
-    """float32 [max(D padded, T)], of keys or values."""
-    zeros: int
-    """Likewise."""
-    scores: int
-    """float32 [n, P, T]; weights later."""
-    weighed: int
-    """float32 [n, T], weights times scales."""
-    weights: int
-    """int8 [n, P, T], the same."""
-    products: int
-    """float32 [n, P, D padded], of weights and values."""
-    end: int
-    """Behind all."""
-
-
-def lay_out(queries: int, padded: int, tokens: int, planes: int, room: int, scratch: int) -> Areas:
-    """The areas of a scratch.
-
-    Args:
-        queries: Query heads of all rows.
-        padded: D padded to 32.
-        tokens: T.
-        planes: Of queries and weights.
-        room: Bytes of the corrections.
-        scratch: Its address.
-    """
-    noted = scratch + 4 * padded * queries
-    corrections = noted + NOTED * queries
-    codes = corrections + room
-    scales = (codes + planes * padded * queries + 63) // 64 * 64
-    zeros = scales + 4 * max(padded, tokens)
-    scores = zeros + 4 * max(padded, tokens)
-    weighed = scores + 4 * tokens * planes * queries
-    weights = weighed + 4 * tokens * queries
-    products = weights + planes * tokens * queries
-    end = products + 4 * padded * planes * queries
-    return Areas(scratch, noted, corrections, codes, scales, zeros, scores, weighed, weights, products, end)
-
-
-_lay_out = numba.njit(nogil=True)(lay_out)
+_lay_out = numba.njit(nogil=True)(lay_out_pages)
 _gear_room = numba.njit(nogil=True)(gear_room)
-
-
-def page_scratch(queries: int, cache: Cache) -> int:
-    """Bytes of scratch that a page's attention needs.
-
-    Args:
-        queries: Most query heads of all rows that it takes at once.
-        cache: The cache's description.
-    """
-    padded, tokens = int(cache["padded"]), int(cache["tokens"])
-    planes = 2 if cache["form"] in (8, TWO_PLANES) else 1
-    room = gear_room(queries, padded, tokens) if cache["rank"] else 0
-    beyond = 32 * tokens  # Corrections read eight queries' scores at once.
-    return lay_out(queries, padded, tokens, planes, room, 0).end + beyond
 
 
 def _areas_of(planes: int, corrected: bool) -> Any:
     """The areas for the queries of a run."""
 
     @numba.njit(nogil=True)
-    def areas(cache: Cache, queries: Queries, scratch: int) -> Areas:
+    def areas(cache: Cache, queries: Queries, scratch: int) -> PageAreas:
         count = queries.rows * queries.heads
         room = _gear_room(count, cache.padded, cache.tokens) if corrected else 0
         return _lay_out(count, cache.padded, cache.tokens, planes, room, scratch)
@@ -207,7 +140,7 @@ def _scores_of(form: Form) -> Any:
     factor, shift, centre = form.factor, form.shift, form.centre
 
     @numba.njit(nogil=True)
-    def score(cache: Cache, visit: Visit, queries: Queries, areas: Areas) -> None:
+    def score(cache: Cache, visit: Visit, queries: Queries, areas: PageAreas) -> None:
         keys, tokens, padded, count = cache.keys, cache.tokens, cache.padded, queries.rows * queries.heads
         stored_scales, stored_zeros = visit.record + keys.scales, visit.record + keys.zeros
         tokenwise, group, tile = keys.tokenwise != 0, keys.group, size * keys.vectors
@@ -262,7 +195,7 @@ def _weights_of(form: Form) -> Any:
     planes, corrected = form.planes, form.corrected
 
     @numba.njit(nogil=True)
-    def weigh(cache: Cache, visit: Visit, queries: Queries, sums: Sums, areas: Areas) -> None:
+    def weigh(cache: Cache, visit: Visit, queries: Queries, sums: Sums, areas: PageAreas) -> None:
         tokens, heads, count = cache.tokens, queries.heads, queries.rows * queries.heads
         values, channels = Factors(areas.scales, areas.zeros), padded_channels(queries.dim)
         several = cache.values.group < cache.padded
@@ -292,7 +225,7 @@ def _sums_of(form: Form) -> Any:
     products, planes, centre, step = form.value_products, form.planes, form.centre, form.tokens
 
     @numba.njit(nogil=True)
-    def add_values(cache: Cache, visit: Visit, queries: Queries, sums: Sums, areas: Areas, start: int) -> None:
+    def add_values(cache: Cache, visit: Visit, queries: Queries, sums: Sums, areas: PageAreas, start: int) -> None:
         values, tokens, padded, heads = cache.values, cache.tokens, cache.padded, queries.heads
         count = queries.rows * heads
         stop = min(start + values.group, padded)

@@ -28,9 +28,8 @@ from runtime.backends.cpu.machine.vector import (
     sum_lanes,
     zero_floats,
 )
+from runtime.backends.cpu.scratch import NOTED
 
-NOTED = 256
-"""Bytes of what is noted of a query."""
 SCALE, OFFSET, SUM, LARGEST, STEP, CHANGE = 0, 4, 8, 12, 16, 20
 """Scale of the query's codes; what all its scores get; its sum; its largest score in the page; scale of its weights'
 codes; what its sums were multiplied by when its maximum rose."""

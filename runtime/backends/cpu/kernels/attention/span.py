@@ -17,6 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from runtime.backends.cpu.data.sizes import SPAN
 from runtime.backends.cpu.kernels.attention.run import (
     LOWEST,
     Queries,
@@ -58,8 +59,6 @@ from runtime.backends.cpu.machine.vector import (
     zero_floats,
 )
 
-SPAN = 64
-"""Tokens handled between two updates of the softmax."""
 _TILE = 16
 _CHAINS = 4
 """Sums of a head's weighted values that do not wait for each other."""
@@ -74,11 +73,6 @@ class Span(NamedTuple):
     """Address of float16 [SPAN, D padded to 16]."""
     start: int
     """Position of the first."""
-
-
-def span_scratch(heads: int) -> int:
-    """Bytes of scratch for the scores of so many query heads of a row."""
-    return 4 * SPAN * heads
 
 
 def _times(b: Builder, value: Any, count: int) -> Any:

@@ -1,4 +1,4 @@
-"""How attention is launched: which tile, how many splits. Chosen from shapes and the device, so that graphs replay.
+"""Launch configurations of attention: tile and splits, chosen from shapes and the device, so that graphs replay.
 
 What a kernel is compiled for depends on the step's rows in three classes alone, one row, up to `SPLIT_ROWS` and more:
 no length of a chat, no number of rows and no number of splits makes another one.

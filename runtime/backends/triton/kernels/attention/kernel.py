@@ -35,19 +35,16 @@ from runtime.backends.triton.kernels.attention.configs import (
 from runtime.backends.triton.kernels.attention.visit import Blocks, HeadCache, Queries, Softmax, visit_slot
 from runtime.backends.triton.kernels.cache.kernel import moved
 from runtime.backends.triton.kernels.cache.pages import (
-    LAYER_TYPES,
     LayerPages,
     LayerTensors,
     Rows,
-    page_layout,
 )
 from runtime.backends.triton.kernels.gemv import ROWS
 from runtime.backends.triton.kernels.sums import store_sums
-from runtime.backends.triton.words import PIECE
-from runtime.kv.kinds import KINDS, CacheKind, KVKind
+from runtime.backends.triton.sizes import PIECE
+from runtime.kv.kinds import CacheKind
 
 if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
     from runtime.backends.triton.workspace import Workspace
 
 
@@ -55,7 +52,6 @@ _LEAST_BLOCKS = tl.constexpr(LEAST_BLOCKS)
 _MERGED = 16
 """Splits that a merge holds at a time."""
 _MERGE_WARPS = 4
-_LARGE = Room()
 
 
 class Tile(NamedTuple):
@@ -336,8 +332,7 @@ def attend(
         )  # fmt: skip
         _merge_kernel[(some, H)](
             partial, used, x[start:], partial if sums is None else sums[start:], int(sums is not None), some, splits,
-            config.rows,
-            **_merge_sizes(H, D), num_warps=_MERGE_WARPS,
+            config.rows, H=H, D=D, BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
         )  # fmt: skip
     return sums
 
@@ -355,7 +350,7 @@ def _room(device: torch.device) -> Room:
 
 
 def _config(
-    kind: CacheKind, M: int, H: int, H_kv: int, D: int, seen: int, *, draft: bool = False, room: Room = _LARGE
+    kind: CacheKind, M: int, H: int, H_kv: int, D: int, seen: int, *, draft: bool = False, room: Room
 ) -> LaunchConfig:
     """How to launch attention over a kind of cache."""
     drafted = draft and kind.has_draft
@@ -373,76 +368,4 @@ def _tile(H: int, H_kv: int, config: LaunchConfig, *, sliding: bool) -> Tile:
         BLOCK_T=config.block_t,
         BLOCK_D=config.block_d,
         SLIDING=int(sliding),
-    )
-
-
-def _merge_sizes(H: int, D: int) -> dict[str, int]:
-    """Constants of `_merge_kernel`."""
-    return {"H": H, "D": D, "BLOCK_S": _MERGED}
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """Decode of Llama-3-8B at 8192 positions over many kinds of cache, other shapes, drafts, verification, prefill."""
-    llama = {"H": 32, "H_kv": 8, "D": 128}
-    wide = {"H": 16, "H_kv": 8, "D": 256}
-    return (
-        *(_ahead("decode", KINDS[name], M=1, **llama) for name in _DECODED),
-        _ahead("decode", KINDS["fp16"], M=1, H=32, H_kv=32, D=96),
-        _ahead("draft", KINDS["hierarchical"], M=1, draft=True, **llama),
-        *(_ahead("verify", KINDS[name], M=5, **llama) for name in _VERIFIED),
-        *(_ahead("prefill", KINDS[name], M=128, **llama) for name in _PREFILLED),
-        _ahead("prefill", KINDS["fp16"], M=128, H=32, H_kv=8, D=64),
-        _ahead_merge(**llama),
-        _ahead_merge(**wide),
-    )
-
-
-_DECODED: tuple[KVKind, ...] = ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")
-_VERIFIED: tuple[KVKind, ...] = ("int8", "int4", "hierarchical", "gear4")
-_PREFILLED: tuple[KVKind, ...] = ("fp16", "int8", "int4", "hierarchical", "gear2")
-
-
-def _ahead(
-    use: str, kind: CacheKind, *, M: int, H: int, H_kv: int, D: int, context: int = 8192, draft: bool = False
-) -> Ahead:
-    """One specialization of the attention kernel."""
-    from runtime.backends.triton.ahead import Ahead
-
-    config = _config(kind, M, H, H_kv, D, context, draft=draft)
-    return Ahead(
-        name=f"attend {kind.name} {use} H{H}/{H_kv} D{D}",
-        kernel=_attend_kernel,
-        signature={
-            "step": Step("*fp16", Rows("*i32", "*i32"), "*fp32", "*i32"),
-            "layer": LAYER_TYPES,
-            **dict.fromkeys(("M", "splits", "stride", "per_slot", "window"), "i32"),
-            "scale": "fp32",
-            **dict.fromkeys(("tile", "layout"), "constexpr"),
-        },
-        constants={
-            "tile": _tile(H, H_kv, config, sliding=False),
-            "layout": page_layout(kind, D, window=kind.window_capacity(128), draft=draft),
-        },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-
-
-def _ahead_merge(*, H: int, H_kv: int, D: int) -> Ahead:
-    """One specialization of the merge."""
-    from runtime.backends.triton.ahead import Ahead
-
-    sizes = _merge_sizes(H, D)
-    return Ahead(
-        name=f"attend merge H{H}/{H_kv} D{D}",
-        kernel=_merge_kernel,
-        signature={
-            **dict.fromkeys(("partial_ptr", "sums_ptr"), "*fp32"),
-            "used_ptr": "*i32",
-            "x_ptr": "*fp16",
-            **dict.fromkeys(("summed", "M", "splits", "rows"), "i32"),
-            **dict.fromkeys(sizes, "constexpr"),
-        },
-        constants=sizes,
-        num_warps=_MERGE_WARPS,
     )

@@ -1,4 +1,4 @@
-"""Reading keys and values of a page in their packed form, for the GPU's attention kernel.
+"""Loads of a page's keys and values in their packed form, for the GPU's attention kernel.
 
 A code becomes a half-precision number by its bits alone: 0x6400 | code is 1024 + code. `record` points at a head's
 record of a page, `layout` says what stands in it (`runtime.backends.triton.kernels.cache.pages`).

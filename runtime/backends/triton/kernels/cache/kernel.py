@@ -1,4 +1,4 @@
-"""Quantizing keys and values on the GPU: token by token as they are appended, or a page at once as it leaves a window.
+"""Quantization of keys and values on the GPU: token by token when appended, or a page when it leaves a window.
 
 Codes, scales and zeros are those of `runtime.kv.oracle.page`, bit for bit: the same float32 arithmetic, with exact
 division and ties to even.
@@ -7,24 +7,20 @@ division and ties to even.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from runtime.backends.triton.kernels.cache.pages import (
-    RECORD_TYPES,
     Record,
     RecordLayout,
     power_of_two,
     record_layout,
     record_views,
 )
-from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
-
-if TYPE_CHECKING:
-    from runtime.backends.triton.ahead import Ahead
+from runtime.kv.kinds import PARTS, CacheKind, Part
 
 _ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: added to a small float32 and taken off again, it leaves the nearest integer, ties to even."""
@@ -201,28 +197,3 @@ def _cut(kind: CacheKind, layout: RecordLayout) -> Cut:
     BLOCK_T = layout.group if layout.channel else _PIECE
     BLOCK_D = max(4, power_of_two(min(_PIECE, layout.D) if layout.channel else layout.group))
     return Cut(BLOCK_T, BLOCK_D, kind.page // BLOCK_T, -(-layout.D // BLOCK_D), layout)
-
-
-def ahead() -> tuple[Ahead, ...]:
-    """The kinds with a window, with heads of 128 channels."""
-    return tuple(_ahead(KINDS[name]) for name in ("int4", "hierarchical", "kivi2"))
-
-
-def _ahead(kind: CacheKind) -> Ahead:
-    """One specialization."""
-    from runtime.backends.triton.ahead import Ahead
-
-    keys, values = (_cut(kind, record_layout(kind, part, 128)) for part in PARTS)
-    constants = {"WINDOW": kind.window_capacity(128), "SINKS": kind.sinks, "keys": keys, "values": values}
-    return Ahead(
-        name=f"flush {kind.name} D128",
-        kernel=_flush_kernel,
-        signature={
-            **dict.fromkeys(("k_window", "v_window"), "*fp16"),
-            **dict.fromkeys(("k_records", "v_records"), RECORD_TYPES),
-            "number": "i32",
-            **dict.fromkeys(constants, "constexpr"),
-        },
-        constants=constants,
-        num_warps=_WARPS,
-    )

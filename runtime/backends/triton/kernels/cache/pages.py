@@ -1,4 +1,4 @@
-"""One layer of a paged cache as the GPU's kernels read it: buffers, tables, and where in a page's record what stands.
+"""One layer of a paged cache as the GPU's kernels read it: buffers, tables, and the layout of a page's record.
 
 A page keeps one record of bytes for each layer and key-value head, keys and values apart, in the order of
 `runtime.kv.kinds.page_fields`: the same bytes as the reference cache's. Kernels take all of that as one tuple of
@@ -96,11 +96,6 @@ class LayerTensors(NamedTuple):
     """`LayerPages.tables`."""
     paged: Any
     """`LayerPages.paged`."""
-
-
-RECORD_TYPES = Record("*u8", "*fp16", "*i16")
-LAYER_TYPES = LayerTensors(RECORD_TYPES, RECORD_TYPES, "*fp16", "*fp16", "*i32", "*i32")
-"""The types of both, for `Ahead`."""
 
 
 class Rows(NamedTuple):

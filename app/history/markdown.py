@@ -1,0 +1,195 @@
+"""A chat as a Markdown document: what is shown, to be read by people and to be brought back.
+
+A message may hold any Markdown, headings and half-open code blocks too. One that would read as a turn of somebody else,
+or swallow the next turn, is quoted; one with HTML, which no quote holds, is fenced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from app.conversation import Message, State
+from app.errors import HistoryError
+from app.printable import printable, printable_name
+from runtime.system.foreign import read_json
+from runtime.wire.codec import from_json
+
+if TYPE_CHECKING:
+    from markdown_it.token import Token
+
+FORMAT = "lowbit-chat"
+LAST_YEAR = 9000
+EXAMPLE = "2026-11-22T10:42:00+01:00"
+DEEPEST = 15
+"""Quotes and lists inside each other that are looked into."""
+_MARK = re.compile(rf"^<!-- {FORMAT}: (user|assistant) (\S+)(?: (\{{.*\}}))? -->$", re.MULTILINE)
+_HEADING = re.compile(r"\s*## (.*)\n")
+_OWN_HEADING = re.compile(r"\n## .*\n\n")
+_TICKS = re.compile("`+")
+_SPECIAL = re.compile(r"([\\<&*`\[\]])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _About:
+    """What a mark tells of its turn beside who speaks and when. Documents of earlier versions lack it."""
+
+    model: str | None = None
+    state: State = "done"
+    error: str | None = None
+    quoted: bool = False
+    """Whether each line of the text is quoted."""
+    fence: str | None = None
+    """What stands around the text."""
+
+
+def write(title: str, path: Sequence[Message]) -> str:
+    """A document of the messages that are shown."""
+    return "\n\n".join([f"# {title}", *map(_turn, path)]) + "\n"
+
+
+def read(text: str) -> tuple[str | None, list[Message]]:
+    """The title of a document and its messages, under new ids.
+
+    Raises:
+        ValueError: it is damaged; the message says where.
+        HistoryError: it is no exported chat.
+    """
+    if "\r\n" in text and not _MARK.search(text):
+        text = text.replace("\r\n", "\n")  # an editor has changed the ends of all lines
+    first = _MARK.search(text)
+    if first is None:
+        raise HistoryError("it is no exported chat: its turns are not marked")
+    messages: list[Message] = []
+    try:
+        for mark, about, body in _turns(text, first):
+            messages.append(
+                Message(
+                    id=uuid.uuid4().hex,
+                    parent=messages[-1].id if messages else None,
+                    role="user" if mark[1] == "user" else "assistant",
+                    text=body,
+                    state=about.state,
+                    error=about.error,
+                    model=about.model,
+                    created=moment_of(mark[2]),
+                )
+            )
+    except ValueError as error:
+        raise ValueError(f"turn {len(messages) + 1}: {error}") from error
+    title = next((line[2:] for line in text[: first.start()].splitlines() if line.startswith("# ")), None)
+    return title, messages
+
+
+def moment_of(text: str) -> datetime:
+    """A moment of a file that comes from elsewhere.
+
+    Raises:
+        ValueError: it is none, has no zone, or is one that nothing can be reckoned with.
+    """
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None or not 1970 <= moment.year <= LAST_YEAR:
+        raise ValueError(f"a moment with its zone was expected, such as {EXAMPLE}, not {text[:60]!r}")
+    return moment
+
+
+def _turn(message: Message) -> str:
+    """A message under its mark and its heading."""
+    text, quoted, fence = message.text, False, None
+    if (form := _form(text)) == "fenced":
+        fence = "`" * max(3, 1 + max(map(len, _TICKS.findall(text)), default=0))
+        text = f"{fence}text\n{text}\n{fence}"
+    elif form == "quoted":
+        quoted, text = True, "\n".join(f"> {line}" for line in text.split("\n"))
+    about = _About(model=message.model, state=message.state, error=message.error, quoted=quoted, fence=fence)
+    told = json.dumps({name: value for name, value in asdict(about).items() if value != getattr(_About(), name)})
+    told = told.replace("<", "\\u003c").replace(">", "\\u003e")
+    who = "You" if message.role == "user" else _in_line(printable_name(message.model or "")) or "Assistant"
+    if message.role == "assistant" and who.casefold() == "you":
+        who = f"{who} (model)"
+    mark = f"<!-- {FORMAT}: {message.role} {message.created.isoformat()} {told} -->"
+    return f"{mark}\n## {who}\n\n{text}{_ended(about)}"
+
+
+def _ended(about: _About) -> str:
+    """What people are told of how an answer ended."""
+    if about.state == "failed":
+        return f"\n\n*failed: {_in_line(printable(about.error or ''))}*"
+    return "\n\n*stopped*" if about.state == "stopped" else ""
+
+
+def _in_line(text: str) -> str:
+    """A text in one line, in which nothing has a meaning in Markdown."""
+    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
+
+
+def _form(text: str) -> str:
+    """How a text has to be written so that it begins no turn and ends within its own: `plain`, `quoted` or `fenced`."""
+    from markdown_it import MarkdownIt
+
+    end = "the next turn"
+    tokens = MarkdownIt("commonmark").parse(f"{text}\n\n## {end}\n")
+    if "\r" in text or any("html" in token.type or token.level > DEEPEST for token in _all(tokens)):
+        return "fenced"
+    headings = [token for token in tokens if token.type == "heading_open" and token.tag in ("h1", "h2")]
+    own = [token.level for token in tokens if token.type == "inline" and token.content == end][-1:]
+    return "plain" if len(headings) == 1 and own == [1] and not _MARK.search(text) else "quoted"
+
+
+def _all(tokens: Sequence[Token]) -> Iterator[Token]:
+    for token in tokens:
+        yield token
+        yield from token.children or ()
+
+
+def _turns(text: str, mark: re.Match[str] | None) -> Iterator[tuple[re.Match[str], _About, str]]:
+    """Each turn's mark, what it tells, and the text."""
+    while mark is not None:
+        if mark[3] is None:
+            following = _MARK.search(text, mark.end())
+            about, body = _earlier(mark[1], text[mark.end() : following.start() if following else None])
+        else:
+            about = from_json(_About, read_json(mark[3]))
+            heading = _OWN_HEADING.match(text, mark.end())
+            begin = heading.end() if heading else mark.end() + 1
+            inside = _fenced(text, begin, about.fence)
+            following = _MARK.search(text, begin if inside is None else begin + len(inside))
+            body = text[begin : following.start() if following else None] if inside is None else inside
+            body = _bare(body, about, last=following is None)
+        yield mark, about, body
+        mark = following
+
+
+def _fenced(text: str, begin: int, fence: str | None) -> str | None:
+    """A text with the fence around it."""
+    if fence is None:
+        return None
+    end = text.find(f"\n{fence}\n", begin + len(fence))
+    if end < 0 or not text.startswith(f"{fence}text\n", begin):
+        raise ValueError(f"the code block in line {text.count(chr(10), 0, begin) + 1} has no beginning or no end")
+    return text[begin : end + len(fence) + 1]
+
+
+def _bare(body: str, about: _About, *, last: bool) -> str:
+    """The text that `_turn` wrote so."""
+    if about.fence is not None:
+        return body[len(about.fence) + len("text\n") : -len(about.fence) - 1]
+    body = body.removesuffix("\n" if last else "\n\n").removesuffix(_ended(about))
+    if about.quoted:
+        return "\n".join(line.removeprefix(">").removeprefix(" ") for line in body.split("\n"))
+    return body
+
+
+def _earlier(role: str, body: str) -> tuple[_About, str]:
+    """A turn of an earlier version's document."""
+    heading = _HEADING.match(body)
+    model = heading[1] if heading and role == "assistant" else None
+    return _About(model=model), (body[heading.end() :] if heading else body).strip("\n")

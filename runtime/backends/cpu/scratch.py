@@ -1,0 +1,193 @@
+"""What a thread's scratch holds while it does an instruction: Python reserves it, compiled code lays it out."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from runtime.backends.cpu.arena import LINE
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.pages import HALF, TWO_PLANES, Cache, cache_of
+from runtime.backends.cpu.data.sizes import BLOCK, ENTRY_BYTES, LANES, SPAN
+from runtime.backends.cpu.machine.isa import VARIANT
+from runtime.kv.kinds import LOW_RANK
+
+MANY: Final = 4 * LANES if VARIANT.startswith("amx") else LANES
+"""Tokens that `runtime.backends.cpu.kernels.w4a8.gemm_w4a8_many` handles at once."""
+TILE_BYTES: Final = 64 * MANY
+"""Bytes at the start of the scratch: a tile's outputs of as many rows as are multiplied at once. A tile's entries and
+compensation's sums follow."""
+SUMS: Final = 16
+"""Sums of a slice of residuals, which registers keep until it ends."""
+FACTOR_BYTES: Final = 2 * 64
+"""Bytes of the scales and shifts of a group of a panel."""
+NOTED: Final = 256
+"""Bytes of what is noted of a query."""
+GEAR_QUERIES: Final = 8
+"""Queries that stand side by side for GEAR's corrections."""
+
+
+def scratch_of(instruction: op.Instruction) -> int:
+    """Bytes of scratch that a thread needs for an instruction."""
+    match instruction:
+        case op.Linear():
+            return _linear_scratch(instruction)
+        case op.Panel():
+            return _panel_scratch(instruction)
+        case op.Select():
+            return _select_scratch(instruction)
+        case op.Attend(stored=stored):
+            return _attend_scratch(instruction, cache_of(stored.cache))
+        case op.Flush(page=of) | op.Restore(page=of):
+            return _paging_scratch(cache_of(of.cache))
+    return 0
+
+
+def _linear_scratch(linear: op.Linear) -> int:
+    """Bytes of scratch that a thread needs for the instruction."""
+    entries = entries_bytes(linear.weights.blocks) if linear.weights.codebooks or linear.weights.group_scales else 0
+    sums = 4 * (LANES * linear.weights.tiles + 128) if linear.total else 64 * SUMS if linear.kept else 0
+    return TILE_BYTES + max(entries, sums, TILE_BYTES if linear.whole.codes else 0)
+
+
+def entries_bytes(blocks: int) -> int:
+    """Bytes of a tile's entries: whole loads of a tile register."""
+    return (blocks + 1) // 2 * (2 * ENTRY_BYTES)
+
+
+def _panel_scratch(panel: op.Panel) -> int:
+    """Bytes of scratch that a thread needs for the instruction."""
+    weights = panel.weights
+    return TILE_BYTES + (ENTRY_BYTES + LINE * BLOCK) * weights.blocks + FACTOR_BYTES * weights.groups
+
+
+def _select_scratch(select: op.Select) -> int:
+    """Bytes of scratch that a thread needs for the instruction: keys of a row, where recall is measured."""
+    return 8 * select.width if select.measure else 0
+
+
+def _attend_scratch(attend: op.Attend, cache: Cache) -> int:
+    """Bytes of scratch that a thread needs for the instruction, with a cache of this description."""
+    heads = attend.heads // attend.kv_heads
+    return max(4 * SPAN * heads, _page_scratch(attend.rows * heads, cache) if cache["form"] != HALF else 0)
+
+
+def _page_scratch(queries: int, cache: Cache) -> int:
+    """Bytes of scratch that a page's attention needs.
+
+    Args:
+        queries: Most query heads of all rows that it takes at once.
+        cache: The cache's description.
+    """
+    padded, tokens = int(cache["padded"]), int(cache["tokens"])
+    planes = 2 if cache["form"] in (8, TWO_PLANES) else 1
+    room = gear_room(queries, padded, tokens) if cache["rank"] else 0
+    beyond = 32 * tokens  # Corrections read eight queries' scores at once.
+    return lay_out_pages(queries, padded, tokens, planes, room, 0).end + beyond
+
+
+class PageAreas(NamedTuple):
+    """The scratch of a run's pages, of n queries in P planes: addresses."""
+
+    queries: int
+    """float32 [n, D padded]."""
+    noted: int
+    """What is noted of the queries, [n, NOTED] bytes."""
+    room: int
+    """Of the corrections."""
+    codes: int
+    """int8 [n, P, D padded], the queries."""
+    scales: int
+    """float32 [max(D padded, T)], of keys or values."""
+    zeros: int
+    """Likewise."""
+    scores: int
+    """float32 [n, P, T]; weights later."""
+    weighed: int
+    """float32 [n, T], weights times scales."""
+    weights: int
+    """int8 [n, P, T], the same."""
+    products: int
+    """float32 [n, P, D padded], of weights and values."""
+    end: int
+    """Behind all."""
+
+
+def lay_out_pages(queries: int, padded: int, tokens: int, planes: int, room: int, scratch: int) -> PageAreas:
+    """The areas of a scratch.
+
+    Args:
+        queries: Query heads of all rows.
+        padded: D padded to 32.
+        tokens: T.
+        planes: Of queries and weights.
+        room: Bytes of the corrections.
+        scratch: Its address.
+    """
+    noted = scratch + 4 * padded * queries
+    corrections = noted + NOTED * queries
+    codes = corrections + room
+    scales = (codes + planes * padded * queries + 63) // 64 * 64
+    zeros = scales + 4 * max(padded, tokens)
+    scores = zeros + 4 * max(padded, tokens)
+    weighed = scores + 4 * tokens * planes * queries
+    weights = weighed + 4 * tokens * queries
+    products = weights + planes * tokens * queries
+    end = products + 4 * padded * planes * queries
+    return PageAreas(scratch, noted, corrections, codes, scales, zeros, scores, weighed, weights, products, end)
+
+
+def gear_room(queries: int, padded: int, tokens: int) -> int:
+    """Bytes of scratch for the corrections; arguments as of `lay_out_pages`."""
+    blocks = -(-queries // GEAR_QUERIES)
+    return 4 * GEAR_QUERIES * (3 * blocks * padded + 2 * tokens) + 4 * LOW_RANK * (padded + tokens) + 256
+
+
+def _paging_scratch(cache: Cache) -> int:
+    """Bytes of scratch that a thread needs for FLUSH and RESTORE, with a cache of this description."""
+    outliers = max(cache["keys"]["kept"], cache["values"]["kept"])
+    return int(lay_out_paging(cache["tokens"], cache["padded"], cache["rank"], outliers, 0).end)
+
+
+class PagingAreas(NamedTuple):
+    """The scratch of one head's keys, or values: addresses."""
+
+    x: int
+    """float32 [T, D padded] or [D padded, T]: the numbers."""
+    lost: int
+    """Likewise: what codes lost."""
+    turned: int
+    """Its transpose."""
+    codes: int
+    """Bytes, likewise."""
+    lower: int
+    """Of the lower plane."""
+    low: int
+    """float32 [n, 16], the numbers without the largest outliers."""
+    high: int
+    """Likewise without the least."""
+    places: int
+    """int32 [outliers, R]."""
+    a: int
+    """float32 [r, T]."""
+    b: int
+    """float32 [r, D padded]."""
+    shares: int
+    """float32 [r]."""
+    end: int
+    """Behind all."""
+
+
+def lay_out_paging(tokens: int, padded: int, rank: int, outliers: int, scratch: int) -> PagingAreas:
+    """The areas of a scratch, for vectors with so many outliers at most."""
+    size, longest = tokens * padded, max(tokens, padded)
+    lost = scratch + 4 * size
+    turned = lost + 4 * size
+    codes = turned + 4 * size
+    lower = codes + size
+    low = lower + size
+    high = low + 64 * longest
+    places = high + 64 * longest
+    a = places + 4 * outliers * longest
+    b = a + 4 * rank * tokens
+    shares = b + 4 * rank * padded
+    return PagingAreas(scratch, lost, turned, codes, lower, low, high, places, a, b, shares, shares + 4 * rank)

@@ -1,0 +1,254 @@
+"""What the engine asks of a backend: a decoder that turns a step of tokens into logits, and keeps the KV cache.
+
+A step is a flat batch of rows: each row is one token of one sequence (`slot`) at one position. Prefill is many rows of
+one slot, decode one row for each running slot, verification a few rows of each. Batching is therefore a matter of
+which rows a scheduler puts into a step, not of the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from models.spec import ModelSpec
+from runtime.compensation import k_chunk_by_type
+from runtime.errors import RequestError
+from runtime.kv.control import KVCache
+from runtime.kv.kinds import KVKind as KVKind
+from runtime.text.sampling import Draw, Drawn
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+Selector = Literal["approx", "exact", "static", "random"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderOptions:
+    """How a stored model is to be run."""
+
+    kv: KVKind = "fp16"
+    """What the KV cache keeps: see `runtime.kv.kinds`."""
+    context: int = 4096
+    """Positions kept for each slot, in tokens."""
+    slots: int = 1
+    """Sequences that keep a cache at the same time (B)."""
+    pages: int | None = None
+    """Pages of the cache that all slots share; None = as many as `slots` sequences of `context` tokens need. A backend
+    whose `cache` is None has no pages and keeps room for every slot."""
+    k_chunk: Mapping[str, int] | int = 0
+    """Salient channels compensated per 1024 input channels: one number, or one by layer type (`qkv`, `o`, `gate_up`,
+    `down`, `head`; absent = 0). A narrower matrix takes its share, rounded up; 1024 compensates every channel."""
+    prompt_k_chunk: Mapping[str, int] | int = 0
+    """Channels per 1024 whose residuals the rows of a prompt share, counted like `k_chunk`: the same ones for all rows,
+    by the static selection, so that a prompt's cache does not depend on how it was cut into steps. Of the head, whether
+    the last row is compensated as a decoded token is."""
+    draft_k_chunk: Mapping[str, int] | int = 0
+    """Channels per 1024 that are compensated in drafted tokens, counted like `k_chunk`."""
+    n_tb: Mapping[str, int] = field(default_factory=dict)
+    """Thread blocks that compensation takes on a GPU, by layer type (QDEC §4.4); the CPU backends have none."""
+    select: Selector = "approx"
+    """How salient channels are chosen (QDEC §4.3): bucketed approximate top-k, exact top-k, static, random."""
+    max_rows: int = 128
+    """Most rows of one step (M)."""
+    threads: int = 0
+    """Threads of the CPU backend; 0 = physical cores."""
+    seed: int = 0
+    """Seed of the random selector."""
+    measure_recall: bool = False
+    """Whether to compare every selection with exact top-k (slower; for `eval`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One forward pass. Rows of the same slot stand together, in ascending positions."""
+
+    tokens: Int32Array
+    """[M] token ids."""
+    slots: Int32Array
+    """[M] the sequence of each row, in [0, options.slots)."""
+    positions: Int32Array
+    """[M] the position of each row, in [0, options.context); a slot's rows are consecutive and begin at its length at
+    most. Attention sees positions <= its own of its own slot. Writing again at a lower position cuts the sequence back
+    to there."""
+    logit_rows: Int32Array
+    """[R] rows whose logits are wanted, ascending."""
+    compensate: bool = True
+    """Whether error compensation applies."""
+    prefill: bool = False
+    """Whether these are rows of a prompt, which are compensated together; see `compensation_of`."""
+    draft: bool = False
+    """Whether these rows are a guess that a later step verifies. They are compensated by `draft_k_chunk`, and attention
+    reads the upper plane of the pages alone where the cache's kind has two (`CacheKind.has_draft`), everything where it
+    has not."""
+    flush: bool = True
+    """Whether pages may be cut off windows before this step; see `KVCache.begin`."""
+
+
+Way = Literal["none", "rows", "together"]
+
+
+def compensation_of(step: Step, options: DecoderOptions) -> Way:
+    """How a step is compensated.
+
+    Returns:
+        `rows`: each row by the channels that are salient in it, as a decoded token is; `together`: all rows by the
+        same channels (`DecoderOptions.prompt_k_chunk`), the head by rows. A prompt's single row is one of the former
+        kind, where prompts are compensated at all: reading all residuals for it would take several times as long. The
+        rows of a draft have a k_chunk of their own.
+    """
+    if not step.compensate:
+        return "none"
+    if step.draft:
+        return "rows" if any(k_chunk_by_type(options.draft_k_chunk).values()) else "none"
+    if not step.prefill:
+        return "rows"
+    if not any(k_chunk_by_type(options.prompt_k_chunk).values()):
+        return "none"
+    return "rows" if step.tokens.size == 1 else "together"
+
+
+def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:
+    """Check that a decoder of these options can run a step.
+
+    Raises:
+        RequestError: too many rows or none, or a number out of range.
+    """
+    M = step.tokens.size
+    if not 1 <= M <= options.max_rows:
+        raise RequestError(f"a step has {M} rows; this decoder takes 1 to {options.max_rows}")
+    limits = (
+        ("token", step.tokens, spec.vocab_size),
+        ("slot", step.slots, options.slots),
+        ("position", step.positions, options.context),
+        ("logit row", step.logit_rows, M),
+    )
+    for name, values, limit in limits:
+        if not values.size:
+            continue
+        # A decoded token has one number of each, and is asked hundreds of times a second.
+        low, high = (values.item(),) * 2 if values.size == 1 else (values.min(), values.max())
+        if low < 0 or high >= limit:
+            raise RequestError(f"{name} {int(high)} is out of range: it must be from 0 to {limit - 1}")
+
+
+class Decoder(Protocol):
+    """A loaded model on one backend."""
+
+    spec: ModelSpec
+    options: DecoderOptions
+    backend: str
+    """Name of the backend that opened it, as in `runtime.backends`."""
+    kv_bytes: int
+    """Bytes of the KV cache's real buffers."""
+    weight_bytes: int
+    """Bytes of weights read for one decoded token, without residuals and without the embedding table."""
+
+    @property
+    def cache(self) -> KVCache | None:
+        """The KV cache, to be asked between steps; None where a backend's cache cannot trim and fork by request."""
+        ...
+
+    @property
+    def recall(self) -> float | None:
+        """Mean recall of the selector against exact top-k so far, when options.measure_recall; else None."""
+        ...
+
+    def forward(self, step: Step) -> Float32Array:
+        """Run one step.
+
+        Returns:
+            Logits float32 [R, V]; the array is overwritten by the next call.
+
+        Raises:
+            InvalidActivationError: a NaN or infinity reached the logits.
+        """
+        ...
+
+    def hidden(self, step: Step) -> Float32Array:
+        """Run one step without logits.
+
+        Args:
+            step: Its `logit_rows` are empty.
+
+        Returns:
+            The rows float32 [M, C] behind the final norm; overwritten by the next step.
+
+        Raises:
+            InvalidActivationError: a NaN or infinity is among them.
+        """
+        ...
+
+    def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
+        """Compensate so many channels from the next step on; weights and cache stay as they are.
+
+        Args:
+            k_chunk: As in `DecoderOptions`.
+            n_tb: Thread blocks by layer type, where the backend has them; None or an absent type: as many as it thinks
+                right.
+
+        Raises:
+            RequestError: k_chunk is malformed, or compensation is asked for and the model keeps no residuals.
+        """
+        ...
+
+    def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
+        """Compensate prompts so far from the next step on; weights and cache stay as they are.
+
+        Args:
+            prompt_k_chunk: As in `DecoderOptions`.
+
+        Raises:
+            RequestError: it is malformed, or compensation is asked for and the model keeps no residuals.
+            OutOfMemoryError: the device's memory does not suffice.
+        """
+        ...
+
+    def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
+        """Compensate drafted tokens so far from the next step on; weights and cache stay as they are.
+
+        Args:
+            draft_k_chunk: As in `DecoderOptions`.
+
+        Raises:
+            RequestError: it is malformed, or compensation is asked for and the model keeps no residuals, or the backend
+                drafts without compensation alone.
+        """
+        ...
+
+    def session(self) -> AbstractContextManager[None]:
+        """A context in which the backend keeps its threads ready between steps; outside it costs no processor time."""
+        ...
+
+    def close(self) -> None:
+        """Release threads and buffers. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class DrawsTokens(Protocol):
+    """What a decoder may do beside: draw tokens where the logits are, so that a few numbers leave the device.
+
+    A backend whose logits lie in the host's memory has no use for it; whoever asks looks with `isinstance`. Where a
+    grammar decides what may come (`Sampler.constrained`), logits have to come to the host.
+    """
+
+    def draw(self, step: Step, draws: Sequence[Draw]) -> list[Drawn]:
+        """Run one step and draw a token from each of its rows of logits, as `runtime.text.sampling.Sampler` would.
+
+        Args:
+            step: As for `Decoder.forward`.
+            draws: [R] how to draw from each row of logits.
+
+        Returns:
+            [R] what was drawn: greedy, the host's choice; else the token at the same place of the same distribution,
+            whose sums may be rounded in another order.
+
+        Raises:
+            InvalidActivationError: a NaN or infinity reached the logits.
+        """
+        ...

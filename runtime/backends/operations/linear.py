@@ -1,0 +1,132 @@
+"""Packed matrix products in plain torch: dequantize, then multiply; and the integer arithmetic of the CPU path."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from models.packed import PackedLinear
+from models.packing import unpack
+
+_EXACT = 1024
+"""Channels whose products, 127 * 127 at most, float32 sums up exactly in any order."""
+
+
+def _codes(linear: PackedLinear) -> torch.Tensor:
+    """Unsigned codes of a packed matrix. Returns int32 [N, K]."""
+    codes = unpack(np.ascontiguousarray(linear.codes), linear.bits, linear.shape[1])
+    return torch.from_numpy(codes.astype(np.int32))
+
+
+def _spread(per_group: np.ndarray[tuple[int, ...], np.dtype[np.generic]], linear: PackedLinear) -> torch.Tensor:
+    """Repeat one value a group [N, G] for the channels of the group. Returns float32 [N, K]."""
+    values = torch.from_numpy(np.ascontiguousarray(per_group).astype(np.float32))
+    return values.repeat_interleave(linear.group_size, dim=1)[:, : linear.shape[1]]
+
+
+def dequantize(linear: PackedLinear) -> torch.Tensor:
+    """The matrix that the packed codes stand for: (code - zero) * scale, or the codebook's entry times the row's scale.
+
+    Args:
+        linear: Packed matrix of shape (N, K).
+
+    Returns:
+        float32 [N, K].
+    """
+    if linear.codebook is not None:
+        values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
+        return torch.from_numpy(values).gather(1, _codes(linear).long())
+    assert linear.zeros is not None
+    if linear.per_token:
+        return whole(linear) * torch.from_numpy(linear.scales.astype(np.float32))
+    return (_codes(linear) - _spread(linear.zeros, linear)) * _spread(linear.scales, linear)
+
+
+def whole(linear: PackedLinear) -> torch.Tensor:
+    """The whole numbers that a W4A8 matrix multiplies: (code - zero) * group scale, or code - zero without groups.
+
+    Args:
+        linear: Packed matrix of shape (N, K) with `per_token`.
+
+    Returns:
+        float32 [N, K], whole numbers in [-127, 127].
+    """
+    assert linear.zeros is not None
+    weights = _codes(linear) - _spread(linear.zeros, linear)
+    return weights if linear.group_scales is None else weights * _spread(linear.group_scales, linear)
+
+
+def gemm_w4a8(codes: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
+    """The product of INT8 tokens with a W4A8 matrix: whole numbers to the end, then two products in float32.
+
+    y[m, n] = float32(sum_k a[m, k] w[n, k]) * (scale[n] * scales[m]) + bias[n]. The sum is exact, so every kernel can
+    reach the same bits, whatever its order of summation.
+
+    Args:
+        codes: int8 [M, K], from `models.per_token.quantize`.
+        scales: float32 [M, 1].
+        weights: float32 [N, K], from `whole`.
+        linear: The packed matrix.
+
+    Returns:
+        float32 [M, N].
+
+    Source: QServe §3.1, App. C; the zero-point's sum is that of the rounded activations, which makes it exact.
+    """
+    total = torch.zeros(codes.shape[0], weights.shape[0], dtype=torch.float64)
+    for start in range(0, codes.shape[1], _EXACT):
+        own = slice(start, start + _EXACT)
+        total += codes[:, own].float() @ weights[:, own].T
+    factors = torch.from_numpy(linear.scales.astype(np.float32))[:, 0] * scales
+    y = total.float() * factors
+    return y if linear.bias is None else y + torch.from_numpy(np.array(linear.bias, np.float32))
+
+
+def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The product x @ weight.T + bias.
+
+    Args:
+        x: float32 [M, K].
+        weight: float32 [N, K], from `dequantize`.
+        bias: float32 [N] or None.
+
+    Returns:
+        float32 [M, N].
+    """
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
+    """The same product with INT8 activations: integer sums within a group, scaled and added up in floating point.
+
+    y[m, n] = bias[n] + sum over groups g of scales[m, g] * s[n, g] * (sum_k a[m, k] w[n, k] - zero[n, g] sum_k a[m, k])
+    with k over the channels of g; with a codebook w is the entry that a code stands for, s the row's and zero 0. The
+    integer sums are exact; the rest is float64, so that a float32 kernel can be held against it.
+
+    Args:
+        codes: int8 [M, K], from `runtime.backends.operations.activation.quantize` with the matrix' group size.
+        scales: float32 [M, G].
+        linear: Packed matrix of shape (N, K).
+
+    Returns:
+        float64 [M, N].
+
+    Source: design decision 5 (W4A8); QServe §5.2 for the zero-point outside the integer sum.
+    """
+    weights = _codes(linear).to(torch.int64)
+    activations = codes.to(torch.int64)
+    weight_scales = torch.from_numpy(linear.scales.astype(np.float64))
+    groups = scales.shape[1]
+    if linear.codebook is not None:
+        weights = torch.from_numpy(linear.codebook.astype(np.int64)).gather(1, weights)
+        weight_scales = weight_scales.expand(-1, groups)
+    zeros = torch.zeros(linear.shape[0], groups, dtype=torch.int64)
+    if linear.zeros is not None:
+        zeros = torch.from_numpy(linear.zeros.astype(np.int64))
+    y = torch.zeros(codes.shape[0], linear.shape[0], dtype=torch.float64)
+    for g in range(groups):
+        group = slice(g * linear.group_size, (g + 1) * linear.group_size)
+        dots = activations[:, group] @ weights[:, group].T
+        sums = activations[:, group].sum(dim=1, keepdim=True)
+        y += (dots - sums * zeros[:, g]) * scales[:, g : g + 1].double() * weight_scales[:, g]
+    return y if linear.bias is None else y + torch.from_numpy(linear.bias.astype(np.float64))

@@ -1,0 +1,89 @@
+"""Dynamic selection of salient channels in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.backends.operations.channels import BUCKETS, CHUNK, HALF, Buckets, chunk_budget
+from runtime.errors import InvalidActivationError
+
+
+def _check_finite(x: torch.Tensor) -> None:
+    """Raise InvalidActivationError where x holds a NaN or infinity: such a value would match no bucket."""
+    if not bool(torch.isfinite(x).all()):
+        row, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
+        raise InvalidActivationError(
+            f"an activation is {x[row, channel].item()} (row {row}, channel {channel}); the model is damaged or its "
+            "numbers left the range of its format: verify it, or quantize it again"
+        )
+
+
+def _chunk_top(order: torch.Tensor, k_chunk: int) -> torch.Tensor:
+    """Indices [M, k] of the smallest `order` [M, K] of every chunk, ascending; of equals the lowest index. int64."""
+    chosen = [torch.empty(order.shape[0], 0, dtype=torch.int64)]
+    for start in range(0, order.shape[1], CHUNK):
+        part = order[:, start : start + CHUNK]
+        best = torch.argsort(part, dim=1, stable=True)[:, : chunk_budget(part.shape[1], k_chunk)]
+        chosen.append(best.sort(dim=1).values + start)
+    return torch.cat(chosen, dim=1)
+
+
+def exact(x: torch.Tensor, k_chunk: int) -> torch.Tensor:
+    """The largest magnitudes of every chunk; of equal ones the lowest channel first.
+
+    Args:
+        x: float32 [M, K], activations.
+        k_chunk: Salient channels per 1024.
+
+    Returns:
+        int64 [M, k], ascending, with k = `budget.total_budget(K, k_chunk)`.
+
+    Raises:
+        InvalidActivationError: x holds a NaN or infinity.
+
+    Source: QDEC §4.3, Fig. 8(a) with exact local searches.
+    """
+    _check_finite(x)
+    return _chunk_top(-x.abs(), k_chunk)
+
+
+def bucket_of(x: torch.Tensor, buckets: Buckets) -> torch.Tensor:
+    """Bucket of every magnitude, 0 for the largest.
+
+    Args:
+        x: float32 [M, K], finite.
+        buckets: Boundaries.
+
+    Returns:
+        int64 [M, K] in [0, 32).
+
+    Source: QDEC §4.3, Fig. 9.
+    """
+    magnitude = x.abs()
+    above = torch.floor((magnitude - buckets.b15) * buckets.upper_scale).clamp(0, HALF - 1)
+    below = torch.floor(magnitude * buckets.lower_scale).clamp(0, HALF - 1)
+    bucket = torch.where(magnitude >= buckets.b15, HALF - 1 - above, BUCKETS - 1 - below)
+    return bucket.to(torch.int64)
+
+
+def approximate(x: torch.Tensor, k_chunk: int, buckets: Buckets) -> torch.Tensor:
+    """Bucketed approximate top-k of every chunk: buckets are emptied from 0 on until the chunk's share is full.
+
+    The bucket that overflows gives its lowest channels, where the paper draws at random: the result is repeatable, and
+    as arbitrary, because a channel's index says nothing about its magnitude.
+
+    Args:
+        x: float32 [M, K], activations.
+        k_chunk: Salient channels per 1024.
+        buckets: Boundaries from the calibration (`budget.buckets`).
+
+    Returns:
+        int64 [M, k], ascending.
+
+    Raises:
+        InvalidActivationError: x holds a NaN or infinity.
+
+    Source: QDEC §4.3, Fig. 8(b).
+    """
+    _check_finite(x)
+    return _chunk_top(bucket_of(x, buckets), k_chunk)

@@ -1,0 +1,44 @@
+"""Measured bandwidth from main memory to this GPU.
+
+Laptops wire fewer lanes than the data sheet says, and slots share them. What counts for compensation is this number.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from runtime.backends.triton.reclaim import return_cached
+
+_BYTES = 64 << 20
+_REPEATS = 8
+
+
+def host_to_device_gb_s(device: torch.device | str = "cuda", *, nbytes: int = _BYTES) -> float:
+    """Copy page-locked memory to the device a few times; the second fastest copy counts.
+
+    Args:
+        device: A CUDA device, or `cpu` for tests.
+        nbytes: Bytes of a copy.
+
+    Returns:
+        10^9 bytes per second.
+
+    Raises:
+        RuntimeError: the driver refused page-locked memory, or the device does not answer.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    del source, target
+    if on_gpu:
+        return_cached()
+    return nbytes / sorted(seconds)[1] / 1e9

@@ -1,0 +1,187 @@
+"""The graphics card of this machine: its capabilities, the reason where it cannot be used, and its bandwidth.
+
+Looks without torch first, whose import takes over a second: on a machine without a card nothing more is loaded. With
+one, a tiny kernel is launched, once in a process: a missing compiler or an old driver is then known before a model is
+loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from functools import cache
+
+from runtime.backends import Device, Presence
+from runtime.backends.triton.failures import CannotRunError, explained, least_driver
+from runtime.errors import BackendError
+from tuner.detect import MemoryInfo
+from tuner.gpu import GpuInfo, detect_gpus
+
+logger = logging.getLogger(__name__)
+
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability that the kernels are compiled for at least (Ampere)."""
+
+
+def probe() -> Presence:
+    """Look at the cards and at what is installed. Free memory is as it is now."""
+    cards = [gpu for gpu in detect_gpus() if gpu.vendor == "nvidia"]
+    if not cards:
+        return Presence(usable=False, reason="no NVIDIA card was found")
+    if cards[0].driver is None or cards[0].compute_capability is None:
+        return Presence(
+            usable=False,
+            reason=f"no driver answers for {cards[0].name}",
+            fix="install NVIDIA's driver, or make the card visible to this container",
+            gpu=cards[0],
+        )
+    if all(_too_old(card) for card in cards):
+        return _refused(cards[0])
+    missing, fix = _missing(cards[0].driver)
+    if missing is not None:
+        return Presence(usable=False, reason=missing, fix=fix, gpu=cards[0])
+    card = _matching(cards, _first_uuid())
+    if _too_old(card):
+        return _refused(card, "name another card in the variable CUDA_VISIBLE_DEVICES")
+    try:
+        launch_once()
+    except CannotRunError as error:
+        return Presence(usable=False, reason=error.reason, fix=error.fix, gpu=card)
+    return Presence(
+        usable=True,
+        reason=f"{card.name} was found, and Triton's kernels run on it",
+        variant=f"compute capability {card.compute_capability}",
+        memory=_memory(card),
+        gpu=card,
+    )
+
+
+def device() -> Device:
+    """The card that the GPU backend computes on.
+
+    Raises:
+        BackendError: it does not answer.
+    """
+    seen = probe()
+    if not seen.usable or seen.gpu is None:
+        raise BackendError(f"the graphics card does not answer any more: {seen.reason}")
+    import torch
+
+    gpu = seen.gpu
+    try:
+        found = torch.cuda.get_device_properties(0)
+    except (RuntimeError, AssertionError) as error:
+        raise BackendError(f"{gpu.name} does not answer ({error}); is it still there?") from error
+    return Device(
+        name=gpu.name,
+        capability=gpu.compute_capability or f"{found.major}.{found.minor}",
+        driver=gpu.driver,
+        sm_count=found.multi_processor_count,
+        shared_bytes=found.shared_memory_per_block,
+    )
+
+
+@cache
+def launch_once() -> None:
+    """Launch a tiny kernel, where none was launched yet; a failure is tried again the next time.
+
+    Raises:
+        CannotRunError: why not, and what to do.
+    """
+    try:
+        from runtime.backends.triton.launch_check import launch
+
+        counted = launch("cuda")
+    except Exception as error:  # compilers, drivers and loaders have errors of every kind
+        raise explained(error) from error
+    if not counted:
+        raise CannotRunError("a tiny kernel gave a wrong result on the card", "update NVIDIA's driver")
+
+
+def is_started() -> bool:
+    """Whether this process has used the card: what the driver takes for it is then no longer free."""
+    return launch_once.cache_info().currsize > 0
+
+
+def _too_old(card: GpuInfo) -> bool:
+    """Whether the kernels are not compiled for a card."""
+    return tuple(int(part) for part in (card.compute_capability or "0").split(".")) < LEAST_CAPABILITY
+
+
+def _refused(card: GpuInfo, fix: str | None = None) -> Presence:
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    reason = f"{card.name} has compute capability {card.compute_capability}, and the kernels need {least}"
+    return Presence(usable=False, reason=reason, fix=fix, gpu=card)
+
+
+def _first_uuid() -> str | None:
+    """The card that CUDA calls the first, as NVML names it; None where it does not say."""
+    import torch
+
+    try:
+        return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    except (RuntimeError, AssertionError, AttributeError):
+        return None
+
+
+def _matching(cards: Sequence[GpuInfo], uuid: str | None) -> GpuInfo:
+    """The card of that name: NVML numbers cards by their slots, CUDA by speed and CUDA_VISIBLE_DEVICES."""
+    return next((card for card in cards if card.uuid is not None and card.uuid == uuid), cards[0])
+
+
+def _memory(gpu: GpuInfo) -> MemoryInfo | None:
+    """The card's memory as CUDA sees it, or else its driver; None where neither says."""
+    if is_started():
+        import torch
+
+        try:
+            available, total = torch.cuda.mem_get_info()
+        except (RuntimeError, AssertionError) as error:
+            logger.warning("the card does not say what is free: %s", error)
+        else:
+            return MemoryInfo(total_bytes=total, available_bytes=available, limit_bytes=None)
+    if gpu.memory_total_bytes is None:
+        return None
+    free = gpu.memory_free_bytes if gpu.memory_free_bytes is not None else gpu.memory_total_bytes
+    return MemoryInfo(total_bytes=gpu.memory_total_bytes, available_bytes=free, limit_bytes=None)
+
+
+@cache
+def link_gb_s() -> float | None:
+    """Measured bandwidth from page-locked main memory to the card, in 10^9 bytes per second; once in a process.
+
+    None where no card can be used, or where it refuses: what it can do is then known from its data sheet only.
+    """
+    if not probe().usable:
+        return None
+    from runtime.backends.triton.bandwidth import host_to_device_gb_s
+
+    try:
+        return host_to_device_gb_s()
+    except RuntimeError as error:
+        logger.warning("the link to the card could not be measured: %s", error)
+        return None
+
+
+def _missing(driver: str) -> tuple[str | None, str | None]:
+    """What the installation lacks beside a driver of this version, and what to do; (None, None) if nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed", "install triton, which there is for Linux"
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        if built is None:
+            return (
+                "torch was built without CUDA",
+                "install a CUDA build of torch (see pytorch.org) into the environment",
+            )
+        if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+            return "the variable CUDA_VISIBLE_DEVICES hides every card", "unset CUDA_VISIBLE_DEVICES"
+        return (
+            f"torch, built for CUDA {built}, finds no device",
+            f"update NVIDIA's driver: CUDA {built} needs {least_driver(built)}, and this is {driver}",
+        )
+    return None, None

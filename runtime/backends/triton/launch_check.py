@@ -1,0 +1,44 @@
+"""A minimal launch that shows whether kernels can run: its programs count themselves.
+
+It takes what every other launch takes, Triton's compiler, the C compiler that builds the launcher, and the driver; and
+it is cooperative, as compensation is.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from runtime.system.own_files import kernel_folder, own_folder
+
+PROGRAMS = 2
+
+
+@triton.jit
+def _count_kernel(counter_ptr):
+    """Every program adds one to counter int32 [1]."""
+    tl.atomic_add(counter_ptr, 1)
+
+
+def launch(device: torch.device | str) -> bool:
+    """Launch, wait, and look whether every program ran."""
+    if torch.device(device).type == "cuda":  # the interpreter keeps nothing
+        keep_in_own_folder()
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    _count_kernel[(PROGRAMS,)](counter, num_warps=1, launch_cooperative_grid=True)
+    return int(counter) == PROGRAMS
+
+
+def keep_in_own_folder() -> None:
+    """Have Triton keep what it compiles, and loads unread, in a folder that only this user can write to.
+
+    Its usual one, `~/.triton`, is as open as the person's umask makes it. One that they name themselves is checked.
+    """
+    named = next((name for name in ("TRITON_CACHE_DIR", "TRITON_HOME") if os.environ.get(name)), None)
+    found = kernel_folder("triton") if named is None else own_folder(Path(knobs.cache.dir), named)
+    knobs.cache.dir = str(found)

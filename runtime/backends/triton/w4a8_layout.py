@@ -1,0 +1,102 @@
+"""W4A8 matrices on the GPU: two codes in a byte, in blocks that make two operands of INT8 tensor cores.
+
+K is filled up with zeros to whole groups, or blocks where there are none, and cut into blocks of 2 · H input channels;
+H is 64, or 32 where groups have 64 channels. The activations' codes are filled up in the same way: products mask
+nothing. Byte j of a block has channel j in its low and channel H + j in its high half, so that one AND makes an operand
+of H neighbouring channels, and one shift the other. For one block, the [N, H] bytes of all output channels are
+contiguous. A group's whole scale s and z · s, 240 at most, lie in one half-word.
+
+Source: QServe §4.2.1 (compute-aware weight reorder), §4.2.2 (z · s).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from models.packed import PackedLinear
+from models.packing import unpack
+from runtime.backends.triton.sizes import half_of, token_width, w4a8_bytes
+from runtime.errors import BackendError
+
+ROWS_AT_ONCE = 256
+"""Output channels repacked together."""
+SMALLEST_GROUP = 64
+"""Input channels of a group, at least: a power of two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class W4A8Linear:
+    """A W4A8 matrix on the device."""
+
+    name: str
+    """For example `layers.3.qkv`."""
+    shape: tuple[int, int]
+    """(N, K)."""
+    group_size: int
+    """Input channels that share a whole scale: a power of two from 64 on; 0 = all of a row, and no whole scale."""
+    codes: torch.Tensor
+    """uint8 [width / 2H, N, H]; see the module."""
+    scales: torch.Tensor
+    """float16 [N]."""
+    groups: torch.Tensor
+    """int16 [G, N]: the low byte s, the high byte z · s."""
+    bias: torch.Tensor | None
+    """float32 [N] or None."""
+
+    @property
+    def half(self) -> int:
+        """H."""
+        return half_of(self.group_size)
+
+    @property
+    def width(self) -> int:
+        """Input channels with those that fill them up."""
+        return token_width(self.shape[1], self.group_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        parts = (self.codes, self.scales, self.groups, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def repack_w4a8(packed: PackedLinear, device: torch.device | str) -> W4A8Linear:
+    """Bring a stored W4A8 matrix to the device.
+
+    Args:
+        packed: With `per_token`.
+        device: Where the result lies.
+
+    Raises:
+        BackendError: the kernel does not take its groups.
+    """
+    (N, K), group_size = packed.shape, 0 if packed.group_scales is None else packed.group_size
+    if group_size and (group_size < SMALLEST_GROUP or group_size & (group_size - 1)):
+        raise BackendError(
+            f"{packed.name}: groups of {group_size} channels; of qoq's, the GPU takes 64, 128 and so on, and none: "
+            "quantize the model again with --group-size 128"
+        )
+    if w4a8_bytes((N, K), group_size) >= 1 << 31:
+        raise BackendError(f"{packed.name}: {N} by {K} is more than the kernels can address")
+    assert packed.zeros is not None
+    half = half_of(group_size)
+    blocks = token_width(K, group_size) // (2 * half)
+    codes = np.empty((blocks, N, half), np.uint8)
+    for start in range(0, N, ROWS_AT_ONCE):
+        part = unpack(np.ascontiguousarray(packed.codes[start : start + ROWS_AT_ONCE]), packed.bits, K)
+        halves = np.pad(part, ((0, 0), (0, 2 * half * blocks - K))).reshape(len(part), blocks, 2, half)
+        codes[:, start : start + len(part)] = (halves[:, :, 0] | halves[:, :, 1] << 4).transpose(1, 0, 2)
+    scales = np.ones_like(packed.zeros) if packed.group_scales is None else packed.group_scales
+    groups = scales.astype(np.uint16) | (packed.zeros.astype(np.uint16) * scales) << 8
+    return W4A8Linear(
+        name=packed.name,
+        shape=packed.shape,
+        group_size=group_size,
+        codes=torch.from_numpy(codes).to(device),
+        scales=torch.from_numpy(np.array(packed.scales[:, 0], np.float16)).to(device),
+        groups=torch.from_numpy(np.ascontiguousarray(groups.T).view(np.int16)).to(device),
+        bias=None if packed.bias is None else torch.from_numpy(np.array(packed.bias, np.float32)).to(device),
+    )

@@ -1,0 +1,72 @@
+"""Warm-up of a loaded model: a few steps that compile its kernels before anybody waits for an answer.
+
+A kernel is compiled where it is first launched, one to three seconds each the first time on a machine. What a chat
+needs is therefore run once over padding: prompts of every size that has kernels of its own, whole pages of the cache
+cut off its window, decoded tokens, captured and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from models.progress import Progress, ProgressCallback
+from runtime.backends.decoder import Step
+from runtime.backends.triton.decoder import TritonDecoder
+from runtime.text.sampling import Sampler, SamplingOptions
+
+_DECODED = 2
+"""Tokens decoded: the first is launched and captured, the second replayed, and one drawn from its logits."""
+_DRAWN = SamplingOptions(seed=0, top_k=40, min_p=0.05, logprobs=1)
+"""A draw by all filters: the driver loads torch's kernels for them where they are first used."""
+
+
+def warm_up(decoder: TritonDecoder, progress: ProgressCallback) -> None:
+    """Run the steps; slot 0 of the cache is empty before and after.
+
+    Args:
+        decoder: A loaded model.
+        progress: Receives reports of the phase `compile`.
+
+    Raises:
+        BackendError: a kernel cannot be compiled or launched here.
+        OutOfMemoryError: the device's memory does not suffice.
+    """
+    steps = list(steps_of(decoder))
+    for done, step in enumerate(steps):
+        message = "compiling the GPU's kernels; the first time this takes about a minute"
+        progress(Progress(phase="compile", done=done, total=len(steps), unit="steps", message=message))
+        if int(step.positions[0]) == 0:
+            decoder.cache.clear(0)
+        if done == len(steps) - 1:
+            decoder.draw(step, [Sampler(_DRAWN).order()])
+        else:
+            decoder.forward(step)
+    decoder.cache.clear(0)
+
+
+def steps_of(decoder: TritonDecoder) -> Iterator[Step]:
+    """Prompts of 1, 2, 4, ... rows and of most rows, as far as a page is cut off, then decoded tokens."""
+    options, kind = decoder.options, decoder.cache.kind
+    rows, context = options.max_rows, options.context
+    at = 0
+    for M in (*(1 << i for i in range(rows.bit_length()) if 1 << i < rows), rows):
+        if context >= M:
+            at = at if at + M <= context else 0
+            yield _step(at, M, prefill=True)
+            at += M
+    paged = kind.unpaged + kind.page if kind.windowed else 0
+    while at < paged and at + rows < context:
+        yield _step(at, rows, prefill=True)
+        at += rows
+    for _ in range(_DECODED):
+        at = at if at < context else 0
+        yield _step(at, 1, prefill=False)
+        at += 1
+
+
+def _step(start: int, M: int, *, prefill: bool) -> Step:
+    zeros = np.zeros(M, np.int32)
+    positions = np.arange(start, start + M, dtype=np.int32)
+    return Step(tokens=zeros, slots=zeros, positions=positions, logit_rows=np.array([M - 1], np.int32), prefill=prefill)

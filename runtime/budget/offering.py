@@ -1,0 +1,218 @@
+"""What a slowdown budget buys in quality on a loaded model: its ways to decode, measured once for a model and a device.
+
+Each way's loss is that of the evaluation text, as a chat gets it; its time follows from measured steps with a short
+context, and with drafts from what is accepted in continuing the same text.
+
+Importing this is cheap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from models.foreign import read_json
+from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
+from runtime.backends import backend
+from runtime.backends.decoder import Decoder, DecoderOptions
+from runtime.budget.profile_key import TunedModel, profile_key
+from runtime.compensation import CHUNK, k_chunk_by_type
+from runtime.errors import RequestError
+from runtime.kv.kinds import KINDS
+from runtime.text.sampling import SamplingOptions
+
+if TYPE_CHECKING:
+    from runtime.wire.device import Tuning
+    from tuner.offers import Offers, Target, Way
+    from tuner.profiles import ProfileStore
+
+WINDOW, TOKENS = 256, 1024
+"""Tokens of a window and of the text on which perplexities are measured, as quantizing measures them."""
+_PROMPT, _CONTINUED, _TEXTS = 128, 64, 3
+"""Tokens of a prompt, those that continue it, and how many are continued to see what is accepted."""
+_SPARE_BYTES = 256 << 20
+"""What must stay free beside a second copy of the residuals."""
+logger = logging.getLogger(__name__)
+
+
+def full_precision(model: TunedModel, text: str) -> float | None:
+    """Perplexity of the full-precision model on the evaluation text, as quantizing measured it.
+
+    Args:
+        model: The stored model.
+        text: The evaluation text.
+
+    Returns:
+        None where that was measured on another text, or not at all.
+
+    Raises:
+        StoreError: the model's folder cannot be read.
+    """
+    from models.store import StoredModelInfo
+    from models.store.layout import RECIPE
+
+    before = StoredModelInfo.read(model.path, model.name).summary.perplexity_before
+    texts = read_json(model.path / RECIPE).get("texts") or {}
+    own = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "most_tokens": TOKENS}
+    return before if (texts.get("window"), texts.get("evaluation")) == (WINDOW, own) else None
+
+
+def known(name: str, model: TunedModel, *, budget_percent: float, profiles: ProfileStore) -> Offers | None:
+    """What is saved of a model's ways to decode; None where they are not measured.
+
+    Args:
+        name: The backend that runs it.
+        model: The stored model.
+        budget_percent: Slowdown that is allowed.
+        profiles: Where profiles are kept.
+
+    Raises:
+        BackendError: the device does not answer.
+    """
+    from tuner.offers import OfferStore
+
+    key = profile_key(backend(name).device(DecoderOptions()), name, model, budget_percent)
+    return OfferStore(profiles.folder).find(key)
+
+
+def take(
+    decoder: Decoder, model: TunedModel, tuning: Tuning, *, profiles: ProfileStore, drafts: bool
+) -> tuple[Tuning, bool]:
+    """Decode a loaded model in the best way that was measured for its budget; as the budget has it where none was.
+
+    Args:
+        decoder: The loaded model, compensated as the budget has it.
+        model: What was loaded.
+        tuning: What the budget bought.
+        profiles: Where profiles are kept.
+        drafts: Whether tokens may be drafted; the cache must allow it too.
+
+    Returns:
+        What the model has now, and whether that way drafts.
+
+    Raises:
+        BackendError: the device does not answer.
+    """
+    found = known(decoder.backend, model, budget_percent=tuning.budget_percent, profiles=profiles)
+    if found is None:
+        return tuning, False
+    way = found.best(drafts=drafts and KINDS[decoder.options.kv].has_draft, residual=_has_room(model))
+    if way.target != "compensated":
+        decoder.set_k_chunk(CHUNK if way.target == "residual" else 0)
+        k_chunk, slowdown = k_chunk_by_type(decoder.options.k_chunk), found.slowdown_percent(way)
+        tuning = replace(
+            tuning, k_chunk=k_chunk, predicted_slowdown_percent=slowdown, measured_slowdown_percent=slowdown
+        )
+    return tuning, way.gamma > 0
+
+
+def _has_room(model: TunedModel) -> bool:
+    """Whether main memory has room for the layout that residuals have where every one is read."""
+    from models.store import StoredModelInfo
+    from tuner.detect import detect_memory
+
+    wanted = StoredModelInfo.read(model.path, model.name).summary.residual_bytes
+    return detect_memory().available_bytes >= wanted + _SPARE_BYTES
+
+
+def offers(
+    decoder: Decoder,
+    model: TunedModel,
+    tokens: Sequence[int],
+    *,
+    budget_percent: float,
+    full: float | None,
+    profiles: ProfileStore,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> Offers:
+    """Measure the ways to decode a model, and save them; slot 0 of its cache is overwritten.
+
+    Args:
+        decoder: The loaded model, compensated as the budget has it; so it is afterwards.
+        model: What was loaded.
+        tokens: The evaluation text, encoded.
+        budget_percent: Slowdown against low bits alone that is allowed.
+        full: Perplexity of the full-precision model on that text; None where it is not known.
+        profiles: Where profiles are kept.
+        progress: Receives reports of the phase `tune`.
+        cancelled: Asked between measurements.
+
+    Raises:
+        RequestError: nothing can be drafted on that kind of cache, or the context is too short.
+        Cancelled: `cancelled` said so.
+    """
+    from tuner.errors import ProfileError
+    from tuner.offers import Offers, OfferStore
+
+    options = decoder.options
+    if not KINDS[options.kv].has_draft or options.context < WINDOW:
+        raise RequestError(
+            f"the ways to decode are measured with a hierarchical cache of {WINDOW} tokens at least, not with "
+            f"{options.kv} of {options.context}"
+        )
+    key = profile_key(backend(decoder.backend).device(DecoderOptions()), decoder.backend, model, budget_percent)
+    began, own = time.perf_counter(), options.k_chunk
+    try:
+        ways = tuple(_ways(decoder, tokens[:TOKENS], model.name, progress, cancelled))
+    finally:
+        decoder.set_k_chunk(own)
+    seconds, date = time.perf_counter() - began, datetime.now(UTC).isoformat(timespec="seconds")
+    found = Offers(key=key, ways=ways, full=full, seconds=seconds, date=date)
+    try:
+        OfferStore(profiles.folder).save(found)
+    except ProfileError as error:
+        logger.warning("%s; it will be measured again next time", error)
+    return found
+
+
+def _ways(
+    decoder: Decoder, tokens: Sequence[int], name: str, progress: ProgressCallback, cancelled: Callable[[], bool]
+) -> Iterator[Way]:
+    """Every way, those with drafts where some number of them is faster than none."""
+    targets: dict[Target, Mapping[str, int] | int] = {"plain": 0}
+    tuned = k_chunk_by_type(decoder.options.k_chunk)
+    if any(tuned.values()):
+        targets["compensated"] = tuned
+    targets["residual"] = CHUNK
+    for done, (target, k_chunk) in enumerate(targets.items()):
+        work = f"timing {target} decoding of {name} with drafts and without, and what it loses"
+        progress(Progress(phase="tune", done=done, total=len(targets), unit="ways", message=work))
+        decoder.set_k_chunk(k_chunk)
+        yield from _measured(decoder, target, tokens, cancelled)
+
+
+def _measured(decoder: Decoder, target: Target, tokens: Sequence[int], cancelled: Callable[[], bool]) -> Iterator[Way]:
+    """What the decoder's compensation gives alone, and with the best number of drafts where that is faster."""
+    from runtime.engine.speculation.costs import measure_costs
+    from runtime.engine.speculation.gamma import best_gamma, expected_tokens
+    from runtime.measure.evaluate import perplexity
+    from tuner.offers import Way
+
+    loses = perplexity(decoder, tokens, WINDOW, WINDOW, cancelled=cancelled, as_chat=True).perplexity
+    costs = measure_costs(decoder, cancelled=cancelled)
+    yield Way(target=target, gamma=0, seconds=costs.plain, perplexity=loses)
+    accepted = _acceptance(decoder, tokens, cancelled)
+    gamma = best_gamma(costs, accepted)
+    if gamma:
+        seconds = costs.round_s(gamma) / expected_tokens(gamma, accepted)
+        yield Way(target=target, gamma=gamma, seconds=seconds, perplexity=loses, acceptance_rate=accepted)
+
+
+def _acceptance(decoder: Decoder, tokens: Sequence[int], cancelled: Callable[[], bool]) -> float:
+    """The chance that a drafted token stays, from rounds of one at a chat's temperature."""
+    from runtime.engine.speculation.gamma import FixedGamma
+    from runtime.engine.speculation.measure import continued
+
+    drafted = accepted = 0.0
+    for text in range(_TEXTS):
+        start = text * max(0, len(tokens) - _PROMPT) // _TEXTS
+        prompt, sampling = tokens[start : start + _PROMPT], SamplingOptions(temperature=0.7, seed=text)
+        did = continued(decoder, prompt, _CONTINUED, sampling, FixedGamma(1), cancelled=cancelled).speculation
+        drafted, accepted = drafted + did.drafted, accepted + did.acceptance_rate * did.drafted
+    return accepted / drafted

@@ -1,0 +1,262 @@
+"""The budget of prompts: as much of the residuals as the time to the first token may cost, found once for a device.
+
+A prompt's rows share what compensates them, so the search is short: a backend offers a few levels, the whole of the
+residuals first, and the first one within the budget is kept. What is timed is a whole prefill, with and without in
+turns.
+
+Importing this is cheap.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
+from runtime.backends import backend
+from runtime.backends.decoder import Decoder, Step
+from runtime.budget.profile_key import TunedModel, profile_key
+from runtime.budget.tuning import MARGIN, NoTuningError, obstacle, or_problem
+from runtime.compensation import check_budget
+from runtime.errors import Cancelled, OutOfMemoryError, Problem
+from runtime.wire.device import PromptTuning
+
+if TYPE_CHECKING:
+    from tuner.profiles import ProfileKey, ProfileStore
+    from tuner.prompts import PromptProfile
+
+PROMPT_TOKENS = 512
+"""Tokens of the prompt that is timed, where context and time allow."""
+_PASS_S = 1.5
+"""Seconds that one prefill may take; a slow model's is of fewer tokens, whole steps at least."""
+_LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_S = 4, 15, 3.0
+"""Rounds of one measurement, each with and without; and after how many seconds no further one is begun."""
+logger = logging.getLogger(__name__)
+
+
+class PromptTimer:
+    """Times a prompt with and without compensation. Overwrites the first positions of slot 0.
+
+    Args:
+        decoder: A loaded model, with a context of two tokens at least.
+        cancelled: Asked between steps.
+    """
+
+    def __init__(self, decoder: Decoder, *, cancelled: Callable[[], bool] = never_cancelled) -> None:
+        self._decoder, self._cancelled = decoder, cancelled
+        self.tokens = min(PROMPT_TOKENS, decoder.options.context)
+        """Of the prompt."""
+        self._sized = False
+
+    def slowdown(self, k_chunk: Mapping[str, int] | int) -> float:
+        """How much longer the prompt takes, in percent; below 0 where noise says so.
+
+        The decoder's `prompt_k_chunk` is what it was before, afterwards.
+
+        Args:
+            k_chunk: Channels per 1024, as in `DecoderOptions.prompt_k_chunk`.
+
+        Raises:
+            OutOfMemoryError: the device has no room for it.
+            Cancelled: `cancelled` said so.
+        """
+        before = self._decoder.options.prompt_k_chunk
+        try:
+            self._decoder.set_prompt_k_chunk(k_chunk)
+            with self._decoder.session():
+                self._size()
+                for compensate in (True, False):
+                    self.seconds(compensate=compensate)  # compiles what is new
+                return 100 * (self._ratio() - 1)
+        finally:
+            self._decoder.set_prompt_k_chunk(before)
+
+    def seconds(self, *, compensate: bool) -> float:
+        """Seconds of one prefill, as the decoder is set or without compensation."""
+        rows, began = self._decoder.options.max_rows, time.perf_counter()
+        for start in range(0, self.tokens, rows):
+            self._step(start, min(start + rows, self.tokens), compensate=compensate)
+        return time.perf_counter() - began
+
+    def _ratio(self) -> float:
+        """The fastest prefill with compensation over the fastest without: what disturbs one only makes it slower."""
+        times: dict[bool, list[float]] = {False: [], True: []}
+        end = time.perf_counter() + _ROUNDS_S
+        while len(times[True]) < _LEAST_ROUNDS or (time.perf_counter() < end and len(times[True]) < _MOST_ROUNDS):
+            for compensate in (False, True) if len(times[True]) % 2 else (True, False):
+                times[compensate].append(self.seconds(compensate=compensate))
+        return min(times[True]) / min(times[False])
+
+    def _size(self) -> None:
+        """Cut the prompt to whole steps that are done in time."""
+        if self._sized:
+            return
+        rows, seconds = min(self._decoder.options.max_rows, self.tokens), []
+        for _ in range(2):
+            began = time.perf_counter()
+            self._step(0, rows, compensate=False)
+            seconds.append(time.perf_counter() - began)
+        steps = max(1, int(_PASS_S / min(seconds)))
+        self.tokens, self._sized = min(self.tokens, steps * rows), True
+
+    def _step(self, start: int, end: int, *, compensate: bool) -> None:
+        if self._cancelled():
+            raise Cancelled("the measurement was stopped")
+        positions = np.arange(start, end, dtype=np.int32)
+        wanted = [end - start - 1] if end == self.tokens else []
+        self._decoder.forward(
+            Step(
+                tokens=(7919 * positions + 17) % self._decoder.spec.vocab_size,
+                slots=np.zeros(end - start, np.int32),
+                positions=positions,
+                logit_rows=np.array(wanted, np.int32),
+                compensate=compensate,
+                prefill=True,
+            )
+        )
+
+
+def tune_prompts(
+    decoder: Decoder,
+    model: TunedModel,
+    *,
+    budget_percent: float,
+    profiles: ProfileStore,
+    force: bool = False,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> PromptTuning:
+    """Compensate the prompts of a loaded model as far as a budget allows; slot 0 of its cache is overwritten.
+
+    Args:
+        decoder: The loaded model; it has what was found afterwards, and what it had before if this fails.
+        model: What was loaded.
+        budget_percent: How much longer a prompt may take, in [0, 100]; 0 is no compensation.
+        profiles: Where results are kept.
+        force: Whether to measure again.
+        progress: Receives reports of the phase `tune`.
+        cancelled: Asked before every step.
+
+    Raises:
+        NoTuningError: a budget has no effect on this model or backend.
+        RequestError: the budget is out of range.
+        Cancelled: `cancelled` said so.
+        BackendError: the device does not answer.
+    """
+    from tuner.errors import ProfileError
+    from tuner.prompts import PromptStore
+
+    check_budget(budget_percent)
+    runner = backend(decoder.backend)
+    if budget_percent == 0:
+        decoder.set_prompt_k_chunk(0)
+        return PromptTuning(budget_percent=0.0, k_chunk=0, measured_slowdown_percent=0.0, tokens=0)
+    problem = obstacle(runner, model, decoder.options.context)
+    if problem is not None:
+        decoder.set_prompt_k_chunk(0)
+        raise NoTuningError(problem)
+    key = profile_key(runner.device(decoder.options), decoder.backend, model, budget_percent)
+    store = PromptStore(profiles.folder)
+    found = None if force else store.find(key)
+    cached = found is not None
+    if found is None:
+        work = f"how much compensation {budget_percent:g} % more time to the first word pays for; done once"
+        progress(Progress(phase="tune", done=0, total=None, unit="prompts", message=f"tuning {model.name}: {work}"))
+        found = _search(decoder, key, budget_percent, cancelled)
+        try:
+            store.save(found)
+        except ProfileError as error:
+            logger.warning("%s; it will be tuned again next time", error)
+    decoder.set_prompt_k_chunk(found.k_chunk)
+    return prompt_tuning_of(found, cached=cached)
+
+
+def prompts_within_budget(
+    decoder: Decoder,
+    model: TunedModel,
+    *,
+    budget_percent: float,
+    profiles: ProfileStore,
+    force: bool = False,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> tuple[PromptTuning | None, Problem | None]:
+    """As `tune_prompts`, for a model that is to be used: what goes wrong leaves its prompts without compensation.
+
+    Returns:
+        What was found, or what is wrong.
+
+    Raises:
+        Cancelled: `cancelled` said so.
+    """
+
+    def found() -> PromptTuning:
+        return tune_prompts(
+            decoder,
+            model,
+            budget_percent=budget_percent,
+            profiles=profiles,
+            force=force,
+            progress=progress,
+            cancelled=cancelled,
+        )
+
+    instead = f"the prompts of {model.name} are read without error compensation"
+    fix = "run `lowbit-chat tune-device --force`"
+    return or_problem(found, lambda: decoder.set_prompt_k_chunk(0), instead=instead, fix=fix)
+
+
+def is_known(decoder: Decoder, model: TunedModel, *, budget_percent: float, profiles: ProfileStore) -> bool:
+    """Whether it needs no measuring what a budget buys for a loaded model's prompts."""
+    from tuner.prompts import PromptStore
+
+    runner = backend(decoder.backend)
+    if not budget_percent or obstacle(runner, model, decoder.options.context) is not None:
+        return True
+    key = profile_key(runner.device(decoder.options), decoder.backend, model, budget_percent)
+    return PromptStore(profiles.folder).find(key) is not None
+
+
+def prompt_tuning_of(profile: PromptProfile, *, cached: bool) -> PromptTuning:
+    """What a profile says, for people and programs."""
+    return PromptTuning(
+        budget_percent=profile.key.budget_percent,
+        k_chunk=profile.k_chunk,
+        measured_slowdown_percent=profile.measured_slowdown_percent,
+        tokens=profile.tokens,
+        seconds=profile.seconds,
+        date=profile.date,
+        cached=cached,
+    )
+
+
+def _search(decoder: Decoder, key: ProfileKey, budget_percent: float, cancelled: Callable[[], bool]) -> PromptProfile:
+    """The first level within the budget, from the largest on."""
+    from tuner.prompts import PromptProfile, Reading
+
+    began, timer = time.perf_counter(), PromptTimer(decoder, cancelled=cancelled)
+    readings: list[Reading] = []
+    k_chunk = 0
+    for level in backend(decoder.backend).prompt_levels:
+        try:
+            slowdown = timer.slowdown(level)
+        except OutOfMemoryError as error:
+            logger.warning("prompts are not compensated by %d channels per 1024: %s", level, error)
+            continue
+        readings.append(Reading(k_chunk=level, slowdown_percent=slowdown))
+        if slowdown <= MARGIN * budget_percent:
+            k_chunk = level
+            break
+    return PromptProfile(
+        key=key,
+        k_chunk=k_chunk,
+        readings=tuple(readings),
+        tokens=timer.tokens,
+        seconds=time.perf_counter() - began,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

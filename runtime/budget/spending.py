@@ -1,0 +1,83 @@
+"""Spending the budgets of an opened model: decoding is tuned, its best way is taken, prompts are compensated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from models.progress import ProgressCallback, ignore_progress, never_cancelled
+from runtime.backends.decoder import Decoder
+from runtime.budget.offering import take
+from runtime.budget.profile_key import TunedModel
+from runtime.budget.prompt_tuning import PROMPT_TOKENS, is_known, prompts_within_budget
+from runtime.budget.tuning import within_budget
+from runtime.compensation import Compensation
+from runtime.drafting import Drafts, Speculate
+from runtime.errors import Problem
+from runtime.wire.device import PromptTuning, Tuning
+from tuner.profiles import ProfileStore
+
+Lend = Callable[..., AbstractContextManager[Decoder]]
+"""`Engine.lent`: lends the decoder to a caller that puts at most so many tokens into slot 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What the budgets bought. The decoder has it already."""
+
+    tuning: Tuning | None
+    """Of decoding; None without a budget, or where a problem says why not."""
+    prompts: PromptTuning | None
+    """Of prompts, likewise."""
+    speculation: Drafts
+    """How tokens are to be drafted: as was asked, or by the model where that was measured to pay."""
+    problems: tuple[Problem, ...]
+    """Why a budget has no effect. What holds for both is said once."""
+
+
+def spend(
+    lend: Lend,
+    model: TunedModel,
+    compensation: Compensation,
+    *,
+    drafts: Drafts,
+    profiles: ProfileStore,
+    force: bool = False,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> Spent:
+    """Give a loaded model what its budgets pay for. A fixed `k_chunk` stays as it is.
+
+    Args:
+        lend: Lends the loaded model's decoder.
+        model: What was loaded.
+        compensation: The budgets.
+        drafts: How drafts are asked for.
+        profiles: Where results are kept.
+        force: Whether to measure again what is known.
+        progress: Receives reports of the tuning.
+        cancelled: Asked between measurements.
+
+    Raises:
+        Cancelled: `cancelled` said so; what was measured is kept for the next time.
+        BackendError: the device does not answer.
+    """
+    common: Any = {"profiles": profiles, "force": force, "progress": progress, "cancelled": cancelled}
+    tuning, problem = None, None
+    speculation = drafts
+    with lend() as decoder:
+        if compensation.budget_percent is not None:
+            tuning, problem = within_budget(decoder, model, budget_percent=compensation.budget_percent, **common)
+        if not drafts and tuning is not None and tuning.budget_percent:
+            tuning, pays = take(decoder, model, tuning, profiles=profiles, drafts=drafts is not False)
+            speculation = Speculate() if pays else drafts
+        percent = compensation.prompt_percent
+        known = not force and is_known(decoder, model, budget_percent=percent, profiles=profiles)
+    with lend(0 if known else PROMPT_TOKENS) as decoder:
+        prompts, of_prompts = prompts_within_budget(decoder, model, budget_percent=percent, **common)
+    if of_prompts is not None and not of_prompts.failure:
+        of_prompts = None  # decoding's budget was told the same
+    problems = tuple(found for found in (problem, of_prompts) if found is not None)
+    return Spent(tuning=tuning, prompts=prompts, speculation=speculation, problems=problems)

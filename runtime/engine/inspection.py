@@ -1,0 +1,209 @@
+"""What the model thought at each token of an answer: with compensation, without, and as a draft.
+
+The answer is read again, not written: its prompt as a prompt, its tokens many at a time as a verification reads them,
+once as the model runs and once without any compensation. So a chat pays nothing for it until somebody looks. Without
+compensation the whole conversation is read so, as if the budget were off: that is what the base model alone would have
+said next to the same text. Sums of many rows may come out in another order than those of one: logits are those of the
+answer up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.progress import Progress, ProgressCallback
+from runtime.backends.decoder import Decoder, Float32Array, Step
+from runtime.compensation import k_chunk_by_type
+from runtime.errors import Cancelled
+from runtime.text.tokenizer import Detokenizer, Tokenizer
+from runtime.wire.inspection import Candidate, InspectedToken
+
+ALTERNATIVES = 6
+"""Most likely tokens that are told of each place."""
+KNOWN = 64
+"""Most likely tokens of each reading whose logits are kept, to be set beside those of the other."""
+DRAFTED_ROWS = 4
+"""Tokens that are drafted behind verified ones."""
+MOST_TOKENS = 2048
+"""Tokens of an answer that are read."""
+CONTEXT_TOKENS = 8
+"""Tokens before the answer that decide how its first one is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What one reading says of one place."""
+
+    best: int
+    logits: Mapping[int, float]
+    """Of the most likely tokens and the token itself."""
+    normalizer: float
+    """log of the sum of exp of all logits."""
+
+
+def _view(logits: Float32Array, token: int) -> _View:
+    count = min(KNOWN, logits.size)
+    likely = np.argpartition(logits, -count)[-count:]
+    kept = {int(each): float(logits[each]) for each in [*likely[np.argsort(-logits[likely], kind="stable")], token]}
+    highest = logits.max()
+    return _View(int(logits.argmax()), kept, float(highest + np.log(np.exp(logits - highest, dtype=np.float64).sum())))
+
+
+def inspect(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    drafts: bool,
+    progress: ProgressCallback,
+    cancelled: Callable[[], bool],
+) -> list[InspectedToken]:
+    """Read an answer again.
+
+    Args:
+        decoder: Whose slot 0 may be overwritten; it holds all tokens but the last.
+        tokenizer: The model's.
+        prompt: Tokens before the answer, at least one.
+        answer: Tokens of the answer, at least one.
+        drafts: Whether to make a draft of each token too.
+        progress: Told after each step.
+        cancelled: Asked before each step.
+
+    Returns:
+        What there is to say of each token of the answer.
+
+    Raises:
+        Cancelled: `cancelled` said so.
+        InvalidActivationError: the model's numbers broke down.
+    """
+    reader = _Reader(decoder, [*prompt, *answer], len(prompt), progress, cancelled)
+    base: list[_View] = []
+    if compensates(decoder):
+        reader.readings += 1
+        base = [_view(row, token) for row, token in zip(reader.read(compensate=False), answer, strict=True)]
+    drafted: list[int | None] = []
+    rows = reader.read(drafted=drafted if drafts else None)
+    found = [_view(row, token) for row, token in zip(rows, answer, strict=True)]
+    detokenizer = Detokenizer(tokenizer, prompt[-CONTEXT_TOKENS:])
+    texts = [detokenizer.add(token) for token in answer]
+    texts[-1] += detokenizer.flush()
+    return [
+        _told(tokenizer, text, token, view, base[at] if base else None, drafted[at] if drafts else None)
+        for at, (text, token, view) in enumerate(zip(texts, answer, found, strict=True))
+    ]
+
+
+def compensates(decoder: Decoder) -> bool:
+    """Whether a decoder compensates anything."""
+    options = decoder.options
+    return any(any(k_chunk_by_type(each).values()) for each in (options.k_chunk, options.prompt_k_chunk))
+
+
+class _Reader:
+    """Runs a conversation through slot 0 of a decoder, as often as wanted."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokens: Sequence[int],
+        first: int,
+        progress: ProgressCallback,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self._decoder, self._tokens, self._first = decoder, tokens, first
+        self._progress, self._cancelled = progress, cancelled
+        self._done = 0
+        self.readings = 1
+
+    def read(self, *, compensate: bool = True, drafted: list[int | None] | None = None) -> Iterator[Float32Array]:
+        """The logits [V] that each token of the answer was drawn from; each is overwritten by the next but one.
+
+        Args:
+            compensate: Whether as the model runs.
+            drafted: Is given the most likely token of a draft at each place, where it is a list.
+        """
+        decoder, first, end = self._decoder, self._first, len(self._tokens) - 1
+        if decoder.cache is not None:
+            decoder.cache.clear(0)
+        for at in range(0, first, decoder.options.max_rows):
+            until = min(at + decoder.options.max_rows, first)
+            logits = self._forward(at, until, wanted=int(until == first), compensate=compensate, prefill=True)
+        if drafted is not None:
+            drafted.append(None)  # the first token of an answer comes from the prompt, without a draft
+        yield logits[0]
+        at = first
+        while at < end:
+            until = min(at + self._most(drafts=drafted is not None), end)
+            if drafted is not None:
+                guess = self._forward(at, until, wanted=until - at, draft=True)
+                drafted.extend(int(each) for each in guess.argmax(axis=1))
+            yield from self._forward(at, until, wanted=until - at, compensate=compensate)
+            at = until
+
+    def _most(self, *, drafts: bool) -> int:
+        """Tokens of the next step: no more than see what they saw when they were written."""
+        most, cache = self._decoder.options.max_rows, self._decoder.cache
+        if cache is not None:
+            most = min(most, cache.rows_alike(0))
+        return min(most, DRAFTED_ROWS) if drafts else most
+
+    def _forward(
+        self, at: int, until: int, *, wanted: int, compensate: bool = True, prefill: bool = False, draft: bool = False
+    ) -> Float32Array:
+        if self._cancelled():
+            raise Cancelled("looking at the tokens was stopped")
+        count = until - at
+        logits = self._decoder.forward(
+            Step(
+                tokens=np.array(self._tokens[at:until], np.int32),
+                slots=np.zeros(count, np.int32),
+                positions=np.arange(at, until, dtype=np.int32),
+                logit_rows=np.arange(count - wanted, count, dtype=np.int32),
+                compensate=compensate,
+                prefill=prefill,
+                draft=draft,
+            )
+        )
+        if not draft:
+            self._done += count
+            total = self.readings * (len(self._tokens) - 1)
+            words = "reading the answer as it was written" if compensate else "reading it without compensation"
+            self._progress(Progress(phase="inspect", done=self._done, total=total, unit="tokens", message=words))
+        return logits
+
+
+def _told(
+    tokenizer: Tokenizer, text: str, token: int, own: _View, base: _View | None, draft: int | None
+) -> InspectedToken:
+    """The candidates of a place, best first, and which of them are which."""
+    likely = [*own.logits][:ALTERNATIVES]
+    if base is not None:
+        likely += [*base.logits][:ALTERNATIVES]
+    ids = list(dict.fromkeys([*likely, token, *([] if draft is None else [draft])]))
+    ids.sort(key=lambda each: -own.logits.get(each, -np.inf))
+    candidates = [
+        Candidate(
+            text=tokenizer.piece(each),
+            logit=own.logits.get(each),
+            probability=_probability(own, each),
+            base_logit=None if base is None else base.logits.get(each),
+            base_probability=None if base is None else _probability(base, each),
+        )
+        for each in ids
+    ]
+    return InspectedToken(
+        text=text,
+        candidates=candidates,
+        chosen=ids.index(token),
+        base_best=None if base is None else ids.index(base.best),
+        draft=None if draft is None else ids.index(draft),
+    )
+
+
+def _probability(view: _View, token: int) -> float | None:
+    logit = view.logits.get(token)
+    return None if logit is None else float(np.exp(logit - view.normalizer))

@@ -1,0 +1,74 @@
+"""What an engine does with a text that is there already: it reads it, and answers nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from models.progress import ProgressCallback, ignore_progress, never_cancelled
+from runtime.backends.decoder import Decoder, Float32Array
+from runtime.engine.embedding import embed
+from runtime.engine.inspection import MOST_TOKENS, compensates, inspect
+from runtime.errors import RequestError
+from runtime.text.tokenizer import Tokenizer
+from runtime.wire.inspection import Inspection
+
+
+class Lends(Protocol):
+    """What is needed of an engine."""
+
+    name: str
+    tokenizer: Tokenizer
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and answer may have together."""
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the model drafts tokens for itself."""
+
+    def lent(self, tokens: int = ...) -> AbstractContextManager[Decoder]:
+        """While entered, the decoder is the caller's."""
+
+    def _checked(self, prompt: Sequence[int]) -> list[int]: ...
+
+
+class Rereading:
+    """The part of the engine that reads."""
+
+    def embed(self: Lends, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled) -> Float32Array:
+        """See `runtime.engine.embedding.embed`.
+
+        Waits until all requests have ended; tokens are checked as `submit` does.
+        """
+        checked = self._checked(tokens)
+        with self.lent(len(checked)) as decoder, decoder.session():
+            return embed(decoder, checked, cancelled)
+
+    def inspect(
+        self: Lends,
+        prompt: Sequence[int],
+        answer: str,
+        progress: ProgressCallback = ignore_progress,
+        cancelled: Callable[[], bool] = never_cancelled,
+    ) -> Inspection:
+        """What the model thought at each token of an answer, or of its start; see `runtime.engine.inspection.inspect`.
+
+        Waits until all requests have ended.
+
+        Raises:
+            RequestError, ContextOverflowError: as `submit`, of both together.
+        """
+        spoken = self.tokenizer.encode(answer, special=False, most=self.context)[:MOST_TOKENS]
+        if not spoken:
+            raise RequestError("the answer is empty: there is no token to look at")
+        read = self._checked([*prompt, *spoken[:-1]])
+        with self.lent(len(read)) as decoder, decoder.session():
+            told = inspect(
+                decoder, self.tokenizer, prompt, spoken, drafts=self.speculates, progress=progress, cancelled=cancelled
+            )
+            return Inspection(
+                tokens=told, model=self.name, compensated=compensates(decoder), complete=len(spoken) < MOST_TOKENS
+            )

@@ -1,0 +1,170 @@
+"""What speculation is worth on a loaded model: the same text decoded with it and without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.progress import never_cancelled
+from runtime.backends.decoder import Decoder, Float32Array, Step
+from runtime.engine.conversations.conversations import Conversations
+from runtime.engine.rows import run_alone
+from runtime.engine.speculation.copying import StepTimes
+from runtime.engine.speculation.costs import measure_costs
+from runtime.engine.speculation.counts import Speculation
+from runtime.engine.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, Gamma, break_even
+from runtime.engine.speculation.rounds import Place, Rounds
+from runtime.errors import Cancelled, RequestError
+from runtime.text.sampling import Drawn, Sampler, SamplingOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """What a prompt was continued by."""
+
+    tokens: Sequence[int]
+    """The tokens."""
+    seconds: float
+    """What those after the first took."""
+    speculation: Speculation
+    """What speculation did."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second after the first."""
+        return (len(self.tokens) - 1) / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationSpeed:
+    """Decoding with speculation beside decoding without."""
+
+    plain: Continuation
+    """The target alone."""
+    speculated: Continuation
+    """With drafts."""
+    costs: Costs
+    """What steps take with a short context."""
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast speculation was."""
+        return self.speculated.tokens_per_s / self.plain.tokens_per_s
+
+    @property
+    def break_even(self) -> float | None:
+        """The least acceptance at which speculation pays with a short context; None: it never does."""
+        return break_even(self.costs)
+
+
+def measure_speculation(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    gamma: int | None = None,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> SpeculationSpeed:
+    """Continue a prompt greedily, without speculation and with it; slot 0 is overwritten.
+
+    Args:
+        decoder: A loaded model.
+        prompt: Tokens of a real text: drafts of a text without sense say nothing.
+        count: Tokens to decode, at least 2.
+        gamma: Tokens to draft in each round; None: adapted.
+        cancelled: Asked between steps.
+
+    Raises:
+        RequestError: the lengths do not fit the context.
+        Cancelled: `cancelled` said so.
+    """
+    sampling = SamplingOptions(temperature=0)
+    costs = measure_costs(decoder, cancelled=cancelled)
+    chosen = AdaptiveGamma(costs) if gamma is None else FixedGamma(gamma)
+    plain, speculated = (
+        continued(decoder, prompt, count, sampling, each, cancelled=cancelled) for each in (FixedGamma(0), chosen)
+    )
+    return SpeculationSpeed(plain=plain, speculated=speculated, costs=costs)
+
+
+def continued(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    count: int,
+    sampling: SamplingOptions,
+    gamma: Gamma,
+    *,
+    times: StepTimes | None = None,
+    ends: Collection[int] = (),
+    clock: Callable[[], float] = time.perf_counter,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> Continuation:
+    """Continue a prompt by so many tokens, or to an end; slot 0 is overwritten.
+
+    Args:
+        decoder: A loaded model.
+        prompt: Tokens.
+        count: Tokens to decode, at least 2.
+        sampling: How to draw them.
+        gamma: How many the model drafts.
+        times: What steps take, where drafts are to be copied from the text too.
+        ends: Tokens behind which nothing is wanted.
+        clock: What is timed by, in seconds.
+        cancelled: Asked between steps.
+
+    Raises:
+        RequestError: the lengths do not fit the context.
+        Cancelled: `cancelled` said so.
+    """
+    if count < 2 or len(prompt) + count > decoder.options.context:
+        raise RequestError(
+            f"{len(prompt)} tokens and {count} after them were asked for: at least 2, in a context of "
+            f"{decoder.options.context}"
+        )
+
+    def check() -> None:
+        if cancelled():
+            raise Cancelled("the measurement was stopped")
+
+    conversations = Conversations(decoder.cache, slots=decoder.options.slots, context=decoder.options.context)
+    conversations.clear(0)
+    place = Place(decoder=decoder, conversations=conversations, slot=0, clock=clock)
+    rounds = Rounds(place, Sampler(sampling), gamma, ends=ends, times=times)
+    tokens: list[int] = []
+    began = 0.0
+
+    def take(token: int, _own: Float32Array | Drawn) -> bool:
+        nonlocal began
+        check()
+        began = began or clock()
+        tokens.append(token)
+        return len(tokens) < count and token not in ends
+
+    with decoder.session():
+        logits = _prefill(decoder, prompt, check)
+        conversations.tokens(0).extend(prompt)
+        run_alone(decoder, rounds.decode(logits, take, lambda: count - len(tokens)))
+        seconds = clock() - began
+    return Continuation(tokens=tokens, seconds=seconds, speculation=rounds.result())
+
+
+def _prefill(decoder: Decoder, prompt: Sequence[int], check: Callable[[], None]) -> Float32Array:
+    """Bring a prompt into slot 0. Returns the logits [V] after its last token."""
+    rows = decoder.options.max_rows
+    for start in range(0, len(prompt), rows):
+        check()
+        end = min(start + rows, len(prompt))
+        logits = decoder.forward(
+            Step(
+                tokens=np.array(prompt[start:end], np.int32),
+                slots=np.zeros(end - start, np.int32),
+                positions=np.arange(start, end, dtype=np.int32),
+                logit_rows=np.array([end - start - 1] if end == len(prompt) else [], np.int32),
+                prefill=True,
+            )
+        )
+    last: Float32Array = logits[0]
+    return last

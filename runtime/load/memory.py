@@ -1,0 +1,257 @@
+"""The memory plan: what a model will take on this machine, set against what is free now, before anything is loaded.
+
+Nothing here imports torch. The plan decides the context where the person leaves it open, and refuses with numbers and a
+way out where the model can't fit; see design decision 14.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from models.rope import table_bytes
+from models.spec import ModelSpec
+from runtime.backends import Footprint
+from runtime.backends.decoder import KVKind
+from runtime.errors import OutOfMemoryError, RequestError, size
+from runtime.kv.kinds import DEFAULT_KV, KINDS, CacheKind, bytes_per_token, cache_bytes, page_bytes
+from runtime.wire.answers import CacheFacts
+from tuner.detect import MemoryInfo, detect_memory
+
+MIB, GIB = 1 << 20, 1 << 30
+
+DEFAULT_CONTEXT = 8192
+"""Context in tokens where neither the person, nor the model, nor memory asks for less."""
+SMALLEST_CONTEXT = 256
+"""A model that can't have this many tokens of context (or its own maximum, if that is less) is not loaded."""
+CONVERSATIONS = 4
+"""Sequences whose cache stays at hand where a person chats, if memory allows; they share the pages of one context."""
+PARALLEL = 4
+"""Requests that are answered at the same time, where nobody asks for another number."""
+_SHARE_OF_SPARE = 2
+"""Pages for more than one context take at most this part of what the plan would leave: one half."""
+_STEP = 64
+"""A planned context is a multiple of this, unless it is the model's own maximum."""
+_ADVISED: tuple[KVKind, ...] = ("int8", "int4")
+"""Kinds of cache that advice names: the cheapest of 8 and of 4 bits. Those of 2 bits lose too much (docs/kv.md)."""
+_CLEARLY_LESS = 0.8
+"""Advice names a kind only if it takes less than this share."""
+_MARGIN = 256 * MIB
+"""Room left for what is not planned: allocator slack, the tokenizer, the rest of the system."""
+_LARGE_CONTEXT = 1024
+"""Advice does not mention the context below this: cutting it further would not help anybody."""
+
+_PlanAt = Callable[[int], "MemoryPlan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Where the memory goes. All sizes in bytes."""
+
+    context: int
+    """Positions of each slot, in tokens."""
+    slots: int
+    """Sequences that keep a cache at the same time."""
+    pages: int | None
+    """Pages that the slots share; None = each has its own."""
+    contexts: int
+    """Contexts that these pages are enough for."""
+    weight_bytes: int
+    """The weights in the backend's own layout."""
+    residual_bytes: int
+    """Residuals, in main memory."""
+    residuals_beside: bool
+    """Whether they have to fit beside the weights, and count in `needed_bytes`."""
+    kv_bytes: int
+    """The KV cache at `context`."""
+    buffer_bytes: int
+    """Activations of the widest step, logits, rotary tables."""
+    margin_bytes: int
+    """Room left unplanned."""
+    available_bytes: int
+    """What is free now."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must fit."""
+        residuals = self.residual_bytes if self.residuals_beside else 0
+        return self.weight_bytes + residuals + self.kv_bytes + self.buffer_bytes + self.margin_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does."""
+        return self.needed_bytes <= self.available_bytes
+
+
+def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
+    """Bytes of the working buffers of a step of `rows` rows: activations, one row of logits and rotary tables, fp32."""
+    widths = 3 * spec.hidden_size + spec.q_width + 2 * spec.kv_width + 3 * spec.intermediate_size + spec.q_width
+    return 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
+
+
+def plan(
+    spec: ModelSpec,
+    footprint: Footprint,
+    *,
+    kv: KVKind = DEFAULT_KV,
+    context: int | None = None,
+    slots: int = 1,
+    shared: bool = False,
+    parallel: int = 1,
+    rows: int = 128,
+    memory: MemoryInfo | None = None,
+) -> MemoryPlan:
+    """Plan a load, and choose the context if it is left open.
+
+    Args:
+        spec: The architecture.
+        footprint: What it takes on the backend that will run it.
+        kv: The kind of cache.
+        context: Tokens of context, or None for the least of the model's maximum, what fits, and `DEFAULT_CONTEXT`.
+        slots: Sequences that keep a cache at the same time.
+        shared: Whether the slots share the pages of one context, so that only their windows add up; where even that is
+            too much, there are fewer slots.
+        parallel: Contexts whose pages slots are to share, at most; as many as fit into half of what would be left.
+        rows: Most rows of one step.
+        memory: What is free where weights and cache have to fit; main memory, looked up, if None.
+
+    Raises:
+        RequestError: the context is not positive or longer than the model's.
+        OutOfMemoryError: it does not fit, with the numbers and what to do.
+    """
+    if context is not None and not 0 < context <= spec.max_context:
+        raise RequestError(
+            f"a context of {context} tokens is not possible with this model: choose 1 to {spec.max_context}"
+        )
+    free = memory if memory is not None else detect_memory()
+    kind = KINDS[kv]
+    buffers = footprint.buffer_bytes or (lambda tokens, most: buffer_bytes(spec, tokens, most))
+
+    def with_slots(tokens: int, count: int, contexts: int = 1) -> MemoryPlan:
+        pages = contexts * kind.max_pages(tokens) if shared else None
+        return MemoryPlan(
+            context=tokens,
+            slots=count,
+            pages=pages,
+            contexts=contexts if shared else count,
+            weight_bytes=footprint.weight_bytes,
+            residual_bytes=footprint.residual_bytes,
+            residuals_beside=footprint.residuals_beside,
+            kv_bytes=cache_bytes(kind, spec, context=tokens, slots=count, max_rows=rows, pages=pages),
+            buffer_bytes=buffers(tokens, rows),
+            margin_bytes=_MARGIN + footprint.overhead_bytes,
+            available_bytes=free.available_bytes,
+        )
+
+    def at(tokens: int) -> MemoryPlan:
+        found = with_slots(tokens, slots)
+        while shared and not found.fits and found.slots > 1:
+            found = with_slots(tokens, found.slots - 1)
+        one = max(1, kind.max_pages(tokens) * page_bytes(kind, spec))
+        spare = max(0, found.available_bytes - found.needed_bytes) // _SHARE_OF_SPARE
+        more = min(parallel - 1, found.slots - 1, spare // one)
+        return with_slots(tokens, found.slots, 1 + more) if shared and more > 0 else found
+
+    wanted = context if context is not None else min(spec.max_context, DEFAULT_CONTEXT)
+    if at(wanted).fits:
+        return at(wanted)
+    smallest = min(SMALLEST_CONTEXT, spec.max_context)
+    largest = _largest_fitting(at, smallest, wanted)
+    if context is None and largest is not None:
+        return at(largest)
+    raise OutOfMemoryError(_explain(at(wanted if context is not None else smallest), largest, kind, spec, free))
+
+
+def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[str, CacheFacts]:
+    """What every kind of cache would mean for a model in the memory that was free when it was planned.
+
+    Args:
+        spec: The architecture.
+        planned: How it was loaded.
+        rows: Most rows of one step.
+    """
+    room = planned.available_bytes - (planned.needed_bytes - planned.kv_bytes - planned.buffer_bytes)
+
+    def fitting(kind: CacheKind) -> int:
+        def taken(tokens: int) -> int:
+            pages = kind.max_pages(tokens)
+            cache = cache_bytes(kind, spec, context=tokens, slots=1, max_rows=rows, pages=pages)
+            return cache + planned.buffer_bytes + table_bytes(spec, tokens - planned.context)
+
+        if taken(spec.max_context) <= room:
+            return spec.max_context
+        low, high = 0, spec.max_context // _STEP
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if taken(middle * _STEP) <= room else (low, middle - 1)
+        return low * _STEP
+
+    return {
+        name: CacheFacts(bytes_per_token=bytes_per_token(kind, spec), context=fitting(kind))
+        for name, kind in KINDS.items()
+    }
+
+
+def describe(planned: MemoryPlan) -> str:
+    """The plan in one line, for a person."""
+    residuals = f"residuals {size(planned.residual_bytes)}" if planned.residual_bytes else ""
+    inside = f", {residuals}" if residuals and planned.residuals_beside else ""
+    mapped = f", beside it {residuals}" if residuals and not planned.residuals_beside else ""
+    times = f"{planned.contexts} x " if planned.pages is not None and planned.contexts > 1 else ""
+    return (
+        f"{size(planned.needed_bytes)} (weights {size(planned.weight_bytes)}{inside}, "
+        f"cache {size(planned.kv_bytes)} for {times}{planned.context} tokens, buffers {size(planned.buffer_bytes)}, "
+        f"margin {size(planned.margin_bytes)}{mapped})"
+    )
+
+
+def _largest_fitting(at: _PlanAt, smallest: int, wanted: int) -> int | None:
+    """The longest context, a multiple of `_STEP`, that fits between `smallest` and `wanted`; None if there is none."""
+    if smallest > wanted or not at(smallest).fits:
+        return None
+    low, high = smallest // _STEP, wanted // _STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if at(middle * _STEP).fits else (low, middle - 1)
+    return max(low * _STEP, smallest)
+
+
+def _explain(planned: MemoryPlan, largest: int | None, kind: CacheKind, spec: ModelSpec, free: MemoryInfo) -> str:
+    limited = f" of this container's {size(free.limit_bytes)}" if free.limit_bytes is not None else ""
+    advice = []
+    if largest is not None:
+        advice.append(f"a context of {largest} tokens fits")
+    if planned.kv_bytes > planned.needed_bytes // 8 and (cheaper := _cheaper(kind, spec)):
+        advice.append(cheaper)
+    if planned.residuals_beside and planned.residual_bytes:
+        advice.append(f"turn compensation off, whose residuals take {size(planned.residual_bytes)}")
+    if largest is None or planned.context <= _LARGE_CONTEXT:
+        advice.append("use fewer bits or a smaller model")
+    holder = largest_process()
+    advice.append(f"close other programs{f' ({holder})' if holder else ''}")
+    return (
+        f"not enough memory: needs {describe(planned)}, but {size(free.available_bytes)}{limited} is free now; "
+        + ", or ".join(advice)
+    )
+
+
+def _cheaper(kind: CacheKind, spec: ModelSpec) -> str | None:
+    """Which kinds of cache would take less, and how much of what this one takes; None if there is none."""
+    now = bytes_per_token(kind, spec)
+    shares = {name: bytes_per_token(KINDS[name], spec) / now for name in _ADVISED}
+    listed = [f"{name} {100 * share:.0f} %" for name, share in shares.items() if share < _CLEARLY_LESS]
+    return f"another kind of cache takes less ({', '.join(listed)} of {kind.name}'s)" if listed else None
+
+
+def largest_process() -> str | None:
+    """The other process that holds most memory, `name holds 2.1 GiB`; None if none is seen to hold 256 MiB."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter(["name", "memory_info"]):
+        memory = process.info["memory_info"]
+        if memory is not None and process.pid != os.getpid():
+            found.append((memory.rss, process.info["name"] or f"process {process.pid}"))
+    held, name = max(found, default=(0, ""))
+    return f"{name} holds {size(held)}" if held >= 256 * MIB else None

@@ -1,0 +1,140 @@
+"""From a stored model to a running one: which backend, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from models.progress import ProgressCallback, ignore_progress
+from models.weights import Weights
+from runtime.backends import AUTO, AnyBackend, Presence, backend, backends
+from runtime.backends.decoder import Decoder, DecoderOptions
+from runtime.engine.engine import Engine
+from runtime.errors import BackendError, OutOfMemoryError, RequestError
+from runtime.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Model(Weights, Protocol):
+    """Weights that bring a name and a tokenizer; `models.store.StoredModel` does."""
+
+    @property
+    def name(self) -> str:
+        """What the model is called."""
+        ...
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Folder of its tokenizer files."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A backend that can run here."""
+
+    backend: AnyBackend
+    """The backend."""
+    presence: Presence
+    """What it would run on."""
+    reason: str
+    """Why this one, in one sentence."""
+
+
+def candidates(asked: str = AUTO) -> Iterator[Candidate]:
+    """The backends that can run here, best first; looked at one by one, as they are asked for.
+
+    Args:
+        asked: Name of the only one to look at, or `auto` for all.
+
+    Raises:
+        BackendError: an unknown backend, or one that was asked for by name and can't run here.
+    """
+    if asked != AUTO:
+        yield _asked_for(backend(asked))
+        return
+    out: list[str] = []
+    for found in backends():
+        presence = found.probe()
+        if presence.usable:
+            yield Candidate(backend=found, presence=presence, reason="; ".join([*out, presence.reason]))
+        else:
+            out.append(f"{presence.reason}, so {found.label} is out")
+
+
+def _asked_for(found: AnyBackend) -> Candidate:
+    presence = found.probe()
+    if not presence.usable:
+        todo = f": {presence.fix}" if presence.fix else ""
+        raise BackendError(f"{found.label} cannot run here, for {presence.reason}{todo}; or use another backend")
+    return Candidate(backend=found, presence=presence, reason=f"{found.label} was asked for")
+
+
+def open_decoder(
+    model: Weights, options: DecoderOptions, asked: str = AUTO, progress: ProgressCallback = ignore_progress
+) -> tuple[Decoder, str]:
+    """Load a model on a backend.
+
+    Args:
+        model: The stored model.
+        options: How to run it.
+        asked: Name of a backend, or `auto`: the first that can run here and takes the model.
+        progress: See `runtime.backends.Backend.open`.
+
+    Returns:
+        The decoder, and in one sentence why this backend.
+
+    Raises:
+        BackendError: an unknown backend, or one that cannot run here.
+        OutOfMemoryError: the backend's memory does not suffice.
+        RequestError: options that do not fit the model.
+    """
+    if not 1 <= options.context <= model.spec.max_context:
+        raise RequestError(
+            f"a context of {options.context} tokens was asked for, and the model knows positions up to "
+            f"{model.spec.max_context}: choose a context from 1 to {model.spec.max_context}"
+        )
+    failure: BackendError | OutOfMemoryError | None = None
+    for candidate in candidates(asked):
+        label = candidate.backend.label
+        try:
+            decoder = candidate.backend.open(model, options, progress)
+        except (BackendError, OutOfMemoryError) as error:
+            if asked != AUTO:
+                raise
+            logger.warning("%s cannot run this model, so another one is tried: %s", label, error)
+            failure, failed = error, label
+            continue
+        if failure is None:
+            return decoder, candidate.reason
+        return decoder, f"{failed} cannot run this model ({failure}), so {label} does"
+    raise failure or BackendError("no backend can run here")
+
+
+def open_engine(
+    model: Model, options: DecoderOptions, asked: str = AUTO, progress: ProgressCallback = ignore_progress
+) -> Engine:
+    """Load a model with its tokenizer, ready to answer.
+
+    Args:
+        model: The stored model.
+        options: How to run it.
+        asked: As in `open_decoder`.
+        progress: As in `open_decoder`.
+
+    Returns:
+        The engine; its `reason` says why this backend.
+
+    Raises:
+        BackendError: as `open_decoder`, or the tokenizer cannot be read.
+        OutOfMemoryError: as `open_decoder`.
+        RequestError: as `open_decoder`.
+    """
+    tokenizer = Tokenizer(model.tokenizer_path)
+    decoder, reason = open_decoder(model, options, asked, progress)
+    ends = {*model.spec.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+    return Engine(decoder, tokenizer, name=model.name, eos_token_ids=sorted(ends), reason=reason)

@@ -1,0 +1,153 @@
+"""What models that are not here yet would take and give on this machine: whether they fit now, and how fast they are.
+
+Sizes are exact, by the layout of stored models; whether they fit is what the memory plan of a load says with what is
+free now; speed is the tuner's cost model. Nothing is asked of anybody, and nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from models.catalogue import CatalogueModel
+from models.recipe import Recipe
+from models.spec import LAYER_KINDS, ModelSpec
+from runtime.backends import ModelSizes, backend
+from runtime.errors import OutOfMemoryError
+from runtime.load.memory import DEFAULT_CONTEXT, plan
+from runtime.wire.answers import Status
+from runtime.wire.device import DeviceReport
+from runtime.wire.prospects import Prospect
+from tuner.detect import MemoryInfo
+from tuner.devices import DeviceSpec
+from tuner.expectation import card_named, card_tokens_per_s, processor_tokens_per_s
+from tuner.shapes import LayerShape
+
+BITS = (4.0, 3.5, 3.0)
+"""Bits of a weight to choose from, best first."""
+_ENOUGH_CONTEXT = 2048
+"""Tokens of context for which no bits are given up."""
+_MAKING_CORE_S = 7.3e-7
+"""Seconds of one core that quantizing a weight takes by the usual recipe: SmolLM2-135M took 49 s of two cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What is known of the machine that models are to fit."""
+
+    backend: str
+    """What would run them."""
+    available_bytes: int
+    """Memory that they may take now: of the card, or main memory."""
+    main_bytes: int
+    """Main memory that is free now."""
+    cores: int
+    """Processor cores that may be used."""
+    read_gb_s: float | None = None
+    """Measured read bandwidth of main memory; None where it was not measured."""
+    card: DeviceSpec | None = None
+    """The card, where its figures are known."""
+
+
+def room_of(report: DeviceReport, status: Status) -> Room:
+    """What is known of this machine. What the loaded model holds counts as free: it would make room.
+
+    Args:
+        report: Of the device.
+        status: Of the runtime.
+    """
+    machine, held = report.machine, (status.weight_bytes or 0) + (status.kv_bytes or 0)
+    gpu: Mapping[str, Any] = machine.get("gpu") or {}
+    free: int | None = gpu.get("memory_free_bytes") if gpu.get("vendor", "nvidia") == "nvidia" else None
+    name = machine.get("backend") or ("triton" if free else "cpu")
+    main = int((machine.get("memory") or {}).get("available_bytes") or 0)
+    on_card = name == "triton"
+    return Room(
+        backend=name,
+        available_bytes=(free or 0) + held if on_card else main + held,
+        main_bytes=main if on_card else main + held,
+        cores=int((machine.get("cpu") or {}).get("usable_cores") or 1),
+        read_gb_s=report.bandwidth_gb_s,
+        card=card_named(str(gpu.get("name"))) if on_card else None,
+    )
+
+
+def prospects(catalogue: Sequence[CatalogueModel], room: Room) -> list[Prospect]:
+    """Every model of a catalogue, seen from a machine. Takes a tenth of a second: call it from a worker thread."""
+    return [_prospect(model, room) for model in catalogue]
+
+
+def _prospect(model: CatalogueModel, room: Room) -> Prospect:
+    from models.store.layout import sizes
+
+    spec = model.spec
+    taken = {bits: sizes(spec, _recipe(spec, bits)) for bits in BITS}
+    usual = min(spec.max_context, DEFAULT_CONTEXT)
+    chosen, context, needed = None, 0, 0
+    for bits, size in taken.items():
+        try:
+            context, needed = _planned(spec, bits, (size.device, size.residuals), room)
+        except OutOfMemoryError:
+            needed = size.device + size.residuals
+            continue
+        chosen = bits
+        if context >= min(usual, _ENOUGH_CONTEXT):
+            break
+    speed = _speed(spec, chosen or BITS[-1], taken[chosen or BITS[-1]].device, room)
+    return Prospect(
+        title=model.title,
+        source=model.source,
+        maker=model.maker,
+        license=model.license,
+        gated=model.gated,
+        form=model.form,
+        download_bytes=model.download_bytes,
+        parameters=spec.parameters,
+        max_context=spec.max_context,
+        sizes=tuple(taken[bits].device for bits in sorted(BITS)),
+        residual_bytes=taken[BITS[0]].residuals,
+        bits=chosen,
+        fits="no" if chosen is None else "yes" if (chosen, context) == (BITS[0], usual) else "tight",
+        needed_bytes=needed,
+        context=context,
+        tokens_per_s=speed,
+        making_s=_MAKING_CORE_S * spec.parameters / room.cores,
+    )
+
+
+def _recipe(spec: ModelSpec, bits: float) -> Recipe:
+    """The usual recipe; between 3 and 4 bits every other block has 4, and which ones does not change the size."""
+    mixed = tuple(4 - at % 2 for at in range(spec.num_layers)) if bits % 1 else None
+    return Recipe(bits=bits, block_bits=mixed)
+
+
+def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) -> tuple[int, int]:
+    """Context and bytes of the memory plan of a load.
+
+    Raises:
+        OutOfMemoryError: it does not fit now.
+    """
+    weights, residuals = size
+    found = backend(room.backend)
+    footprint = found.footprint(
+        spec,
+        ModelSizes(weight_bytes=weights, residual_bytes=residuals, recipe=_recipe(spec, bits)),
+        compensated=True,
+    )
+    free = room.available_bytes
+    memory = MemoryInfo(total_bytes=free, available_bytes=free, limit_bytes=None)
+    planned = plan(spec, footprint, shared=True, rows=found.step_rows, memory=memory)
+    if residuals > room.main_bytes:
+        raise OutOfMemoryError("the residuals do not fit main memory")
+    return planned.context, planned.needed_bytes
+
+
+def _speed(spec: ModelSpec, bits: float, weight_bytes: int, room: Room) -> float | None:
+    counts = {kind: 1 if kind == "head" else spec.num_layers for kind in LAYER_KINDS}
+    layers = [LayerShape(kind, *spec.linear_shape(kind), count) for kind, count in counts.items()]
+    if room.card is not None:
+        return card_tokens_per_s(layers, room.card, bits)
+    if room.backend != "cpu" or room.read_gb_s is None:
+        return None
+    return processor_tokens_per_s(weight_bytes, sum(layer.count for layer in layers), room.read_gb_s)

@@ -1,0 +1,1 @@
+"""Measurements of a loaded decoder: perplexity, speed, and the slowdown that compensation costs."""

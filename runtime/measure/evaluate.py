@@ -1,0 +1,277 @@
+"""Perplexity over sliding windows of a text, for any decoder and for the full-precision checkpoint.
+
+Plain, every position of a window is run as a decoded token is. As a chat, the first half of a window is prefilled as
+the engine prefills a prompt, and the second half is decoded and scored token by token, as the engine decodes an answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
+from runtime.backends.decoder import Decoder, Step
+from runtime.errors import Cancelled, RequestError
+
+if TYPE_CHECKING:
+    from models.oracle import Weights as FullWeights
+
+FloatArray = npt.NDArray[np.floating]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """What an evaluation found."""
+
+    perplexity: float
+    """exp(nll_sum / tokens)."""
+    nll_sum: float
+    """Sum of the negative log-likelihoods of the scored tokens, in nats."""
+    tokens: int
+    """Number of scored tokens."""
+    recall: float | None
+    """Mean recall of the selector against exact top-k, where the decoder measures it."""
+    seconds: float
+    """Wall time."""
+    window_nll: tuple[float, ...] = ()
+    """The part of each window in `nll_sum`, in the order of `windows`: for comparing two models on the same text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens start .. end - 1 of a text, of which start .. prompt - 1 are prefilled and first .. end - 1 scored."""
+
+    start: int
+    end: int
+    first: int
+    prompt: int
+
+
+def windows(count: int, window: int, stride: int, *, as_chat: bool = False) -> Iterator[Window]:
+    """The windows of a text.
+
+    A window of `window` tokens starts every `stride` tokens and scores the tokens that no earlier window scored. The
+    first token of a window has nothing before it there, so it is not scored; with stride == window that leaves out one
+    token of every window. The last window is the one that reaches the end of the text. As a chat, the first half of a
+    window is its prompt, which is not scored either; with stride == window / 2 that leaves out the first prompt alone.
+
+    Args:
+        count: Tokens of the text.
+        window: Tokens of a window, at least 2.
+        stride: Tokens from one window's start to the next, in [1, window].
+        as_chat: Whether the first half of a window is a prompt; else no window has one.
+
+    Raises:
+        RequestError: a window or stride outside its range, or a text of fewer than two tokens.
+    """
+    if window < 2:
+        raise RequestError(f"window is {window}; it must be at least 2 tokens")
+    if not 1 <= stride <= window:
+        raise RequestError(f"stride is {stride}; it must be from 1 to the window of {window} tokens")
+    if count < 2:
+        raise RequestError(f"the text has {count} tokens; at least 2 are needed to score one")
+    return _windows(count, window, stride, as_chat)
+
+
+def _windows(count: int, window: int, stride: int, as_chat: bool) -> Iterator[Window]:
+    scored = 0
+    for start in range(0, count, stride):
+        end = min(start + window, count)
+        prompt = start + (end - start) // 2 if as_chat else start
+        first = max(scored, prompt, start + 1)
+        if first < end:
+            yield Window(start, end, first, prompt)
+        scored = end
+        if end == count:
+            return
+
+
+def perplexity(
+    decoder: Decoder,
+    tokens: Sequence[int],
+    window: int,
+    stride: int,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+    *,
+    as_chat: bool = False,
+) -> EvalResult:
+    """Perplexity of a decoder; every position is compensated by its own activations, as in decoding.
+
+    As a chat, a prompt gets what the engine gives it, and decoding is one token a step. Else many positions make a
+    step; a cache with a window of recent tokens in full precision is seen as decoding sees it, for no step goes past
+    the point where decoding would quantize the next page.
+
+    Args:
+        decoder: The loaded model; slot 0 is used and overwritten.
+        tokens: The text, encoded with the tokenizer's own special tokens.
+        window: Tokens of a window, at most the decoder's context.
+        stride: Tokens between windows.
+        progress: Told after every window.
+        cancelled: Asked between steps.
+        as_chat: Whether the first half of each window is prefilled as a prompt and the second half decoded.
+
+    Raises:
+        RequestError: a window or stride outside its range, a text that is too short, or a foreign token.
+        Cancelled: `cancelled` said so.
+        InvalidActivationError: the model's numbers broke down.
+    """
+    if window > decoder.options.context:
+        raise RequestError(f"window is {window}, more than the context of {decoder.options.context} tokens")
+    text = _checked(tokens, decoder.spec.vocab_size)
+
+    def score(part: Window) -> float:
+        return sum(_score_steps(decoder, text, part, as_chat, cancelled))
+
+    with decoder.session():
+        parts = windows(text.size, window, stride, as_chat=as_chat)
+        return _evaluate(score, text, parts, progress, lambda: decoder.recall)
+
+
+def full_precision_perplexity(
+    checkpoint: FullWeights,
+    tokens: Sequence[int],
+    window: int,
+    stride: int,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+    *,
+    as_chat: bool = False,
+) -> EvalResult:
+    """The same perplexity for the checkpoint before quantization, in float32.
+
+    Args:
+        checkpoint: An open `models.checkpoint.Checkpoint`.
+        tokens: As in `perplexity`.
+        window: As in `perplexity`.
+        stride: As in `perplexity`.
+        progress: Told after every window.
+        cancelled: Asked between windows.
+        as_chat: Whether the tokens are those that a chat's evaluation scores; they are computed alike.
+
+    Raises:
+        RequestError: as in `perplexity`.
+        Cancelled: `cancelled` said so.
+    """
+    import torch
+
+    from models.oracle import Oracle
+
+    oracle = Oracle(checkpoint)
+    text = _checked(tokens, checkpoint.spec.vocab_size)
+
+    def score(part: Window) -> float:
+        _check(cancelled)
+        rows = list(range(part.first - 1 - part.start, part.end - 1 - part.start))
+        logits = oracle.logits(torch.from_numpy(text[None, part.start : part.end - 1]), rows=rows)[0]
+        return negative_log_likelihood(logits.float().numpy(), text[part.first : part.end])
+
+    return _evaluate(score, text, windows(text.size, window, stride, as_chat=as_chat), progress, lambda: None)
+
+
+def negative_log_likelihood(logits: FloatArray, targets: Int64Array) -> float:
+    """Sum over rows of -log softmax(logits)[target].
+
+    Args:
+        logits: floating point [R, V].
+        targets: int64 [R].
+
+    Returns:
+        Nats, summed in float64.
+    """
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    normalizers = np.log(np.exp(shifted).sum(axis=1))
+    return float((normalizers - shifted[np.arange(targets.size), targets]).sum())
+
+
+def _score_steps(
+    decoder: Decoder, text: Int64Array, part: Window, as_chat: bool, cancelled: Callable[[], bool]
+) -> Iterator[float]:
+    """Negative log-likelihoods of a window, summed over each step.
+
+    The window's last token is not run: nothing after it is scored.
+    """
+    for at, end, prompt in _steps(decoder, part, as_chat):
+        _check(cancelled)
+        wanted = np.arange(max(part.first - 1, at), end)
+        step = Step(
+            tokens=text[at:end].astype(np.int32),
+            slots=np.zeros(end - at, np.int32),
+            positions=np.arange(at - part.start, end - part.start, dtype=np.int32),
+            logit_rows=(wanted - at).astype(np.int32),
+            prefill=prompt,
+        )
+        logits = decoder.forward(step)
+        if wanted.size:
+            yield negative_log_likelihood(logits, text[wanted + 1])
+
+
+def _steps(decoder: Decoder, part: Window, as_chat: bool) -> Iterator[tuple[int, int, bool]]:
+    """First token of each step of a window, the one behind its last, and whether it is one of a prompt's.
+
+    The cache says how far a step may go, so each is to be run before the next is asked for.
+    """
+    end, most, cache = part.start, decoder.options.max_rows, decoder.cache
+    if cache is not None:
+        cache.clear(0)
+    while end < part.end - 1:
+        at, prompt = end, end < part.prompt
+        until = most if prompt or cache is None else min(most, cache.rows_until_flush(0))
+        rows = 1 if as_chat and not prompt else until
+        end = min(at + rows, part.prompt if prompt else part.end - 1)
+        yield at, end, prompt
+
+
+def _evaluate(
+    score: Callable[[Window], float],
+    text: Int64Array,
+    parts: Iterator[Window],
+    progress: ProgressCallback,
+    recall: Callable[[], float | None],
+) -> EvalResult:
+    """Sum the scores of all windows, with progress in tokens."""
+    begin = time.perf_counter()
+    nll, count, scores = 0.0, 0, []
+    for part in parts:
+        scores.append(score(part))
+        nll += scores[-1]
+        count += part.end - part.first
+        message = f"perplexity {safe_exp(nll / count):.2f} after {count} of about {text.size} tokens"
+        progress(Progress(phase="eval", done=part.end, total=text.size, unit="tokens", message=message))
+    seconds = time.perf_counter() - begin
+    return EvalResult(
+        perplexity=safe_exp(nll / count),
+        nll_sum=nll,
+        tokens=count,
+        recall=recall(),
+        seconds=seconds,
+        window_nll=tuple(scores),
+    )
+
+
+def safe_exp(value: float) -> float:
+    """The exponential, infinity where it leaves the range of a float: a collapsed model must not end its evaluation."""
+    return math.exp(value) if value < math.log(1.7e308) else math.inf
+
+
+def _checked(tokens: Sequence[int], vocabulary: int) -> Int64Array:
+    """The tokens as an array; raises RequestError for one that the model does not have."""
+    text = np.asarray(tokens, np.int64)
+    if text.size and not (text.min() >= 0 and text.max() < vocabulary):
+        raise RequestError(
+            f"the text holds a token outside the model's vocabulary of {vocabulary}: a foreign tokenizer?"
+        )
+    return text
+
+
+def _check(cancelled: Callable[[], bool]) -> None:
+    """Raise Cancelled where the caller asks for the end."""
+    if cancelled():
+        raise Cancelled("the evaluation was asked to stop")

@@ -1,0 +1,102 @@
+"""The lock file: where a running runtime process listens, and with which token. Importing this needs no torch.
+
+The file is `<home>/runtime.json`, readable by its owner alone, written at once (temporary file, then rename). It names
+a process by id and creation time, so that a process id that came around again is not taken for the runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from models.files import replacing
+from runtime.system.hosts import is_loopback
+from runtime.system.own_files import ANYTHING, is_own, read_own
+from runtime.system.parent import process_create_time
+
+LOCK_NAME = "runtime.json"
+"""Name of the lock file in the home folder."""
+_TIME_TOLERANCE_S = 0.05
+"""Creation times that differ by less are the same: they pass through JSON and a clock of 100 ticks a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockRecord:
+    """Content of the lock file."""
+
+    pid: int
+    """Process id of the runtime."""
+    create_time: float
+    """When that process was created, seconds since 1970."""
+    host: str
+    """Address it listens on: this machine's loopback, for the token is sent there."""
+    port: int
+    """TCP port it listens on."""
+    token: str
+    """Bearer token that every request needs."""
+    version: str
+    """Version of the program it runs."""
+
+    def __post_init__(self) -> None:
+        for field, kind in (("pid", int), ("host", str), ("port", int), ("token", str), ("version", str)):
+            if type(getattr(self, field)) is not kind:
+                raise ValueError(f"{field} must be of type {kind.__name__}")
+        if type(self.create_time) not in (int, float) or self.pid < 1 or not 0 < self.port < 65536 or not self.token:
+            raise ValueError("pid, create_time, port or token is out of range")
+        if not is_loopback(self.host):
+            raise ValueError("a runtime listens on this machine alone")
+
+    def __repr__(self) -> str:
+        return f"LockRecord(pid={self.pid}, host={self.host!r}, port={self.port}, version={self.version!r})"
+
+    @property
+    def base_url(self) -> str:
+        """Where requests go."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+def lock_path(home: Path) -> Path:
+    """Where the lock file of a home folder lies."""
+    return home / LOCK_NAME
+
+
+def is_alive(record: LockRecord) -> bool:
+    """Whether the very process that wrote a record still runs."""
+    created = process_create_time(record.pid)
+    return created is not None and abs(created - record.create_time) < _TIME_TOLERANCE_S
+
+
+def read_lock(path: Path) -> LockRecord | None:
+    """Read a lock file; None if there is none, none that can be understood, or another user may have written it."""
+    try:
+        data = json.loads(read_own(path, ANYTHING))
+        if not isinstance(data, dict) or data.keys() != {field.name for field in fields(LockRecord)}:
+            return None
+        return LockRecord(**data)
+    except (OSError, ValueError):
+        return None
+
+
+def write_lock(path: Path, record: LockRecord) -> None:
+    """Write a lock file for its owner alone (mode 0600), at once.
+
+    Raises:
+        OSError: the folder is missing or cannot be written, or its files cannot be closed to other users.
+    """
+    with replacing(path) as file:  # for its owner alone, where the disk knows owners
+        file.write(json.dumps(asdict(record)).encode())
+        if not is_own(Path(file.name), ANYTHING):
+            raise PermissionError(
+                f"other users have access to every file in {path.parent}, and one has to hold a secret: set "
+                "LOWBIT_CHAT_HOME to a folder on another disk"
+            )
+
+
+def remove_lock(path: Path, record: LockRecord) -> None:
+    """Delete a lock file if it is still the one that was written with `record`; another runtime's file stays."""
+    if read_lock(path) == record:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""OpenAI's protocol: requests checked, answers written, as bodies and as streams."""

@@ -1,0 +1,65 @@
+"""`/v1/embeddings`: its request, checked, and its answer."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from runtime.server.reading import Items, Tokens, refused
+from runtime.server.service.service import Embedded
+from runtime.text.sampling import Float32Array
+
+MAX_INPUTS = 2048
+"""Most texts of a request, as in OpenAI's interface."""
+
+
+class EmbeddingsRequest(BaseModel):
+    """Body of POST /v1/embeddings."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+    model: Annotated[str, Field(min_length=1, max_length=300)]
+    input: str | Tokens | Annotated[Items[str | Tokens], Field(min_length=1, max_length=MAX_INPUTS)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured.
+
+        Raises:
+            ApiError: with the field's name.
+        """
+        if self.dimensions is not None:
+            raise refused("dimensions", "dimensions is not supported: a vector has the model's own width")
+        if any(not text for text in self.texts):
+            raise refused("input", "input holds an empty text: give each at least one letter")
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """The texts, or their tokens."""
+        given: Any = self.input  # which of its types it has, its first member tells
+        if isinstance(given, str) or isinstance(given[0], int):
+            return [given]
+        return list(given)
+
+
+def embeddings_body(asked: EmbeddingsRequest, found: Sequence[Embedded]) -> dict[str, Any]:
+    """The answer as OpenAI writes it."""
+    tokens = sum(one.tokens for one in found)
+    return {
+        "object": "list",
+        "model": found[0].model,
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _written(one.vector, asked.encoding_format)}
+            for index, one in enumerate(found)
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def _written(vector: Float32Array, form: str | None) -> list[float] | str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if form == "base64" else list(map(float, vector))

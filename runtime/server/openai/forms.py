@@ -1,0 +1,239 @@
+"""What a request says of tools and of the form of its answer, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
+
+from runtime.errors import RequestError
+from runtime.server.errors import ApiError
+from runtime.server.reading import Items, JsonObject
+from runtime.system.foreign import read_json
+from runtime.text.constraint import ANY_OBJECT, Grammar
+from runtime.text.tool_calls import Tool, demanded
+
+MAX_TOOLS = 128
+"""Most tools of a request, as in OpenAI's interface."""
+MAX_GRAMMAR = 2**14
+"""Most characters of `structured_outputs.grammar`: terminals inside terminals take time with their third power."""
+MAX_CHOICES = 1000
+"""Most texts of `structured_outputs.choice`."""
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Choice = Annotated[str, Field(min_length=1)]
+CallId = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class FunctionSpec(_Part):
+    """A function that the model may ask for."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: StrictBool | None = None
+
+    def tool(self) -> Tool:
+        """As the rest of the program has it."""
+        return Tool(
+            name=self.name,
+            description=self.description or "",
+            parameters=self.parameters if self.parameters is not None else {"type": "object", "properties": {}},
+            strict=bool(self.strict),
+        )
+
+
+class ToolSpec(_Part):
+    """A tool; only functions are known here."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class NamedFunction(_Part):
+    """A function by its name."""
+
+    name: FunctionName
+
+
+class NamedTool(_Part):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(_Part):
+    """What an assistant's message asked for."""
+
+    name: FunctionName
+    arguments: str
+
+
+class CalledTool(_Part):
+    """A call in an assistant's message."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def record(self, where: str) -> dict[str, Any]:
+        """As chat templates take it: with arguments as an object.
+
+        Raises:
+            ApiError: the arguments are no JSON object.
+        """
+        try:
+            arguments = read_json(self.function.arguments or "{}")
+        except ValueError as error:
+            raise ApiError(400, f"{where}.function.arguments is not JSON: {error}", param=where) from None
+        if not isinstance(arguments, dict):
+            raise ApiError(400, f"{where}.function.arguments is not a JSON object", param=where)
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class SchemaFormat(_Part):
+    """A JSON schema with its name."""
+
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    name: str | None = None
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(_Part):
+    """The form of the answer, as in OpenAI's interface."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    def grammar(self) -> Grammar | None:
+        """What enforces it.
+
+        Raises:
+            RequestError: there is no schema, or it cannot be enforced.
+        """
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Grammar.of_schema(ANY_OBJECT)
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise RequestError("its schema is missing: give the JSON schema of the answer")
+        return Grammar.of_schema(self.json_schema.schema_)
+
+
+class StructuredOutputs(_Part):
+    """The form of the answer, as in vLLM's interface: one of these."""
+
+    json_: Annotated[JsonObject | None, Field(alias="json")] = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[Items[Choice], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar_: Annotated[str | None, Field(alias="grammar", max_length=MAX_GRAMMAR)] = None
+
+    def grammar(self) -> Grammar:
+        """What enforces it.
+
+        Raises:
+            ApiError: none is given, or several.
+            RequestError: it cannot be enforced.
+        """
+        given = [value for value in (self.json_, self.regex, self.choice, self.grammar_) if value is not None]
+        if len(given) != 1:
+            raise ApiError(
+                400, "structured_outputs takes one of json, regex, choice and grammar", param="structured_outputs"
+            )
+        if self.json_ is not None:
+            return Grammar.of_schema(self.json_)
+        if self.regex is not None:
+            return Grammar.of_regex(self.regex)
+        if self.choice is not None:
+            return Grammar.of_lark("start: " + " | ".join(json.dumps(text) for text in self.choice))
+        assert self.grammar_ is not None
+        return Grammar.of_lark(self.grammar_)
+
+
+def answer_grammar(
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    tools: Sequence[Tool],
+    *,
+    forced: bool,
+    named: str = "response_format",
+) -> Grammar | None:
+    """What the answer must look like.
+
+    Args:
+        response_format: What the request says of it, in OpenAI's way.
+        structured: The same in vLLM's way.
+        tools: Tools that may be called.
+        forced: Whether one of them has to be.
+        named: What the request calls its `response_format`.
+
+    Raises:
+        ApiError: the wishes contradict each other, or one cannot be enforced; it names the field.
+    """
+    asked = {
+        named: response_format if response_format is not None and response_format.type != "text" else None,
+        "structured_outputs": structured,
+        "tools": tools if forced else None,
+    }
+    fields = [field for field, wish in asked.items() if wish is not None]
+    if len(fields) > 1:
+        raise ApiError(400, f"{' and '.join(fields)} both decide the form of the answer: give one", param=fields[1])
+    try:
+        if asked[named] is not None and response_format is not None:
+            return response_format.grammar()
+        if structured is not None:
+            return structured.grammar()
+        return demanded(tools) if forced else None
+    except RequestError as error:
+        raise ApiError(400, f"{fields[0]}: {error}", param=fields[0], code="invalid_value") from error
+
+
+def chosen_tools(tools: Sequence[ToolSpec] | None, choice: ToolChoice | None) -> tuple[list[Tool], bool]:
+    """The tools that the model is told of, and whether it has to call one.
+
+    Raises:
+        ApiError: two tools have one name, or the choice is not among them.
+    """
+    known = [spec.function.tool() for spec in tools or ()]
+    names = [tool.name for tool in known]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ApiError(400, f"tools holds the function {twice} twice", param="tools")
+    if choice == "none":
+        return [], False
+    if isinstance(choice, NamedTool):
+        wanted = choice.function.name
+        if wanted not in names:
+            raise ApiError(400, f"tool_choice names {wanted}, which is not among tools", param="tool_choice")
+        return [tool for tool in known if tool.name == wanted], True
+    if choice == "required" and not known:
+        raise ApiError(400, "tool_choice is required, but there are no tools", param="tool_choice")
+    return known, choice == "required"
+
+
+def check_results(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Check that each tool's result belongs to a call before it.
+
+    Raises:
+        ApiError: one does not.
+    """
+    asked: set[str] = set()
+    for index, message in enumerate(messages):
+        asked |= {call["id"] for call in message.get("tool_calls") or ()}
+        if message["role"] == "tool" and message.get("tool_call_id") not in asked:
+            where = f"messages[{index}].tool_call_id"
+            raise ApiError(400, f"{where} names no call of an assistant's message before it", param=where)

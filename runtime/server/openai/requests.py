@@ -1,0 +1,295 @@
+"""Requests of the OpenAI protocol, checked: wrong types, ranges and what is not supported are named in the error.
+
+Fields that this program does not know are let through, as OpenAI does. Known ones that would change the answer and that
+it cannot honour (several answers, other modalities, ...) are refused: an answer that silently ignores them would be
+worse.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
+
+from runtime.server.openai.forms import (
+    MAX_TOOLS,
+    CalledTool,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoice,
+    ToolSpec,
+    answer_grammar,
+    check_results,
+    chosen_tools,
+)
+from runtime.server.reading import Items, JsonObject, Tokens, at_most, refused
+from runtime.text.constraint import Grammar
+from runtime.text.sampling import SamplingOptions
+from runtime.text.tool_calls import Tool
+
+COMPLETION_TOKENS = 16
+"""Length of a plain completion where the request does not say, as in OpenAI's interface."""
+MAX_SEED = 2**63
+MAX_COUNT = 2**31 - 1
+MAX_BIASES = 1024
+
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Stops = Annotated[str, Field(min_length=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+_NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Request):
+    """How a stream is given."""
+
+    include_usage: StrictBool | None = None
+
+
+class Sampling(_Request):
+    """Fields that both kinds of request share. OpenAI's, and top_k, min_p, repetition_penalty."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "logit_bias": "logit_bias is not supported",
+        "presence_penalty": "presence_penalty is not supported: use repetition_penalty",
+        "frequency_penalty": "frequency_penalty is not supported: use repetition_penalty",
+    }
+    """Fields that must be absent or neutral, and what is said if they are not."""
+
+    model: Annotated[str, Field(min_length=1, max_length=300)]
+    n: int | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, float], at_most(MAX_BIASES)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED, lt=MAX_SEED)] | None = None
+    stop: Stops | Annotated[Items[Stops], Field(max_length=15)] | None = None
+    max_tokens: Count | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """Not OpenAI's, vLLM's: a form that the answer must have."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured.
+
+        Raises:
+            ApiError: with the field's name.
+        """
+        if self.n not in (None, 1):
+            raise refused(
+                "n", f"n is {self.n}, but this server gives one answer to a request: leave n out, and ask again"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "stream_options is only allowed when stream is true")
+        for field, message in self.REFUSED.items():
+            if getattr(self, field) not in (*_NOTHING, 0):
+                raise refused(field, message, code="unsupported_parameter")
+
+    def options(self, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None = None) -> SamplingOptions:
+        """How the answer is drawn. What the request leaves out is as OpenAI has it: temperature 1, all of top_p."""
+        top_p = 1.0 if self.top_p is None else self.top_p
+        return SamplingOptions(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=1 if top_p == 0 else self.top_k or 0,
+            top_p=top_p or 1.0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            stop=self.stops,
+            logprobs=logprobs,
+            grammar=grammar,
+        )
+
+
+class ContentPart(_Request):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(_Request):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Items[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Items[CalledTool] | None = None
+    tool_call_id: str | None = None
+    function_call: JsonObject | None = None
+
+    def plain(self, index: int) -> dict[str, Any]:
+        """Role, text, and calls of tools, as chat templates take them.
+
+        Raises:
+            ApiError: the message holds something else than text and calls.
+        """
+        where = f"messages[{index}]"
+        if self.role == "function" or self.function_call:
+            message = f"{where}: functions are an older form that is not supported: use tools"
+            raise refused(where, message, code="unsupported_parameter")
+        if self.tool_calls and self.role != "assistant":
+            raise refused(f"{where}.tool_calls", f"{where}.tool_calls: only an assistant's message calls tools")
+        if self.content is None and not self.tool_calls:
+            raise refused(f"{where}.content", f"{where}.content is missing: give a text")
+        plain: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self._text(where),
+        }
+        if self.tool_calls:
+            plain["tool_calls"] = [call.record(f"{where}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls)]
+        if self.role == "tool":
+            plain["tool_call_id"] = self.tool_call_id
+        return plain
+
+    def _text(self, where: str) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        texts = []
+        for position, part in enumerate(self.content):
+            if part.type != "text" or part.text is None:
+                field = f"{where}.content[{position}]"
+                raise refused(field, f"{field} is of type {part.type!r}, but the models here read only text")
+            texts.append(part.text)
+        return "".join(texts)
+
+
+class ChatRequest(Sampling):
+    """Body of POST /v1/chat/completions."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        **Sampling.REFUSED,
+        "functions": "functions are an older form that is not supported: use tools",
+        "audio": "audio is not supported",
+    }
+
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[Items[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: StrictBool | None = None
+    functions: Items[Any] | None = None
+    function_call: Any = None
+    modalities: Items[str] | None = None
+    audio: Any = None
+    prompt_cache_key: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """OpenAI's, taken for the name of the conversation: what its cache holds is deleted by that name."""
+    continue_final_message: StrictBool | None = None
+    """Not OpenAI's: whether the last message, the assistant's, is continued rather than answered."""
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured.
+
+        Raises:
+            ApiError: with the field's name.
+        """
+        super().check()
+        if self.function_call not in (None, "none", "auto"):
+            raise refused("function_call", "functions are an older form that is not supported: use tools")
+        if self.modalities not in (None, ["text"]):
+            raise refused("modalities", "modalities other than 'text' are not supported", code="unsupported_parameter")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("top_logprobs", "top_logprobs needs logprobs to be true")
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise refused("max_tokens", "max_tokens and max_completion_tokens are both given and differ: give one")
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages, as chat templates take them.
+
+        Raises:
+            ApiError: a message holds something else than text and calls of tools, or a result has no call.
+        """
+        messages = [message.plain(index) for index, message in enumerate(self.messages)]
+        check_results(messages)
+        return messages
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model may call.
+
+        Raises:
+            ApiError: two have one name, or the choice is not among them.
+        """
+        return chosen_tools(self.tools, self.tool_choice)[0]
+
+    def sampling(self) -> SamplingOptions:
+        """How the answer is drawn. A large schema takes a while to be read: call it from a worker thread.
+
+        Raises:
+            ApiError: the form that is asked for cannot be enforced.
+        """
+        tools, forced = chosen_tools(self.tools, self.tool_choice)
+        grammar = answer_grammar(self.response_format, self.structured_outputs, tools, forced=forced)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.options(self.max_completion_tokens or self.max_tokens, logprobs, grammar)
+
+
+class CompletionRequest(Sampling):
+    """Body of POST /v1/completions."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        **Sampling.REFUSED,
+        "echo": "echo is not supported: put the prompt in front yourself",
+        "suffix": "suffix is not supported",
+    }
+
+    prompt: str | Items[str] | Tokens | Items[Tokens]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: int | None = None
+    echo: StrictBool | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured.
+
+        Raises:
+            ApiError: with the field's name.
+        """
+        super().check()
+        if self.best_of not in (None, 1):
+            raise refused("best_of", "this server gives one answer to a request: leave best_of out")
+
+    @property
+    def single_prompt(self) -> str | list[int]:
+        """The prompt: a text, or tokens.
+
+        Raises:
+            ApiError: there are several, or none.
+        """
+        if isinstance(self.prompt, str):
+            return self.prompt
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [token for token in self.prompt if isinstance(token, int)]
+        if len(self.prompt) != 1 or isinstance(self.prompt[0], int):
+            raise refused("prompt", f"prompt holds {len(self.prompt)} prompts: ask for one completion in a request")
+        return self.prompt[0]
+
+    def sampling(self) -> SamplingOptions:
+        """How the answer is drawn; see `ChatRequest.sampling`."""
+        grammar = answer_grammar(None, self.structured_outputs, (), forced=False)
+        return self.options(self.max_tokens or COMPLETION_TOKENS, self.logprobs, grammar)

@@ -1,0 +1,170 @@
+"""Answers of OpenAI's Responses interface: the object of an answer, and the events of its stream."""
+
+from __future__ import annotations
+
+import copy
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from runtime.engine.generation import FinishReason, Piece, Usage
+from runtime.server.openai.response_requests import ResponsesRequest
+from runtime.server.openai.responses import Body, call_id, read_piece
+from runtime.server.service.service import Accepted
+from runtime.text.tool_calls import CallReader, ToolCall
+
+
+class ResponseWriter:
+    """Writes one answer, as a whole or as events. A text between calls is a message of its own."""
+
+    def __init__(self, asked: ResponsesRequest, accepted: Accepted, calls: CallReader | None) -> None:
+        """Begin an answer; `calls` finds calls of tools in it, where there are tools."""
+        self._calls = calls
+        self._events = 0
+        self._growing: Body | None = None  # the message that text is added to
+        self._body: Body = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "model": accepted.model,
+            "output": [],
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            **_asked(asked),
+        }
+
+    def opening(self) -> list[Body]:
+        """Events before the first text."""
+        return [self._event(f"response.{state}", response=self._now()) for state in ("created", "in_progress")]
+
+    def chunks(self, piece: Piece) -> list[Body]:
+        """Events of a piece; none where it has nothing to tell."""
+        return list(self._told(piece))
+
+    def whole(self, pieces: Sequence[Piece]) -> Body:
+        """The answer of a request that does not stream."""
+        for piece in pieces:
+            self.chunks(piece)
+        return self._body
+
+    def _told(self, piece: Piece) -> Iterator[Body]:
+        text, calls = read_piece(piece, self._calls)
+        if text:
+            yield from self._add_text(text)
+        for call in calls:
+            yield from self._close_text()
+            yield from self._add_call(call)
+        if piece.finish_reason is None or piece.usage is None:
+            return
+        if not self._body["output"]:
+            yield from self._open_text()
+        complete = piece.finish_reason == "stop"
+        yield from self._close_text(complete=complete)
+        self._end(piece.finish_reason, piece.usage)
+        yield self._event("response.completed" if complete else "response.incomplete", response=self._now())
+
+    def _open_text(self) -> Iterator[Body]:
+        self._growing = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [],
+        }
+        yield self._added(self._growing)
+        part: Body = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield self._event("response.content_part.added", **self._place(), part=dict(part))
+        self._growing["content"].append(part)
+
+    def _add_text(self, text: str) -> Iterator[Body]:
+        if self._growing is None:
+            yield from self._open_text()
+        assert self._growing is not None
+        self._growing["content"][0]["text"] += text
+        yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
+
+    def _close_text(self, *, complete: bool = True) -> Iterator[Body]:
+        if self._growing is None:
+            return
+        place, (part,) = self._place(), self._growing["content"]
+        yield self._event("response.output_text.done", **place, text=part["text"], logprobs=[])
+        yield self._event("response.content_part.done", **place, part=dict(part))
+        self._growing["status"] = "completed" if complete else "incomplete"
+        yield self._done(self._growing)
+        self._growing = None
+
+    def _add_call(self, call: ToolCall) -> Iterator[Body]:
+        item: Body = {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "call_id": call_id(),
+            "name": call.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        yield self._added(item)
+        place = {"item_id": item["id"], "output_index": len(self._body["output"]) - 1}
+        item |= {"arguments": call.arguments, "status": "completed"}
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+        yield self._done(item)
+
+    def _added(self, item: Body) -> Body:
+        """Put an item into the answer."""
+        self._body["output"].append(item)
+        index = len(self._body["output"]) - 1
+        return self._event("response.output_item.added", output_index=index, item=copy.deepcopy(item))
+
+    def _done(self, item: Body) -> Body:
+        index = self._body["output"].index(item)
+        return self._event("response.output_item.done", output_index=index, item=copy.deepcopy(item))
+
+    def _place(self) -> Body:
+        assert self._growing is not None
+        return {"item_id": self._growing["id"], "output_index": len(self._body["output"]) - 1, "content_index": 0}
+
+    def _end(self, finish: FinishReason, usage: Usage) -> None:
+        self._body["status"] = "completed" if finish == "stop" else "incomplete"
+        if finish == "length":
+            self._body["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._body["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+    def _now(self) -> Body:
+        """The answer as it stands."""
+        return copy.deepcopy(self._body)
+
+    def _event(self, kind: str, **values: Any) -> Body:
+        event = {"type": kind, "sequence_number": self._events, **values}
+        self._events += 1
+        return event
+
+
+def _asked(asked: ResponsesRequest) -> Body:
+    """What an answer repeats of its request."""
+    form = asked.text.format if asked.text is not None else None
+    choice = asked.tool_choice
+    return {
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata or {},
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+        "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [
+            {"strict": False, "parameters": None, **tool.model_dump(exclude_none=True)} for tool in asked.tools or ()
+        ],
+        "truncation": "disabled",
+    }

@@ -1,0 +1,260 @@
+"""Answers of the OpenAI protocol: bodies, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from runtime.engine.generation import Piece, Usage
+from runtime.engine.speculation.counts import Speculation
+from runtime.server.service.service import Accepted
+from runtime.text.sampling import TokenLogprob
+from runtime.text.tool_calls import CallReader, ToolCall
+from runtime.wire.answers import SpeculationRecord, Timings
+from runtime.wire.codec import to_json
+
+Body = dict[str, Any]
+
+
+def usage_body(usage: Usage) -> Body:
+    """Counts of tokens."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class Writer(Protocol):
+    """Writes one answer, as a whole or in chunks."""
+
+    def opening(self) -> list[Body]:
+        """Chunks before the first text."""
+        ...
+
+    def chunks(self, piece: Piece) -> list[Body]:
+        """The chunks of a piece; none where it has nothing to tell."""
+        ...
+
+    def whole(self, pieces: Sequence[Piece]) -> Body:
+        """The answer of a request that does not stream."""
+        ...
+
+
+class _Answer:
+    """What all bodies and chunks of one answer share."""
+
+    def __init__(self, prefix: str, accepted: Accepted, *, version: str, with_usage: bool) -> None:
+        self._with_usage = with_usage
+        self._accepted = accepted
+        self._head: Body = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": accepted.model,
+            "system_fingerprint": f"lowbit-chat-{version}-{accepted.backend}",
+        }
+
+    def _body(self, kind: str, choices: list[Body], usage: Usage | None = None) -> Body:
+        body: Body = {"object": kind, **self._head, "choices": choices}
+        if usage is not None:
+            body["usage"] = usage_body(usage)
+            body["timings"] = self._timings(usage)
+        return body
+
+    def _chunk(self, kind: str, choice: Body, usage: Usage | None) -> Body:
+        body: Body = {"object": kind, **self._head, "choices": [choice]}
+        if self._with_usage:
+            body["usage"] = None
+        if usage is not None:
+            body["timings"] = self._timings(usage)
+        return body
+
+    def _timings(self, usage: Usage) -> Body:
+        """What OpenAI does not tell: seconds to the first token, tokens per second, compensation and what it costs."""
+        timings = Timings(
+            ttft_s=usage.ttft_s,
+            prefill_tokens_per_s=usage.prefill_tokens_per_s,
+            decode_tokens_per_s=usage.decode_tokens_per_s,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            k_chunk=self._accepted.k_chunk,
+            slowdown_percent=self._accepted.slowdown_percent,
+            prompt_slowdown_percent=self._accepted.prompt_slowdown_percent,
+            speculation=speculation_record(usage.speculation),
+        )
+        body: Body = to_json(timings)
+        return body
+
+    def _usage_chunks(self, kind: str, usage: Usage | None) -> list[Body]:
+        """The chunk of `stream_options.include_usage`, behind the last piece."""
+        if usage is None or not self._with_usage:
+            return []
+        return [{"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}]
+
+
+def speculation_record(found: Speculation | None) -> SpeculationRecord | None:
+    """What is told of the speculation of an answer."""
+    if found is None:
+        return None
+    return SpeculationRecord(
+        gamma=found.gamma, acceptance_rate=found.acceptance_rate, tokens_per_verify=found.tokens_per_verify
+    )
+
+
+class ChatWriter(_Answer):
+    """Answers of /v1/chat/completions."""
+
+    BODY, CHUNK = "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        accepted: Accepted,
+        *,
+        version: str,
+        with_usage: bool = False,
+        logprobs: bool = False,
+        calls: CallReader | None = None,
+    ) -> None:
+        """Begin an answer; `calls` finds calls of tools in it, where there are tools."""
+        super().__init__("chatcmpl", accepted, version=version, with_usage=with_usage)
+        self._logprobs, self._calls = logprobs, calls
+
+    def opening(self) -> list[Body]:
+        """The chunk that tells the role."""
+        return [self._choice({"role": "assistant", "content": ""}, None)]
+
+    def chunks(self, piece: Piece) -> list[Body]:
+        """The chunks of a piece; none where it has nothing to tell."""
+        index = self._calls.count if self._calls is not None else 0
+        text, calls = read_piece(piece, self._calls)
+        deltas: list[Body] = [{"content": text}] if text else []
+        deltas += [{"tool_calls": [{"index": index + at, **_call(call)}]} for at, call in enumerate(calls)]
+        if not deltas and piece.logprob is None and piece.finish_reason is None:
+            return []
+        *early, last = deltas or [{}]
+        told = [*(self._choice(delta, None) for delta in early), self._choice(last, piece)]
+        return told + self._usage_chunks(self.CHUNK, piece.usage)
+
+    def whole(self, pieces: Sequence[Piece]) -> Body:
+        """The answer of a request that does not stream."""
+        parts = [read_piece(piece, self._calls) for piece in pieces]
+        text, calls = "".join(text for text, _ in parts), [_call(call) for _, found in parts for call in found]
+        message: Body = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        choice: Body = {
+            "index": 0,
+            "message": message,
+            "logprobs": _chat_logprobs(_logprobs(pieces)) if self._logprobs else None,
+            "finish_reason": self._finish(pieces[-1]),
+        }
+        return self._body(self.BODY, [choice], pieces[-1].usage)
+
+    def _finish(self, piece: Piece) -> str | None:
+        """Why the answer ended; None where it goes on."""
+        called = self._calls is not None and self._calls.count > 0
+        return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
+
+    def _choice(self, delta: Body, piece: Piece | None) -> Body:
+        choice: Body = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": None if piece is None or piece.logprob is None else _chat_logprobs([piece.logprob]),
+            "finish_reason": None if piece is None else self._finish(piece),
+        }
+        return self._chunk(self.CHUNK, choice, None if piece is None else piece.usage)
+
+
+class CompletionWriter(_Answer):
+    """Answers of /v1/completions."""
+
+    KIND: Literal["text_completion"] = "text_completion"
+
+    def __init__(self, accepted: Accepted, *, version: str, with_usage: bool = False, logprobs: bool = False) -> None:
+        """Begin an answer."""
+        super().__init__("cmpl", accepted, version=version, with_usage=with_usage)
+        self._logprobs = logprobs
+        self._offset = 0
+
+    def opening(self) -> list[Body]:
+        """Nothing comes before the text."""
+        return []
+
+    def chunks(self, piece: Piece) -> list[Body]:
+        """The chunks of a piece; none where it has nothing to tell."""
+        if not piece.text and piece.logprob is None and piece.finish_reason is None:
+            return []
+        logprobs = None if piece.logprob is None else self._completion_logprobs([piece.logprob])
+        choice = {"index": 0, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        return [self._chunk(self.KIND, choice, piece.usage), *self._usage_chunks(self.KIND, piece.usage)]
+
+    def whole(self, pieces: Sequence[Piece]) -> Body:
+        """The answer of a request that does not stream."""
+        choice: Body = {
+            "index": 0,
+            "text": _text(pieces),
+            "logprobs": self._completion_logprobs(_logprobs(pieces)) if self._logprobs else None,
+            "finish_reason": pieces[-1].finish_reason,
+        }
+        return self._body(self.KIND, [choice], pieces[-1].usage)
+
+    def _completion_logprobs(self, logprobs: Sequence[TokenLogprob]) -> Body:
+        offsets = []
+        for logprob in logprobs:
+            offsets.append(self._offset)
+            self._offset += len(logprob.text)
+        return {
+            "tokens": [logprob.text for logprob in logprobs],
+            "token_logprobs": [logprob.logprob for logprob in logprobs],
+            "top_logprobs": [{other.text: other.logprob for other in logprob.top} for logprob in logprobs],
+            "text_offset": offsets,
+        }
+
+
+def read_piece(piece: Piece, calls: CallReader | None) -> tuple[str, list[ToolCall]]:
+    """The text of a piece that is certain to be text, and the calls that are complete with it."""
+    if calls is None:
+        return piece.text, []
+    text, found = calls.feed(piece.text)
+    if piece.finish_reason is not None:
+        rest, more = calls.finish()
+        text, found = text + rest, [*found, *more]
+    return text, found
+
+
+def call_id() -> str:
+    """A name for a call, by which its result will be known."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _call(call: ToolCall) -> Body:
+    """A call as chat completions write it."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id(), "type": "function", "function": function}
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def _logprobs(pieces: Sequence[Piece]) -> list[TokenLogprob]:
+    return [piece.logprob for piece in pieces if piece.logprob is not None]
+
+
+def _chat_logprobs(logprobs: Sequence[TokenLogprob]) -> Body:
+    content = [
+        {
+            **_token(logprob.text, logprob.logprob),
+            "top_logprobs": [_token(other.text, other.logprob) for other in logprob.top],
+        }
+        for logprob in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float) -> Body:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

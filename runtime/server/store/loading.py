@@ -1,0 +1,272 @@
+"""The real loader: models of a catalogue, planned against free memory, tuned to their budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from models.progress import Cancelled as CancelledCheck
+from models.progress import Progress, ProgressCallback
+from models.store import Store, StoredModel
+from runtime.backends import AUTO, backend
+from runtime.backends.decoder import Decoder
+from runtime.budget.spending import spend
+from runtime.budget.tuning import PROFILES
+from runtime.compensation import Compensation, k_chunk_by_type
+from runtime.drafting import Drafts
+from runtime.engine.conversations.saved_folder import SavedCaches, forget, holding
+from runtime.engine.speculation.costs import start as start_speculation
+from runtime.errors import Cancelled, Problem
+from runtime.kv.kinds import KVKind, cache_for
+from runtime.server.service.interfaces import LoadedModel
+from runtime.server.service.service import Service
+from runtime.server.store.catalogue import Bundle, StoreCatalogue
+from runtime.server.store.inspecting import MachineInspector
+from runtime.server.store.making import StoreWorkshop
+from runtime.system.heap import trim
+from runtime.wire.answers import Holding
+from runtime.wire.requests import LoadRequest, TuneRequest
+from tuner.profiles import ProfileStore
+
+if TYPE_CHECKING:
+    from runtime.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadDefaults:
+    """What applies to a load whose request leaves it open."""
+
+    compensation: Compensation = field(default_factory=Compensation)
+    """Where neither a k_chunk nor a budget is asked for."""
+    speculation: Drafts = None
+    """None: what was measured to be best; False: nothing is drafted."""
+    kv: KVKind | None = None
+    """Kind of KV cache; None: `runtime.kv.kinds.cache_for` chooses."""
+    context: int | None = None
+    """Tokens; None: as many as fit, up to a default."""
+    backend: str = AUTO
+    """Which backend."""
+    num_parallel: int | None = None
+    """Requests answered at the same time; None: `PARALLEL`."""
+
+
+class StoreLoader:
+    """Loads models of a catalogue with `runtime.load.open`, and tunes them.
+
+    Args:
+        catalogue: Where the models are.
+        profiles: Folder of tuning profiles.
+        defaults: What applies where a request says nothing.
+        chats: Folder in which long conversations outlive the loaded model; None: they do not.
+    """
+
+    def __init__(
+        self,
+        catalogue: StoreCatalogue,
+        profiles: Path,
+        defaults: LoadDefaults | None = None,
+        *,
+        chats: Path | None = None,
+    ) -> None:
+        self._catalogue = catalogue
+        self._profiles = profiles
+        self._defaults = defaults or LoadDefaults()
+        self._chats = chats
+
+    def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
+        """Load a model, and tune it to its budget. A context longer than the model's own is cut to it.
+
+        Raises:
+            Cancelled: `cancelled` said so.
+            ModelError: the model is missing or damaged.
+            RuntimeFailure: memory does not suffice, or the backend cannot run it.
+        """
+        from runtime.load.memory import CONVERSATIONS, PARALLEL, cache_facts, describe
+        from runtime.load.plan import plan_load
+
+        def report(phase: str, message: str) -> None:
+            if cancelled():
+                raise Cancelled("the load was stopped")
+            progress(Progress(phase=phase, done=0, total=None, unit="", message=message))
+
+        report("open", f"opening {request.model}")
+        model = self._catalogue.open(request.model)
+        defaults = self._defaults
+        compensation = request.compensation or defaults.compensation
+        asked = request.speculation or (defaults.speculation if request.speculate is None else False)
+        parallel = request.num_parallel or defaults.num_parallel or PARALLEL
+        context = request.context or defaults.context
+        plan = plan_load(
+            model,
+            compensation,
+            kv=cache_for(request.kv or (None if request.speculation else defaults.kv), drafts=bool(asked)),
+            context=None if context is None else min(context, model.spec.max_context),
+            asked=defaults.backend if request.backend == AUTO else request.backend,
+            slots=max(CONVERSATIONS, parallel),
+            parallel=parallel,
+        )
+        plan.prepare(progress)
+        report("load", f"loading {request.model}: {describe(plan.memory)}")
+        engine = plan.open_engine(progress)
+        engine.parallel = min(parallel, plan.options.slots)
+        if cancelled():
+            engine.close()
+            raise Cancelled("the load was stopped")
+        loaded = LoadedModel(
+            name=request.model,
+            engine=engine,
+            backend=engine.decoder.backend,
+            reason=engine.reason,
+            bits=model.recipe.bits,
+            kv=plan.options.kv,
+            k_chunk=compensation.by_type,
+            context=plan.options.context,
+            weight_bytes=engine.decoder.weight_bytes,
+            kv_bytes=engine.decoder.kv_bytes,
+            sampling=model.sampling,
+            slots=engine.parallel,
+            drafts=asked,
+            problems=_lacking(engine.decoder),
+            caches=cache_facts(model.spec, plan.memory, plan.options.max_rows),
+        )
+        try:
+            loaded = self._spend(loaded, model, compensation, progress, cancelled)
+            self._remember(engine, model)
+        except BaseException:
+            engine.close()
+            raise
+        trim()
+        return loaded
+
+    def _remember(self, engine: Engine, model: StoredModel) -> None:
+        """Let an engine's long conversations outlive it, where there is a folder for them."""
+        from runtime.budget.profile_key import content_id
+        from runtime.engine.conversations.saved import About
+
+        cache = engine.decoder.cache
+        if self._chats is not None and cache is not None and cache.layout is not None:
+            about = About.of(
+                cache,
+                model.spec,
+                model=content_id(model),
+                recipe=model.recipe.to_json(),
+                prompts=engine.decoder.options.prompt_k_chunk,
+            )
+            engine.keep_in(SavedCaches(self._chats, about, model=model.path))
+
+    def forget(self, chat: str | None) -> Holding:
+        """Delete the saved caches of a conversation, or all of them.
+
+        Raises:
+            SavedCacheError: the system refuses.
+        """
+        return Holding() if self._chats is None else forget(self._chats, chat=chat)
+
+    def held(self) -> Holding:
+        """What the saved caches take on disk."""
+        return Holding() if self._chats is None else holding(self._chats)
+
+    def tune(
+        self, loaded: LoadedModel, request: TuneRequest, progress: ProgressCallback, cancelled: CancelledCheck
+    ) -> LoadedModel:
+        """Change the compensation of a loaded model. Its conversations stay in the cache, as they were computed.
+
+        Where prompts are compensated in another way than before, conversations are dropped: what was read with other
+        weights would stay in them for ever.
+
+        Raises:
+            Cancelled: `cancelled` said so; the model stays as it was.
+            RequestError: the model has no residuals, and a k_chunk asks for compensation.
+            ModelError: the model's files are gone.
+        """
+        wanted, engine = request.compensation, _engine(loaded)
+        decoder, model = engine.decoder, self._catalogue.open(loaded.name)
+        before = decoder.options
+        try:
+            if wanted.budget_percent is None:
+                decoder.set_k_chunk(wanted.by_type)
+                loaded = replace(loaded, k_chunk=wanted.by_type, tuning=None, problems=_lacking(decoder))
+            loaded = self._spend(loaded, model, wanted, progress, cancelled, force=request.force)
+        except BaseException:
+            decoder.set_k_chunk(before.k_chunk, before.n_tb)
+            decoder.set_prompt_k_chunk(before.prompt_k_chunk)
+            raise
+        if decoder.options.prompt_k_chunk != before.prompt_k_chunk:
+            engine.forget()
+            self._remember(engine, model)
+        return loaded
+
+    def _spend(
+        self,
+        loaded: LoadedModel,
+        model: StoredModel,
+        compensation: Compensation,
+        progress: ProgressCallback,
+        cancelled: CancelledCheck,
+        *,
+        force: bool = False,
+    ) -> LoadedModel:
+        """Give a loaded model what its budgets pay for, and let it speculate as asked for or where that pays."""
+        engine = _engine(loaded)
+        spent = spend(
+            engine.lent,
+            model,
+            compensation,
+            drafts=loaded.drafts,
+            profiles=ProfileStore(self._profiles),
+            force=force,
+            progress=progress,
+            cancelled=cancelled,
+        )
+        start_speculation(engine, spent.speculation, cancelled=cancelled)
+        return replace(
+            loaded,
+            k_chunk=k_chunk_by_type(engine.decoder.options.k_chunk),
+            tuning=spent.tuning,
+            prompts=spent.prompts,
+            speculation=spent.speculation,
+            problems=(*spent.problems, *_lacking(engine.decoder)),
+        )
+
+
+def _engine(loaded: LoadedModel) -> Engine:
+    """The engine of a model that this loader loaded."""
+    from runtime.engine.engine import Engine
+
+    assert isinstance(loaded.engine, Engine)
+    return loaded.engine
+
+
+def _lacking(decoder: Decoder) -> tuple[Problem, ...]:
+    """What a loaded model goes without."""
+    return backend(decoder.backend).problems(decoder)
+
+
+def open_service(
+    home: Path,
+    bundle: Bundle,
+    *,
+    defaults: LoadDefaults | None = None,
+    idle_unload_s: float | None = None,
+    chats: Path | None = None,
+) -> Service:
+    """The service of the models under a home folder.
+
+    Args:
+        home: The program's folder; the store is `<home>/models`, tuning profiles are in `<home>/profiles`.
+        bundle: What came with the program.
+        defaults: What applies to a load whose request says nothing.
+        idle_unload_s: Unload a model after so many seconds without a request; None: never.
+        chats: Folder in which the caches of long conversations are kept while their model is not loaded; None: nothing
+            of a conversation is written to disk.
+    """
+    store = Store(home / "models")
+    catalogue = StoreCatalogue(store, bundle.models, chats)
+    return Service(
+        StoreLoader(catalogue, home / PROFILES, defaults, chats=chats),
+        catalogue,
+        StoreWorkshop(store, bundle, chats),
+        inspector=MachineInspector(home / PROFILES),
+        idle_unload_s=idle_unload_s,
+    )

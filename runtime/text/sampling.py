@@ -1,0 +1,333 @@
+"""From logits to the next token: penalties, filters, the draw, and log-probabilities. Plain numpy.
+
+Order, as in transformers: repetition penalty, temperature, top-k, top-p, min-p. No filter sorts the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.errors import RequestError
+from runtime.text.constraint import Constraint, Grammar
+
+MAX_LOGPROBS = 20
+"""Most alternatives reported for a token."""
+NEGLIGIBLE = 30.0
+"""Tokens less likely than the most likely one by e^-30 are never drawn: a whole vocabulary of them is 1e-8 of it."""
+GREEDY_BELOW = 1e-5
+"""Temperatures under this one are greedy: logits divided by them would overflow."""
+MAX_STOPS = 16
+"""Most stop strings of a request."""
+
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How an answer is drawn, and when it ends.
+
+    Raises:
+        RequestError: a value outside its range.
+    """
+
+    temperature: float = 0.7
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int = 0
+    """Only the k most likely tokens; 0 = all."""
+    top_p: float = 0.95
+    """Only the most likely tokens that together reach this probability, in (0, 1]."""
+    min_p: float = 0.0
+    """Only tokens at least this fraction as likely as the most likely one, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that the answer has had are divided by it (multiplied where negative); 1 = none."""
+    seed: int | None = None
+    """The same seed gives the same draws; None = a fresh one."""
+    max_tokens: int | None = None
+    """Most tokens to generate; None = until the context is full."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer and are left out of it."""
+    logprobs: int | None = None
+    """How many alternatives to report with each token's log-probability; None = no log-probabilities."""
+    grammar: Grammar | None = None
+    """What the answer must look like; None = anything."""
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "a number from 0 up"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 (all) or a positive number"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "from 0 to 20"),
+        )
+        for name, value, acceptable, wanted in rules:
+            if not acceptable:
+                raise RequestError(f"{name} is {value}; it must be {wanted}")
+        if len(self.stop) > MAX_STOPS or not all(self.stop):
+            raise RequestError(f"stop must hold at most {MAX_STOPS} texts, none of them empty")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A token that could have been drawn."""
+
+    token: int
+    """Token id."""
+    text: str
+    """The token on its own."""
+    logprob: float
+    """Natural logarithm of its probability under the model, before penalties, temperature and filters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """The log-probability of a drawn token, and of the most likely ones."""
+
+    token: int
+    """Token id."""
+    text: str
+    """The token on its own."""
+    logprob: float
+    """As in `Alternative`."""
+    top: tuple[Alternative, ...] = ()
+    """The most likely tokens, most likely first; as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """What a backend needs to draw a token where its logits are; see `runtime.backends.decoder.DrawsTokens`."""
+
+    options: SamplingOptions
+    """Temperature, filters, penalty, and how many log-probabilities are wanted."""
+    uniform: float
+    """The number in [0, 1) that decides, of the answer's own stream; of no meaning where the draw is greedy."""
+    seen: Int64Array
+    """[n] tokens that the repetition penalty applies to, each once; empty where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token drawn where its logits are, which stay there."""
+
+    token: int
+    """Token id."""
+    logprob: float | None = None
+    """Its log-probability, as `log_probabilities` gives it; None unless asked for."""
+    ranked: Sequence[tuple[int, float]] = ()
+    """(token, log-probability) of the most likely, most likely first, as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distribution:
+    """Tokens that may come next, and how likely each is."""
+
+    tokens: Int64Array
+    """[n] token ids, ascending, n >= 1."""
+    weights: Float64Array
+    """[n] not negative, proportional to probabilities; their sum is positive."""
+
+    def probability(self, token: int) -> float:
+        """How likely a token is; 0 for one that may not come."""
+        place = int(np.searchsorted(self.tokens, token))
+        if place == self.tokens.size or self.tokens[place] != token:
+            return 0.0
+        return float(self.weights[place] / self.weights.sum())
+
+
+class Sampler:
+    """Draws the tokens of one answer."""
+
+    def __init__(
+        self, options: SamplingOptions, seen: Sequence[int] = (), constraint: Constraint | None = None
+    ) -> None:
+        """Start an answer.
+
+        Args:
+            options: How to draw.
+            seen: Tokens that count as said already, for the repetition penalty. A prompt's do not: an answer repeats
+                the words of its question for good reasons.
+            constraint: What may be drawn; nothing can be drafted then. None: any token.
+        """
+        self._options, self._constraint = options, constraint
+        self._random = np.random.Generator(np.random.PCG64(None if options.seed is None else options.seed % 2**64))
+        self._seen = np.array(sorted({*seen}) if options.repetition_penalty != 1 else [], np.int64)
+        self._known = set(self._seen.tolist())
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar decides what may be drawn: token by token, on the host."""
+        return self._constraint is not None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self._options.greedy
+
+    def draw(self, logits: Float32Array) -> int:
+        """The next token, which counts as seen from now on.
+
+        Args:
+            logits: float32 [V], finite; left as they are.
+        """
+        token = int(self._penalized(logits).argmax()) if self.greedy else self.pick(self.distribution(logits))
+        self.note(token)
+        return token
+
+    def order(self) -> Draw:
+        """The next draw, for whoever holds the logits; it takes the stream's next number where `draw` would.
+
+        The token that comes back has to be noted.
+        """
+        return Draw(self._options, 0.0 if self.greedy else self.uniform(), self._seen)
+
+    def distribution(self, logits: Float32Array, since: Sequence[int] = ()) -> Distribution:
+        """What the next token is drawn from.
+
+        Args:
+            logits: float32 [V], finite; left as they are.
+            since: Tokens that stand before it and are not noted: a draft's.
+        """
+        logits = self._penalized(logits, since)
+        if self.greedy:
+            return Distribution(np.array([logits.argmax()], np.int64), np.ones(1))
+        return Distribution(*filtered(logits, self._options))
+
+    def _penalized(self, logits: Float32Array, since: Sequence[int] = ()) -> Float32Array:
+        """Logits [V] with those of seen tokens made smaller, and without what may not come, where that is asked for."""
+        if self._constraint is not None:
+            logits = self._constraint.masked(logits)
+        penalty = self._options.repetition_penalty
+        if penalty == 1 or not (self._seen.size or since):
+            return logits
+        return _penalize(logits, np.concatenate((self._seen, np.array(since, np.int64))), penalty)
+
+    def pick(self, distribution: Distribution) -> int:
+        """A token drawn from a distribution."""
+        cumulative = distribution.weights.cumsum()
+        place = int(np.searchsorted(cumulative, self.uniform() * cumulative[-1], side="right"))
+        return int(distribution.tokens[min(place, distribution.tokens.size - 1)])
+
+    def uniform(self) -> float:
+        """A random number in [0, 1)."""
+        return float(self._random.random())
+
+    def note(self, token: int) -> None:
+        """Count a token as seen."""
+        if self._constraint is not None:
+            self._constraint.take(token)
+        if self._options.repetition_penalty != 1 and token not in self._known:
+            self._known.add(token)
+            self._seen = np.append(self._seen, token)
+
+
+def _penalize(logits: Float32Array, seen: Int64Array, penalty: float) -> Float32Array:
+    """A copy of logits [V] with the seen tokens' made smaller, once each. Source: CTRL, §4.1 of arXiv:1909.05858."""
+    logits = logits.copy()
+    values = logits[seen]
+    logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    return logits
+
+
+def filtered(logits: Float32Array, options: SamplingOptions) -> tuple[Int64Array, Float64Array]:
+    """The tokens that may be drawn, and how likely each is.
+
+    Args:
+        logits: float32 [V].
+        options: temperature above 0, top_k, top_p and min_p.
+
+    Returns:
+        Token ids int64 [n], n >= 1, and weights float64 [n], proportional to probabilities.
+    """
+    highest, T = np.float32(logits.max()), np.float32(options.temperature)
+    k, top_p = options.top_k, options.top_p
+    if top_p < 1 and not 0 < k < logits.size:  # of tens of thousands few can be needed: no more than the sum sees all
+        weights = np.exp((logits - highest) / T)
+        tokens, kept_weights = _nucleus(weights, top_p)
+        return _likely(tokens, kept_weights, options.min_p)
+    tokens = np.flatnonzero(logits >= highest - np.float32(NEGLIGIBLE) * T)
+    chosen = logits[tokens]
+    if 0 < k < tokens.size:
+        best = np.sort(np.argpartition(chosen, tokens.size - k)[tokens.size - k :])
+        tokens, chosen = tokens[best], chosen[best]
+    weights = np.exp((chosen - highest) / T)
+    if top_p < 1:
+        kept, kept_weights = _nucleus(weights, top_p)
+        return _likely(tokens[kept], kept_weights, options.min_p)
+    return _likely(tokens, weights.astype(np.float64), options.min_p)
+
+
+def _likely(tokens: Int64Array, weights: Float64Array, min_p: float) -> tuple[Int64Array, Float64Array]:
+    """Tokens that are at least min_p times as likely as the likeliest."""
+    if min_p == 0:
+        return tokens, weights
+    likely = weights >= min_p * weights.max()
+    return tokens[likely], weights[likely]
+
+
+def _nucleus(weights: Float32Array, top_p: float) -> tuple[Int64Array, Float64Array]:
+    """Indices of the fewest largest weights that reach the share top_p of their sum, ascending, and these weights.
+
+    Weights under (1 - top_p) / n of the sum cannot be needed: all of them together stay under 1 - top_p. So only the
+    others are sorted.
+    """
+    total = float(weights.sum(dtype=np.float64))
+    possible = np.flatnonzero(weights >= (1 - top_p) * total / weights.size)
+    own = weights[possible].astype(np.float64)
+    order = np.argsort(-own, kind="stable")
+    enough = int(np.searchsorted(own[order].cumsum(), top_p * total)) + 1
+    kept = np.sort(order[:enough])
+    return possible[kept], own[kept]
+
+
+def log_probabilities(logits: Float32Array, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+    """Log-probability of a token, and of the `count` most likely ones, under the unfiltered distribution.
+
+    Args:
+        logits: float32 [V].
+        token: The token drawn.
+        count: How many of the most likely tokens to report.
+
+    Returns:
+        The token's log-probability, and (token, log-probability) of the most likely, most likely first.
+    """
+    highest = float(logits.max())
+    normalizer = highest + math.log(float(np.exp(logits - np.float32(highest)).sum(dtype=np.float64)))
+    count = min(count, logits.size)
+    best = np.argpartition(logits, logits.size - count)[logits.size - count :] if count else np.empty(0, np.int64)
+    ranked = sorted(((int(i), float(logits[i]) - normalizer) for i in best), key=lambda pair: (-pair[1], pair[0]))
+    return float(logits[token]) - normalizer, ranked
+
+
+def token_logprob(
+    own: Float32Array | Drawn, token: int, count: int | None, piece: Callable[[int], str]
+) -> TokenLogprob | None:
+    """The log-probability of a drawn token and of `count` alternatives, where that is asked for.
+
+    Args:
+        own: The logits float32 [V] that it was drawn from; or what was drawn from them elsewhere.
+        token: The token drawn.
+        count: As `SamplingOptions.logprobs`.
+        piece: A token as text.
+    """
+    if count is None:
+        return None
+    if isinstance(own, Drawn):
+        assert own.logprob is not None
+        value, ranked = own.logprob, own.ranked
+    else:
+        value, ranked = log_probabilities(own, token, count)
+    top = tuple(Alternative(token=i, text=piece(i), logprob=p) for i, p in ranked)
+    return TokenLogprob(token=token, text=piece(token), logprob=value, top=top)

@@ -1,0 +1,245 @@
+"""Text to tokens and back: the tokenizer of a model folder, its chat template, and decoding while tokens still arrive.
+
+Where its files are read is `runtime.text.tokenizer_files`, where its template is applied
+`runtime.text.template_process`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from models.foreign import panics_raised
+from runtime.errors import ContextOverflowError, RequestError, RuntimeFailure
+from runtime.system.foreign import whole
+from runtime.text.template_process import template_process
+from runtime.text.tokenizer_files import read_tokenizer
+from runtime.text.tool_calls import Tool, told_in_words
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder puts where bytes are not, or not yet, UTF-8."""
+PLAIN_TURN = {"user": "User: ", "assistant": "Assistant: "}
+"""How the plain fallback opens a turn."""
+PLAIN_STOPS = ("\nUser:",)
+"""What ends an answer in the plain fallback: the model starting the person's next turn."""
+USUAL_CHARACTERS = 4
+"""Of a token. A text that has more for each token that fits is counted slice by slice before it is encoded."""
+SLICE, EDGE = 2**16, 64
+"""Characters of such a slice, and more tokens than cutting there can add."""
+
+
+class Tokenizer:
+    """The tokenizer of a model folder, or of a GGUF file.
+
+    Raises:
+        BackendError: there is no tokenizer that can be read.
+        ModelError: a GGUF file is damaged, or its tokenizer is not known.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        files = read_tokenizer(folder)
+        self._fast, self._special, self._template = files.fast, files.special, files.template
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.vocab_size = int(self._fast.get_vocab_size(with_added_tokens=True))
+        """Number of tokens, added ones included."""
+        self.bos_token_id: int | None = self._id_of("bos_token")
+        """Beginning-of-sequence token, where the tokenizer has one."""
+        self.eos_token_id: int | None = self._id_of("eos_token")
+        """End-of-sequence token, where the tokenizer has one."""
+        if self._template is not None:
+            template_process().start()  # it is ready when weights are
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brings a chat template; if not, `chat` writes plain `User:` and `Assistant:` turns."""
+        return self._template is not None
+
+    @property
+    def chat_stops(self) -> tuple[str, ...]:
+        """Stop strings that a chat answer needs: none with a chat template, else the start of the next turn."""
+        return () if self.has_chat_template else PLAIN_STOPS
+
+    @property
+    def note(self) -> str | None:
+        """What a person should know about chatting with this model, or None."""
+        if self.has_chat_template:
+            return None
+        return "this model has no chat template: turns are written as plain 'User:' and 'Assistant:' lines"
+
+    def to_json(self) -> str:
+        """The tokenizer as the `tokenizers` package writes it, without chat template and names of special tokens."""
+        return str(self._fast.to_str())
+
+    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
+        """Tokens of a text.
+
+        Args:
+            text: Any text; see `whole` for lone surrogates in it.
+            special: Whether the tokenizer's own special tokens are added (most often a beginning-of-sequence token). A
+                beginning that the text already spells out is not added twice.
+            most: Tokens that there is room for; None: any number. Encoding takes some hundred bytes for each.
+
+        Raises:
+            ContextOverflowError: the text is so long that there is surely no room; what is a little too long is not
+                noticed.
+            RequestError: the tokenizer cannot encode it.
+        """
+        text = whole(text)
+        with _contained(f"cannot encode this text of {len(text):,} characters"):
+            if most is not None and len(text) > USUAL_CHARACTERS * most + SLICE:
+                self._refuse_longer(text, most)
+            ids = list(self._fast.encode(text, add_special_tokens=special).ids)
+        bos = self.bos_token_id
+        if special and bos is not None and ids[:2] == [bos, bos]:
+            del ids[0]
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special ones left out; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            RequestError: the tokenizer cannot decode them.
+        """
+        with _contained("cannot decode these tokens"):
+            return str(self._fast.decode(list(tokens), skip_special_tokens=True))
+
+    def piece(self, token: int) -> str:
+        """One token on its own, special ones included, for lists of log-probabilities."""
+        with _contained("cannot decode this token"):
+            text = str(self._fast.decode([token], skip_special_tokens=False))
+        return text or str(self._fast.id_to_token(token) or "")
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continue_final: bool = False,
+        tools: Sequence[Tool] = (),
+        most: int | None = None,
+    ) -> list[int]:
+        """Tokens of a conversation, ready for the assistant's answer.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`, roles system, user, assistant (and what the template knows). An
+                assistant's may have `tool_calls`, whose results are messages of the role tool.
+            continue_final: Whether the last message, the assistant's, is to be continued rather than answered.
+            tools: Functions that the model may ask for; told in a system message where its template knows none.
+            most: Tokens that there is room for; see `encode`.
+
+        Raises:
+            ContextOverflowError: see `encode`.
+            RequestError: no messages, one without role or text, or a sequence that the model's template refuses.
+        """
+        _check(messages, continue_final)
+        if self._template is None:
+            return self.encode(plain_chat(told_in_words(messages, tools), continue_final=continue_final), most=most)
+        told = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
+        if told and not self._knows_tools:
+            messages, tools = told_in_words(messages, tools), ()
+        text = template_process().render(
+            self._template,
+            messages,
+            tokens=self._special,
+            continue_final=continue_final,
+            tools=[tool.record() for tool in tools],
+        )
+        return self.encode(text, special=False, most=most)
+
+    def _refuse_longer(self, text: str, most: int) -> None:
+        """Raise where there is no room for a text, before all of it is encoded."""
+        count = 0
+        for begin in range(0, len(text), SLICE):
+            count += len(self._fast.encode(text[begin : begin + SLICE], add_special_tokens=False).ids) - EDGE
+            if count > most:
+                raise ContextOverflowError(
+                    f"the prompt has far more tokens than the {most} that the context holds, the answer included: "
+                    "shorten the conversation, or load the model with a longer context"
+                )
+
+    @cached_property
+    def _knows_tools(self) -> bool:
+        return self._template is not None and template_process().knows_tools(self._template)
+
+    def _id_of(self, name: str) -> int | None:
+        """Id of a special token; None where the tokenizer has none of this name."""
+        text = self._special.get(name)
+        return None if text is None else self._fast.token_to_id(text)
+
+
+def plain_chat(messages: Sequence[Mapping[str, Any]], *, continue_final: bool) -> str:
+    """The conversation as plain text, for models without a chat template.
+
+    A system message stands first as a paragraph of its own; then `User: ...` and `Assistant: ...` lines; the last line
+    is an open `Assistant:`.
+    """
+    lines = [PLAIN_TURN.get(message["role"], "") + message["content"].strip() for message in messages]
+    separators = ["\n" if message["role"] in PLAIN_TURN else "\n\n" for message in messages]
+    if continue_final:
+        separators[-1] = ""
+        lines[-1] = PLAIN_TURN["assistant"] + messages[-1]["content"]
+    text = "".join(line + separator for line, separator in zip(lines, separators, strict=True))
+    return text if continue_final else text + PLAIN_TURN["assistant"].rstrip()
+
+
+class Detokenizer:
+    """Text of a growing sequence of tokens, never half a character.
+
+    Tokens are decoded together with a few before them, because a decoder treats the beginning of a text in its own way
+    (sentencepiece drops its first space), and text is held back while it ends in bytes that may be the first half of a
+    character. All that was given out plus `flush` equals the decoded whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        """Start after `context`, the tokens before (or the last few of them); their text is not given out."""
+        self._tokenizer = tokenizer
+        self._window = list(context)
+        self._given = tokenizer.decode(self._window)
+        self._read = len(self._window)
+
+    def add(self, token: int) -> str:
+        """Take the next token and return the text that is now certain, maybe empty."""
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        if len(text) <= len(self._given) or text.endswith(REPLACEMENT):
+            return ""
+        fresh = text[len(self._given) :]
+        self._window = self._window[self._read :]
+        self._given = self._tokenizer.decode(self._window)
+        self._read = len(self._window)
+        return fresh
+
+    def flush(self) -> str:
+        """What is still held back: an unfinished character shows as U+FFFD."""
+        text = self._tokenizer.decode(self._window)[len(self._given) :]
+        self._given += text
+        self._read = len(self._window)
+        return text
+
+
+@contextmanager
+def _contained(what: str) -> Iterator[None]:
+    """Raise a RequestError for whatever the `tokenizers` package raises, panics included."""
+    try:
+        with panics_raised():
+            yield
+    except RuntimeFailure:
+        raise
+    except Exception as error:  # it raises Exception itself
+        reason = " ".join(str(error).split())[:300]
+        raise RequestError(f"the model's tokenizer {what}: {reason}") from error
+
+
+def _check(messages: Sequence[Mapping[str, Any]], continue_final: bool) -> None:
+    """Raise RequestError where messages are missing, malformed, or cannot be continued."""
+    if not messages:
+        raise RequestError("messages is empty: give at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise RequestError(f"messages[{index}] needs a role and a content, both text")
+    if continue_final and messages[-1]["role"] != "assistant":
+        raise RequestError("only an assistant's message can be continued, and the last message is not one")

@@ -1,0 +1,216 @@
+"""Getting a model from inside: what is offered, one view of all stages, left, stopped, gone on with."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.widgets import Input
+
+from app import network, settings
+from app.tui.jobs import STAGES, Meter
+from app.tui.messages import QuantizeAsked
+from app.tui.model_setup import unfinished
+from app.tui.screens.dialogs import QuantizeDialog, checkpoint_problem
+from app.tui.screens.models import ModelsScreen
+from models.progress import Progress
+from runtime.wire.requests import QuantizeRequest
+
+WIDE = (140, 40)
+
+
+async def open_offers(s: Any) -> Any:
+    await s.ready()
+    await s.pilot.press("f2")
+    await s.shows("SmolLM2 360M")
+    return s.app.screen
+
+
+async def point_at(s: Any, title: str) -> None:
+    table = s.app.screen.query_one("ModelTable")
+    titles = [str(table.get_row_at(row)[1]) for row in range(table.row_count)]
+    table.move_cursor(row=titles.index(title))
+    await s.settled()
+
+
+@pytest.fixture
+def newcomer(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A runtime of somebody who has nothing but the bundled model."""
+    runtime.entries = runtime.entries[:1]
+    monkeypatch.setattr("app.network.offline", lambda: False)
+    return runtime
+
+
+async def test_a_first_run_tells_what_was_found_and_what_to_get(stage: Callable[..., Any], newcomer: Any) -> None:
+    async with stage(newcomer, size=(100, 30), model=None) as s:
+        await s.shows("Example 7840U, 8 cores")
+        await s.shows("You are chatting with demo, a tiny bundled model")
+        await s.shows("Qwen3 4B suits this machine best")
+        await s.shows("Ask anything.")
+        await s.ask("Hello")
+        await s.answered()
+        await s.pilot.press("f2")
+        await s.shows("Enter downloads it at 4 bits")
+        table = s.app.screen.query_one("ModelTable")
+        assert table.get_row_at(table.cursor_row)[1].plain == "Qwen3 4B"
+
+
+async def test_the_first_model_takes_the_greeting_s_place(stage: Callable[..., Any], newcomer: Any) -> None:
+    async with stage(newcomer, size=(100, 30), model=None) as s:
+        await s.shows("You are chatting with demo, a tiny bundled model")
+        s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
+        await s.until(lambda: s.app.session.status.model == "some-model")
+        await s.hides("You are chatting with demo")
+        await s.shows("Ask anything.")
+
+
+async def test_without_a_network_it_says_so_and_chats(
+    stage: Callable[..., Any], newcomer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.network.offline", lambda: True)
+    async with stage(newcomer, size=(100, 30), model=None) as s:
+        await s.shows("There is no network, so nothing can be downloaded now. You are chatting with demo")
+        await s.ask("Hello")
+        await s.answered()
+
+
+async def test_whoever_has_models_is_greeted_as_ever(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=(100, 30), model=None) as s:
+        await s.shows("no model loaded")
+        assert not s.app.session.newcomer
+        assert "tiny bundled model" not in s.screen_text()
+
+
+def test_the_hub_may_be_forbidden_and_a_proxy_is_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_OFFLINE", "https_proxy", "http_proxy", "all_proxy", "HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(network, "_reachable", lambda family, address: family == socket.AF_INET6)
+    assert not network.offline()
+    monkeypatch.setattr(network, "_reachable", lambda family, address: False)
+    assert network.offline()
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    assert not network.offline()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert network.offline()
+
+
+async def test_models_are_offered_with_what_they_take_here(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=WIDE) as s:
+        await open_offers(s)
+        await s.shows("Example 7840U, 8 cores · 21.4 GB free of 32.0 GB. Models run on the processor, which reads")
+        await s.shows("61 · 67 · 74 MB")
+        await s.shows("best here")
+        await point_at(s, "Qwen3 0.6B")
+        await s.shows("Qwen/Qwen3-0.6B by Qwen · Apache-2.0 · Hugging Face, 1.2 GB to download")
+        await s.shows("Enter downloads it at 4 bits")
+        await point_at(s, "Llama 3.2 1B")
+        await s.shows("needs a login")
+
+
+async def test_a_model_that_does_not_fit_now_is_not_fetched(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.free_bytes = 300_000_000
+    async with stage(runtime, size=WIDE) as s:
+        await open_offers(s)
+        await point_at(s, "Qwen3 8B")
+        await s.shows("too large")
+        await s.pilot.press("enter")
+        await s.shows("more than is free now")
+        assert isinstance(s.app.screen, ModelsScreen)
+        assert runtime.named("quantize") == []
+
+
+async def test_enter_fetches_makes_loads_and_chats(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=WIDE) as s:
+        await open_offers(s)
+        await point_at(s, "Qwen3 0.6B")
+        await s.pilot.press("enter")
+        await s.until(lambda: s.app.session.status.model == "Qwen3-0.6B")
+        await s.ready()
+        assert [one.source for one in runtime.named("quantize")] == ["Qwen/Qwen3-0.6B"]
+        assert settings.load().model == "Qwen3-0.6B"
+        assert unfinished() is None
+        await s.ask("Hello")
+        await s.answered()
+        assert s.app.session.conversation.extras.model == "Qwen3-0.6B"
+
+
+async def test_what_is_said_meanwhile_keeps_its_model(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
+    async with stage(runtime, size=WIDE, kept=tmp_path / "history.db") as s:
+        await s.ready()
+        runtime.load_delay_s = 0.5
+        s.app.post_message(QuantizeAsked(QuantizeRequest(source="Qwen/Qwen3-0.6B")))
+        await s.shows("✓ fetch  ▸ quantize  · load  · tune")
+        await s.ask("still there?")
+        await s.answered()
+        told = "Qwen3-0.6B is ready: ^N starts a chat with it."
+        await s.until(lambda: any(one.message == told for one in s.app._notifications), "word that it is made")
+        assert s.app.session.status.model == "demo"
+        await s.pilot.press("ctrl+n")
+        await s.until(lambda: s.app.session.status.model == "Qwen3-0.6B", "the model in the new chat")
+        await s.ask("and now?")
+        await s.answered()
+        assert s.app.session.conversation.extras.model == "Qwen3-0.6B"
+
+
+async def test_a_setup_is_stopped_and_resumed(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=WIDE) as s:
+        await s.ready()
+        runtime.load_delay_s = 60
+        s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
+        await s.shows("Getting some-model at 4 bits")
+        await s.pilot.press("ctrl+t")
+        await s.shows("finished steps are kept")
+        assert runtime.cancelled == ["quantize"]
+        runtime.load_delay_s = 0.0
+        await s.pilot.click(".progress-action", offset=(1, 0))
+        await s.until(lambda: s.app.session.status.model == "some-model")
+        assert len(runtime.named("quantize")) == 2
+        assert unfinished() is None
+
+
+async def test_who_quits_meanwhile_is_asked_next_time(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=WIDE) as s:
+        await s.ready()
+        runtime.load_delay_s = 60
+        s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model", bits=3.0)))
+        await s.shows("Getting some-model at 3 bits")
+    runtime.load_delay_s = 0.0
+    async with stage(runtime, size=WIDE) as s:
+        await s.shows("Getting some-model at 3 bits stopped; finished steps are kept")
+        await s.ask("May I chat?")
+        await s.answered()
+        await s.pilot.press("escape")
+        await s.hides("Getting some-model")
+        assert unfinished() is None
+
+
+async def test_a_name_on_the_hub_is_typed(stage: Callable[..., Any], runtime: Any) -> None:
+    assert checkpoint_problem("owner/some-model") is None
+    async with stage(runtime, size=WIDE) as s:
+        await open_offers(s)
+        await s.pilot.press("q")
+        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        s.app.screen.query_one(Input).value = "owner/some-model"
+        await s.pilot.press("enter")
+        await s.until(lambda: s.app.session.status.model == "some-model")
+        assert [one.source for one in runtime.named("quantize")] == ["owner/some-model"]
+
+
+async def test_the_dialog_knows_the_model_under_the_cursor(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime, size=WIDE) as s:
+        await open_offers(s)
+        await point_at(s, "Qwen3 1.7B")
+        await s.pilot.press("q")
+        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        assert s.app.screen.query_one(Input).value == "Qwen/Qwen3-1.7B"
+
+
+def test_stages_follow_from_phases_and_are_never_gone_back_to() -> None:
+    meter = Meter("Getting x", lambda: 0.0, stages=STAGES)
+    phases = ("check", "download", "check", "quantize", "verify", "load", "compile", "tune", "load")
+    seen = [meter.take(Progress(phase=phase, done=0, total=1, unit="", message="")).stage for phase in phases]
+    assert seen == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert meter.job.course == "✓ fetch  ✓ quantize  ✓ load  ▸ tune"

@@ -1,0 +1,165 @@
+"""The page docs/kernels.md: the Triton kernels, compiled ahead of time. Needs no GPU.
+
+python -m tests.bench.kernels                or: python -m tests.bench.kernels --out FILE.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.bench.kernels.ahead import TARGETS, Compiled, compile_all, pairs
+from tests.bench.reporting.origin import line, stamp
+from tests.runtime.backends.triton.shapes import MODELS
+from tests.runtime.backends.triton.variants import counted_apart
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "kernels.md"
+
+INTRODUCTION = """# Kernels of the GPU backend, compiled
+
+What the compilers make of every Triton kernel (`runtime/backends/triton/kernels/<op>.py`), in the specializations that
+real models launch, for the devices this program supports: sm_80 (A100), sm_86 (RTX 30), sm_89 (RTX 40), sm_90 (H100),
+sm_120 (RTX 50). No GPU is needed. `make test-all` compiles each for one of these devices, and fails where a
+kernel spills or needs more registers or shared memory than that device has. All of them are compiled for all devices by
+
+    make kernels                                 or: python -m tests.bench.kernels
+
+which writes this page, with Triton {triton}; its own ptxas {ptxas} made the machine code ({blackwell} for sm_120).
+
+{origin}
+
+- **specialization**: a kernel with its constants, as a model launches it; **threads** are those of one program.
+- **registers**: 32-bit registers of a thread. A multiprocessor has 65,536, so a program of 128 threads with 128
+  registers each leaves room for three more, one of 128 threads with 255 each for only one more.
+- **shared**: bytes of shared memory of a program.
+- **spills**: bytes of a thread's registers that went to local memory. Anything but zero is a defect.
+- **programs**: how many of them a multiprocessor holds at the same time, by registers, shared memory and warps.
+- **instructions**: machine instructions in the kernel's code, including unrolled loops and padding. The number says
+  when a kernel grew, not how fast it is.
+- **loop**: instructions in a round of the innermost loop that does most of the work, and the tensor core instructions
+  among them.
+- **in flight**: read from the machine code (`tests/bench/kernels/sass.py`): for how many rounds of that loop a
+  streaming load is under way, from its request to where the code waits for it. *async* are copies to shared memory,
+  *regs* the widest loads to registers; the number is that of one round. Near 0, nothing is under way while the loop
+  works, and only other programs of the multiprocessor hide the wait.
+"""
+LOADS = """
+## Kernels of a load, and launches of a token
+
+Specializations that Triton's own lookup keeps apart in the first steps of a load (one to three seconds each the first
+time a machine sees them), and launches of Triton kernels in a decoded token. torch adds two launches: the head's
+compensation, and the sum that reveals a broken number. Decoding is compensated; compensated prompts add two kernels.
+
+| model | cache | kernels compiled | of them products, attention | launches of a token |
+|---|---|--:|--:|--:|
+"""
+PRODUCTS = """
+## Products with low-bit matrices, by weight
+
+For one warp in a round of the loop: machine instructions of its 32 lanes per weight, and tensor core instructions per
+16,384 weights. The product itself takes 64 of these for one row (GEMV) and 512 for 64 rows (GEMM).
+
+| specialization | target | instructions | tensor core instructions | loads in flight | programs |
+|---|---|--:|--:|--:|--:|
+"""
+CHECKS = """
+## Looking for races and bad addresses
+
+On a machine with a GPU and the CUDA toolkit, compute-sanitizer watches every access that the kernels' tests make:
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    make sanitize-gpu
+
+Without its cache, torch allocates every tensor by itself; otherwise an address past a tensor's end would be in another
+tensor's memory, and nobody would notice. `make sanitize-gpu` runs the tests that need a GPU. All tests, with the third
+tool:
+
+    compute-sanitizer --tool synccheck --error-exitcode 1 .venv/bin/python -m pytest -q -x tests/runtime/backends/triton
+
+`memcheck` finds reads and writes outside of allocations, `racecheck` unordered access to shared memory, `synccheck`
+barriers that not all threads reach. They take ten to a hundred times as long as the tests alone; `-k compensate` and
+the like select some. None of them watches the order of writes between thread blocks. That the barrier of the
+compensation kernel holds is shown by tests that compare its bits with those of two launches, thousands of times.
+"""
+
+
+def page(compiled: Sequence[Compiled], triton: str, ptxas: str, blackwell: str, origin: str) -> str:
+    """The page as Markdown: one table for each operation, one row for each specialization and device.
+
+    Args:
+        compiled: As `compile_all` returns it.
+        triton: Triton's version.
+        ptxas: Version of its ptxas.
+        blackwell: Version of its ptxas for sm_100 and later.
+        origin: The line about the code that was compiled (`tests.bench.reporting.origin`).
+    """
+    parts = [INTRODUCTION.format(triton=triton, ptxas=ptxas, blackwell=blackwell, origin=origin), *_loads(), PRODUCTS]
+    parts.extend(
+        f"| {row.name} | {row.target} | {32 * row.loop_instructions / row.weights:.2f} "
+        f"| {row.loop_tensor * 16384 / row.weights:.0f} | {row.in_flight:.2f} | {row.programs} |\n"
+        for row in compiled
+        if row.weights
+    )
+    for operation in dict.fromkeys(row.operation for row in compiled):
+        parts.append(f"\n## {operation}\n\n")
+        parts.append("| specialization | threads | target | registers | shared | spills | instructions | programs |")
+        parts.append(" loop | tensor core | in flight |\n|---|--:|---|--:|--:|--:|--:|--:|--:|--:|---|\n")
+        parts.extend(
+            f"| {row.name} | {row.threads} | {row.target} | {row.registers} | {row.shared_bytes:,} | {row.spill_bytes} "
+            f"| {row.instructions:,} | {row.programs} | {row.loop_instructions:,} | {row.loop_tensor} "
+            f"| {_in_flight(row)} |\n"
+            for row in compiled
+            if row.operation == operation
+        )
+    return "".join([*parts, CHECKS])
+
+
+def _loads() -> Iterator[str]:
+    """The table of what loads compile."""
+    yield LOADS
+    cases = counted_apart([(name, kv, 0) for name in MODELS for kv in ("fp16", "int8", "int4", "hierarchical")])
+    for (name, kv, _), found in cases.items():
+        products = found.variants["_gemv_kernel"] + found.variants["_gemm_kernel"]
+        attention = found.variants["_attend_kernel"] + found.variants["_merge_kernel"]
+        yield f"| {name} | {kv} | {found.total} | {products}, {attention} | {found.launches} |\n"
+
+
+def _in_flight(row: Compiled) -> str:
+    """What the page says of the loads in a kernel's loop."""
+    if not row.copies:
+        return "–"
+    return f"{row.in_flight:.2f} ({row.copies} {'async' if row.asynchronous else 'regs'})"
+
+
+def main() -> None:
+    """Compile everything and write the page."""
+    import triton
+    from triton import knobs
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=PAGE)
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("names", nargs="*", help="specializations to compile and print, without writing the page")
+    arguments = parser.parse_args()
+    compiled, failed = compile_all(pairs(arguments.names, arguments.targets.split(",")))
+    text = page(
+        compiled,
+        triton.__version__,
+        knobs.nvidia.ptxas.version,
+        knobs.nvidia.ptxas_blackwell.version,
+        line([{"date": dt.datetime.now(tz=dt.UTC).date().isoformat(), **stamp(("runtime/backends/triton",))}], 0),
+    )
+    for message in failed:
+        print(message, file=sys.stderr)
+    if arguments.names:
+        print(text[text.index("## ") :] if compiled else "")
+    elif not failed:
+        arguments.out.write_text(text, encoding="utf-8")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

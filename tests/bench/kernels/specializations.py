@@ -1,0 +1,395 @@
+"""Specializations of the Triton kernels that real models launch: a table of what to compile ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from runtime.backends.triton.codes import Form, Matrix
+from runtime.backends.triton.kernels import (
+    compensate,
+    gate,
+    gemm,
+    gemv,
+    low_rank,
+    norm,
+    residual_gemm,
+    rope,
+    select,
+    sums,
+    tokens,
+    w4a8,
+)
+from runtime.backends.triton.kernels.attention import kernel as attention
+from runtime.backends.triton.kernels.attention.configs import Room
+from runtime.backends.triton.kernels.cache import kernel as cache
+from runtime.backends.triton.kernels.cache.pages import LayerTensors, Record, Rows, page_layout, record_layout
+from runtime.backends.triton.sizes import BLOCK
+from runtime.kv.kinds import KINDS, PARTS, KVKind
+from tests.bench.kernels.specialization import Specialization, Types
+
+_ABSENT = "constexpr"
+"""The type of a tensor that isn't there."""
+_MATRIX = Matrix("*i32", "*i32", "*fp16", "*fp32", "i32", "i32", "i32")
+_SOURCE = select.Source("*fp16", _ABSENT, _ABSENT)
+_CHOSEN = select.Chosen("*i32", "*fp32", "*i32")
+_SEARCH = select.Search("i32", "fp32", "fp32", "fp32")
+_TOKENS = tokens.Operands("*i8", "*fp32", "*i32")
+_RECORD = Record("*u8", "*fp16", "*i16")
+_LAYER = LayerTensors(_RECORD, _RECORD, "*fp16", "*fp16", "*i32", "*i32")
+_ROWS = Rows("*i32", "*i32")
+_ROUNDED = {"enable_fp_fusion": False}
+"""Compiler options of kernels whose numbers are to be those of the reference, bit for bit."""
+_LLAMA = {"H": 32, "H_kv": 8, "D": 128}
+"""Heads of Llama-3-8B."""
+_PADDED = {"H": 32, "H_kv": 32, "D": 96}
+"""Heads whose width is no power of two."""
+
+
+def _types(**names: str) -> dict[str, Types]:
+    """Types of arguments, from the names of all that have one: `_types(i32="M N")`."""
+    return {name: kind for kind, all_names in names.items() for name in all_names.split()}
+
+
+def _form(bits: int, *, codebook: bool = False, group_size: int = 128, tail: int = 0) -> Form:
+    """The form of models' matrices: whole pieces; by default groups of 128 and whole blocks."""
+    return Form(GROUP_SIZE=group_size, BITS=bits, CODEBOOK=codebook, SPAN=group_size, EVEN_K=True, TAIL=tail)
+
+
+def _gemv() -> Iterator[Specialization]:
+    """Groups of 128 at 3 and 4 bits, 576 channels, a codebook, and a few tokens at once."""
+    for name, form, M in (
+        ("gemv b4", _form(4), 1),
+        ("gemv b3", _form(3), 1),
+        ("gemv b3 K576", _form(3, group_size=64, tail=2), 1),
+        ("gemv b3 codebook", _form(3, codebook=True), 1),
+        ("gemv b4 rows", _form(4), 8),
+        ("gemv b3 rows", _form(3), 8),
+    ):
+        types = {"x_ptr": "*fp16", "matrix": _MATRIX, "counters_ptr": "*i32", **_types(i32="biased M split")}
+        types |= dict.fromkeys(("out_ptr", "parts_ptr", *(() if form.CODEBOOK else ("sums_ptr",))), "*fp32")
+        yield Specialization(
+            name=name,
+            kernel=gemv._gemv_kernel,
+            types=types,
+            constants={"form": form, "tile": gemv._tile(M, form)} | ({"sums_ptr": None} if form.CODEBOOK else {}),
+            num_warps=gemv.WARPS,
+            num_stages=1,
+            weights=BLOCK * 64 // gemv.WARPS,
+        )
+
+
+def _gemm() -> Iterator[Specialization]:
+    """Prompts with groups of 128 at 3 and 4 bits, with 576 channels, and with a codebook."""
+    for name, form in (
+        ("gemm b4", _form(4)),
+        ("gemm b3", _form(3)),
+        ("gemm b3 K576", _form(3, group_size=64, tail=2)),
+        ("gemm b3 codebook", _form(3, codebook=True)),
+    ):
+        yield Specialization(
+            name=name,
+            kernel=gemm._gemm_kernel,
+            types={"x_ptr": "*fp16", "matrix": _MATRIX, "out_ptr": "*fp32", **_types(i32="biased M")},
+            constants={"form": form, "tile": gemm.Tile(gemm.DOT, gemm.BLOCK_M, gemm.BLOCK_N, gemm.WARPS)},
+            num_warps=gemm.WARPS,
+            num_stages=gemm.STAGES,
+            weights=BLOCK * gemm.BLOCK_N // gemm.WARPS,
+        )
+
+
+def _w4a8() -> Iterator[Specialization]:
+    """Groups of 128 and none, few and many rows."""
+    for name, group_size in (("g128", 128), ("per channel", 0)):
+        for block_m in (w4a8.FEW, w4a8.MANY):
+            matrix = w4a8.Matrix("*u8", "*fp16", "*i16", "*fp32", "i32", "i32")
+            yield Specialization(
+                name=f"gemm w4a8 {name} M{block_m}",
+                kernel=w4a8._gemm_w4a8_kernel,
+                types={"x": _TOKENS, "matrix": matrix, "out_ptr": "*fp32", **_types(i32="biased M")},
+                constants={"form": w4a8._form(group_size, block_m)},
+                num_warps=w4a8.WARPS,
+                num_stages=w4a8.STAGES,
+                weights=2 * 64 * w4a8.BLOCK_N // w4a8.WARPS,
+                options=_ROUNDED,
+            )
+
+
+def _select() -> Iterator[Specialization]:
+    """All four selectors; widths and k are run-time numbers."""
+    sources = {"static": _SOURCE._replace(table="*i32"), "random": _SOURCE._replace(positions="*i32")}
+    for mode, number in select.MODES.items():
+        yield Specialization(
+            name=f"select-{mode}",
+            kernel=select._select_kernel,
+            types={
+                "source": sources.get(mode, _SOURCE),
+                "chosen": _CHOSEN,
+                "search": _SEARCH,
+                "stream": "i64" if mode == "random" else "i32",
+                **_types(i32="k k_chunk"),
+            },
+            constants={"MODE": number},
+            num_warps=select.NUM_WARPS,
+        )
+
+
+def _compensate() -> Iterator[Specialization]:
+    """Fused at 4 and 2 bits, two launches at 4 and 16 bits; widths, k and n_tb are run-time numbers."""
+    output = compensate.Output("*fp32", _ABSENT)
+    for bits in (4, 2):
+        yield Specialization(
+            name=f"compensate-b{bits}-fused",
+            kernel=compensate._compensate_kernel,
+            types={
+                "source": _SOURCE,
+                "chosen": _CHOSEN,
+                "search": _SEARCH,
+                "residual": compensate.Residual("*i32", "*fp16"),
+                "output": output,
+                "counters_ptr": "*i32",
+                **_types(i32="k k_chunk stream N lines"),
+            },
+            constants={"fetch": compensate.Fetch(MODE=select.MODES["approx"], BITS=bits)},
+            num_warps=select.NUM_WARPS,
+            cooperative=True,
+            options=compensate.STOPS,
+        )
+    for bits in (4, 16):
+        yield Specialization(
+            name=f"compensate-b{bits}-fetch",
+            kernel=compensate._fetch_kernel,
+            types={
+                "chosen": _CHOSEN._replace(flag=_ABSENT),
+                "residual": compensate.Residual("*i32", _ABSENT if bits == 16 else "*fp16"),
+                "output": output,
+                **_types(i32="k N lines"),
+            },
+            constants={"fetch": compensate.Fetch(BITS=bits)},
+            num_warps=select.NUM_WARPS,
+        )
+
+
+def _residual_gemm() -> Iterator[Specialization]:
+    """The fetch, and the product at 4 bits of some channels and of all."""
+    yield Specialization(
+        name="residual_gemm fetch",
+        kernel=residual_gemm._stage_kernel,
+        types=dict.fromkeys(("codes_ptr", "channels_ptr", "staged_ptr"), "*i32") | _types(i32="k words"),
+        constants={"BLOCK": residual_gemm._WORDS, "DEPTH": residual_gemm._DEPTH},
+        num_warps=residual_gemm._FETCH_WARPS,
+    )
+    for name, every in (("residual_gemm b4", False), ("residual_gemm b4 all", True)):
+        factors = residual_gemm.Factors("*fp16", _ABSENT if every else "*i32", "*i32", "*fp16")
+        yield Specialization(
+            name=name,
+            kernel=residual_gemm._multiply_kernel,
+            types={"factors": factors, "out_ptr": "*fp32", **_types(i32="M N K k words")},
+            constants={"form": residual_gemm.Form(BITS=4, ALL=every)},
+            num_warps=residual_gemm._WARPS,
+            num_stages=residual_gemm._STAGES,
+        )
+
+
+def _sums() -> Iterator[Specialization]:
+    yield Specialization(
+        name="sums",
+        kernel=sums._sums_kernel,
+        types={"x_ptr": "*fp16", "sums_ptr": "*fp32", "K": "i32"},
+        constants={"BLOCK_K": sums.BLOCK_K},
+    )
+
+
+def _round() -> Iterator[Specialization]:
+    """Attention's output of 4096 channels."""
+    shape, warps = tokens.rounding_shape(4096, 128)
+    yield Specialization(
+        name="tokens K4096",
+        kernel=tokens._round_kernel,
+        types={"x_ptr": "*fp16", "tokens": _TOKENS},
+        constants={"K": 4096, "shape": shape},
+        num_warps=warps,
+        options=_ROUNDED,
+    )
+
+
+def _norm() -> Iterator[Specialization]:
+    """Norms of 4096 channels, and of 5120, padded to 8192; each also rounded to INT8."""
+    types = dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr", "weight_ptr"), "*fp32") | {"index_ptr": "*i32", "given": "i32"}
+    types |= {"table_ptr": "*fp16", "x_ptr": "*fp16", "eps": "fp32"}
+    for channels in (4096, 5120):
+        block, warps = norm._shape(channels)
+        yield Specialization(
+            name=f"add_norm C{channels}",
+            kernel=norm._add_norm_kernel,
+            types={**types, "sums_ptr": "*fp32"},
+            constants={"C": channels, "BLOCK_C": block},
+            num_warps=warps,
+        )
+        shape, warps = tokens.rounding_shape(channels, 128)
+        yield Specialization(
+            name=f"add_norm C{channels} int8",
+            kernel=norm._add_norm_round_kernel,
+            types={**types, "tokens": _TOKENS},
+            constants={"C": channels, "shape": shape},
+            num_warps=warps,
+            options=_ROUNDED,
+        )
+
+
+def _gate() -> Iterator[Specialization]:
+    """Llama-3-8B's MLP, with compensation."""
+    types = {"y_ptr": "*fp32", "dec_ptr": "*fp32", "x_ptr": "*fp16", "given": "i32"}
+    yield Specialization(
+        name="gate I14336",
+        kernel=gate._gate_kernel,
+        types={**types, "sums_ptr": "*fp32"},
+        constants={"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I},
+    )
+    shape, warps = tokens.rounding_shape(14336, 128)
+    yield Specialization(
+        name="gate I14336 int8",
+        kernel=gate._gate_round_kernel,
+        types={**types, "tokens": _TOKENS},
+        constants={"WIDTH": 14336, "shape": shape},
+        num_warps=warps,
+        options=_ROUNDED,
+    )
+
+
+def _heads() -> Iterator[Specialization]:
+    """Llama-3-8B's heads, Qwen3-8B's with norms, and heads of 96 channels of which 72 rotate; all with compensation."""
+    cases: tuple[tuple[KVKind, dict[str, int], int, bool], ...] = (
+        ("fp16", _LLAMA, 64, False),
+        ("fp16", _LLAMA, 64, True),
+        ("fp16", _PADDED, 36, False),
+        ("int8", _LLAMA, 64, True),
+        ("int4", _LLAMA, 64, True),
+        ("gear2", _PADDED, 36, False),
+        ("hierarchical", _LLAMA, 64, False),
+    )
+    for kv, sizes, half, normed in cases:
+        weight, turned = ("*fp32" if there else _ABSENT for there in (normed, KINDS[kv].turned))
+        yield Specialization(
+            name=f"heads {kv} {_heads_name(**sizes)} r{2 * half}{' norm' if normed else ''}",
+            kernel=rope._heads_kernel,
+            types={
+                "projected": rope.Projected("*fp32", "*fp32"),
+                "norms": rope.HeadNorms(weight, weight, "fp32"),
+                "rope": rope.Rope("*fp32", "*fp32"),
+                "basis": rope.Basis(turned, turned),
+                "rows": _ROWS,
+                "layer": _LAYER,
+                "q_ptr": "*fp16",
+                **_types(i32="compensated stride per_slot"),
+            },
+            constants={
+                "shape": rope._shape(*sizes.values(), half),
+                "layout": page_layout(KINDS[kv], sizes["D"], window=KINDS[kv].window_capacity(128)),
+            },
+            num_warps=1,
+        )
+
+
+def _heads_name(H: int, H_kv: int, D: int) -> str:
+    return f"H{H}/{H_kv} D{D}"
+
+
+def _attention() -> Iterator[Specialization]:
+    """Decode of Llama-3-8B at 8192 positions over many kinds of cache, other shapes, drafts, verification, prefill."""
+    for use, M, sizes, kinds in (
+        ("decode", 1, _LLAMA, ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")),
+        ("decode", 1, _PADDED, ("fp16",)),
+        ("draft", 1, _LLAMA, ("hierarchical",)),
+        ("verify", 5, _LLAMA, ("int8", "int4", "hierarchical", "gear4")),
+        ("prefill", 128, _LLAMA, ("fp16", "int8", "int4", "hierarchical", "gear2")),
+        ("prefill", 128, {**_LLAMA, "D": 64}, ("fp16",)),
+    ):
+        for name in kinds:
+            yield _attend(use, name, M, **sizes)
+    for H, D in ((32, 128), (16, 256)):
+        yield Specialization(
+            name=f"attend merge {_heads_name(H, 8, D)}",
+            kernel=attention._merge_kernel,
+            types={
+                "partial_ptr": "*fp32",
+                "sums_ptr": "*fp32",
+                "used_ptr": "*i32",
+                "x_ptr": "*fp16",
+                **_types(i32="summed M splits rows"),
+            },
+            constants={"H": H, "D": D, "BLOCK_S": attention._MERGED},
+            num_warps=attention._MERGE_WARPS,
+        )
+
+
+def _attend(use: str, name: str, M: int, H: int, H_kv: int, D: int) -> Specialization:
+    """One specialization of the attention kernel."""
+    kind, draft = KINDS[name], use == "draft"
+    config = attention._config(kind, M, H, H_kv, D, 8192, draft=draft, room=Room())
+    return Specialization(
+        name=f"attend {name} {use} {_heads_name(H, H_kv, D)}",
+        kernel=attention._attend_kernel,
+        types={
+            "step": attention.Step("*fp16", _ROWS, "*fp32", "*i32"),
+            "layer": _LAYER,
+            "scale": "fp32",
+            **_types(i32="M splits stride per_slot window"),
+        },
+        constants={
+            "tile": attention._tile(H, H_kv, config, sliding=False),
+            "layout": page_layout(kind, D, window=kind.window_capacity(128), draft=draft),
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _flush() -> Iterator[Specialization]:
+    """The kinds of cache with a window, with heads of 128 channels."""
+    for kind in (KINDS[name] for name in ("int4", "hierarchical", "kivi2")):
+        keys, values = (cache._cut(kind, record_layout(kind, part, 128)) for part in PARTS)
+        yield Specialization(
+            name=f"flush {kind.name} D128",
+            kernel=cache._flush_kernel,
+            types={
+                **dict.fromkeys(("k_window", "v_window"), "*fp16"),
+                **dict.fromkeys(("k_records", "v_records"), _RECORD),
+                "number": "i32",
+            },
+            constants={"WINDOW": kind.window_capacity(128), "SINKS": kind.sinks, "keys": keys, "values": values},
+            num_warps=cache._WARPS,
+        )
+
+
+def _low_rank() -> Iterator[Specialization]:
+    """Pages of 128 tokens, heads of 128 and of 96 channels."""
+    for D in (128, 96):
+        shape, warps = low_rank._shape(128, D, 4)
+        yield Specialization(
+            name=f"low_rank D{D}",
+            kernel=low_rank._low_rank_kernel,
+            types={
+                **dict.fromkeys(("residual_ptr", "start_ptr"), "*fp32"),
+                **dict.fromkeys(("a_ptr", "b_ptr"), "*fp16"),
+                "rounds": "i32",
+                "alike": "fp32",
+            },
+            constants={"shape": shape},
+            num_warps=warps,
+        )
+
+
+_OPERATIONS: tuple[Callable[[], Iterator[Specialization]], ...] = (
+    *(_attention, _flush, _compensate, _gate, _gemm, _gemv, _low_rank),
+    *(_norm, _heads, _select, _sums, _residual_gemm, _round, _w4a8),
+)
+
+
+def specializations() -> dict[str, Specialization]:
+    """Every specialization of every kernel by its name, which no two of them share."""
+    found = [one for operation in _OPERATIONS for one in operation()]
+    by_name = {one.name: one for one in found}
+    if len(by_name) < len(found):
+        twice = next(name for name in by_name if sum(one.name == name for one in found) > 1)
+        raise ValueError(f"two kernel specializations are called {twice!r}; give each its own name")
+    return by_name

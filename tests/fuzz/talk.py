@@ -1,0 +1,355 @@
+"""Readers of chats on their way: imported files, requests of the server, answers of an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from hypothesis import strategies as st
+
+from app.client import RuntimeClient
+from app.conversation import Message, Statistics
+from app.errors import ClientError, HistoryError
+from app.history import exchange
+from app.history.store import Chat, History
+from app.protocol import ChatOptions
+from app.remote import RemoteClient
+from runtime.server.app import create_app
+from runtime.server.security import Security
+from runtime.wire.inspection import InspectRequest
+from tests.fuzz.mutation import addressed, altered_json, damaged, mostly, written
+from tests.fuzz.reader import Reader
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "server"))
+from fake_engine import make_service
+
+# Files of chats
+
+CHATGPT = {
+    "title": "A talk",
+    "create_time": 1700000000.5,
+    "conversation_id": "c1",
+    "current_node": "n3",
+    "mapping": {
+        "root": {"id": "root", "parent": None, "message": None, "children": ["n1"]},
+        "n1": {"parent": "root", "message": {"author": {"role": "system"}, "content": {"parts": [""]}}},
+        "n2": {
+            "parent": "n1",
+            "message": {"author": {"role": "user"}, "content": {"parts": ["hi", {}]}, "create_time": 1700000001},
+        },
+        "n3": {
+            "parent": "n2",
+            "message": {"author": {"role": "assistant"}, "content": {"parts": ["y"]}, "metadata": {"model_slug": "m"}},
+        },
+    },
+}  # fmt: skip
+MOMENTS = (
+    *("2026-01-01T00:00:00", "0001-01-01T00:00:00+23:59", "9000-12-31T23:59:59.999999-23:59"),
+    "2026-02-30",
+    "user",
+    "assistant",
+    "n2",
+)
+
+
+def _own_chats() -> tuple[dict[str, Any], bytes]:
+    """A chat as JSON, and one as Markdown in which every form of a turn occurs."""
+    moment = exchange.moment_of("2026-11-22T10:42:00+01:00")
+    texts = ("Show me", "```md\n## You\n```", "<b>\n", "> a\n- b\n  - c", "## You\n\n1. x")
+    messages = [
+        Message(
+            id=f"m{at}",
+            parent=f"m{at - 1}" if at else None,
+            role="assistant" if at % 2 else "user",
+            text=text,
+            state=("done", "failed", "stopped")[at % 3],
+            error="it broke" if at % 3 == 1 else None,
+            model="demo" if at % 2 else None,
+            statistics=Statistics(tokens=5, tokens_per_s=2.5, k_chunk={"qkv": 2}) if at % 2 else None,
+            created=moment,
+        )
+        for at, text in enumerate(texts)
+    ]
+    chat = Chat(
+        id="c", title="A *talk*", model="demo", pinned=False, created=moment, updated=moment, head=messages[-1].id
+    )
+    return exchange.document([exchange.to_json(chat, messages)]), exchange.to_markdown(chat, messages).encode()
+
+
+@contextmanager
+def history(folder: Path) -> Iterator[Reader]:
+    """A file of chats, brought in as `chats import` does, listed and written out again."""
+    own, markdown = _own_chats()
+    number = 0
+
+    def read(content: bytes) -> None:
+        nonlocal number
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            return  # the command says so itself
+        chats = exchange.read(text, "chats")
+        number += 1
+        file = folder / f"{number}.db"
+        kept = History(file)
+        try:
+            exchange.bring_all(kept, chats)
+            kept.search("hi there")
+            for chat in kept.chats():
+                messages = kept.messages(chat.id)
+                exchange.read(json.dumps(exchange.document([exchange.to_json(chat, messages)])), "chats")
+                exchange.read(exchange.to_markdown(chat, messages), "chats")
+        finally:
+            kept.close()
+            for left in folder.glob(f"{number}.db*"):
+                left.unlink()
+
+    inputs = mostly(altered_json(own, MOMENTS)) | altered_json([CHATGPT], MOMENTS) | damaged(markdown)
+    inputs |= st.text(max_size=60).map(lambda text: markdown.replace(b"Show me", text.encode("utf-8", "replace")))
+    yield Reader(sound=(written(own), written([CHATGPT]), markdown), inputs=inputs, read=read, errors=(HistoryError,))
+
+
+# Requests
+
+_FUNCTION = {
+    "name": "f",
+    "description": "x",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+_SAMPLING = {
+    "model": "small",
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 1,
+    "stop": ["x"],
+    "max_tokens": 8,
+    "stream": False,
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/b"}},
+    "$defs": {"b": {"enum": [1, "x"]}},
+    "required": ["a"],
+}
+_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+_ECHO = {"model": "small", "messages": [{"role": "user", "content": "echo"}]}
+REQUESTS: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {
+            **_SAMPLING,
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+                {"role": "tool", "content": "22", "tool_call_id": "c1"},
+                {"role": "user", "content": [{"type": "text", "text": "echo hi"}]},
+            ],
+            "tools": [{"type": "function", "function": _FUNCTION}],
+            "tool_choice": "auto",
+            "logprobs": True,
+            "top_logprobs": 2,
+            "prompt_cache_key": "chat",
+        },
+        {
+            **_SAMPLING,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "messages": [{"role": "user", "content": "count 3"}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}},
+        },
+        {**_ECHO, "structured_outputs": {"regex": "a+b*"}},
+        {**_ECHO, "structured_outputs": {"grammar": 'start: "a" | /b+/'}},
+    ],
+    "/v1/completions": [
+        {**_SAMPLING, "prompt": "echo hi", "logprobs": 2, "structured_outputs": {"choice": ["a", "b"]}},
+        {"model": "small", "prompt": [[1, 2, 3]], "stream": True},
+    ],
+    "/v1/responses": [
+        {
+            "model": "small",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "echo hi"}]},
+                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c1", "output": "1"},
+            ],
+            "instructions": "Be brief.",
+            "tools": [{"type": "function", **_FUNCTION}],
+            "tool_choice": {"type": "function", "name": "f"},
+            "metadata": {"a": "b"},
+        },
+        {"model": "small", "input": "count 3", "stream": True, "text": {"format": {"type": "json_object"}}},
+    ],
+    "/v1/embeddings": [
+        {"model": "small", "input": ["one", "two"], "encoding_format": "base64"},
+        {"model": "small", "input": [[1, 2], [3]]},
+    ],
+}  # fmt: skip
+ASKED = [
+    *(
+        json.loads(line)
+        for line in r"""
+{"type": "string", "pattern": "(a+)+$"}
+{"$ref": "#"}
+{"allOf": [{"$ref": "#"}]}
+{"type": ["integer", "null"], "minimum": 1e308}
+{"anyOf": []}
+{"const": null}
+{"type": "array", "minItems": 1000000000}
+{"multipleOf": 0}
+{"format": "x"}
+{"enum": []}
+""".strip().splitlines()
+    ),
+    *(
+        "((((a{1,99}){1,99}){1,99}){1,99})",
+        "[",
+        "(?=a)",
+        "\\p{L}{1000}",
+        'start: a\na: a "b" | ""',
+        "start: /(/",
+        "%ignore /a*/",
+    ),
+    *("assistant", "tool", "function", "required", "json_schema", "umlauts", "count 9", "a" * 40_000),
+]
+
+
+@contextmanager
+def requests(folder: Path) -> Iterator[Reader]:
+    """Bodies of requests, asked of the server's application with a model that needs no weights."""
+    del folder
+    logger = logging.getLogger("runtime")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # what is logged is found by its status
+    service, _ = make_service()
+    app = create_app(service, Security())
+    transport = httpx.ASGITransport(app)
+    runner = asyncio.Runner()
+
+    async def ask(path: str, body: bytes) -> httpx.Response:
+        headers = {"Content-Type": "application/json"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+            return await client.post(path, content=body, headers=headers)
+
+    def read(content: bytes) -> None:
+        path, _, body = content.partition(b"\n")
+        answer = runner.run(ask(path.decode(), body))
+        assert answer.status_code in (200, 400, 404, 413, 503), answer.text[:300]
+        if answer.status_code != 200:
+            assert 0 < len(answer.json()["error"]["message"]) < 2000, answer.text[:3000]
+
+    sound = tuple(f"{path}\n".encode() + written(body) for path, bodies in REQUESTS.items() for body in bodies)
+    inputs = [
+        addressed(path, mostly(altered_json(body, ASKED))) for path, bodies in REQUESTS.items() for body in bodies
+    ]
+    yield Reader(sound=sound, inputs=st.one_of(inputs), read=read, errors=())
+    logger.setLevel(level)
+    runner.close()
+    assert service.close(), "the engine's thread ends"
+
+
+# Answers
+
+MODELS = {"object": "list", "data": [{"id": "big", "max_model_len": 32768}, {"id": "small"}]}
+_CHOICE = {"index": 0, "delta": {"role": "assistant", "content": "Hel"}, "finish_reason": None}
+EVENTS = [
+    {"id": "1", "model": "big", "choices": [_CHOICE]},
+    {
+        "model": "big",
+        "choices": [{"delta": {"content": "lo"}, "finish_reason": "stop"}],
+        "timings": {"predicted_ms": 5.0},
+    },
+    {"choices": [], "usage": {"prompt_tokens": 3}},
+]
+FAILURE = {
+    "error": {
+        "message": "too long for the context size",
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "overloaded",
+    }
+}
+INSPECTED = [
+    {"phase": "read", "done": 1, "total": 2, "unit": "tokens", "message": "reads"},
+    {
+        "phase": "done",
+        "model": "m",
+        "compensated": True,
+        "tokens": [{"text": "a", "candidates": [{"text": "a", "logit": 1.0, "probability": 0.5}], "chosen": 0}],
+    },
+]
+STATUS = {"state": "ready", "model": "big", "backend": "cpu", "bits": 3.5, "k_chunk": {"qkv": 2}, "context": 64}
+
+
+def as_stream(events: bytes) -> bytes:
+    """A list of events as a server sends them, or whatever it is as it is."""
+    try:
+        found = json.loads(events)
+    except (ValueError, RecursionError):
+        return b"data: " + events + b"\n\n"
+    items = found if isinstance(found, list) else [found]
+    return b"".join(b"data: " + written(item) + b"\n\n" for item in items) + b"data: [DONE]\n\n"
+
+
+@contextmanager
+def stream(folder: Path) -> Iterator[Reader]:
+    """What an endpoint, and the runtime, answer; the first line says to what, with which status and in which pieces."""
+    del folder
+    runner = asyncio.Runner()
+    usual = {"/v1/models": written(MODELS), "/v1/chat/completions": as_stream(written(EVENTS))}
+    usual |= {"/runtime/inspect": as_stream(written(INSPECTED)), "/runtime/status": written(STATUS)}
+
+    async def ask(path: str, status: int, size: int, content: bytes) -> None:
+        def answer(request: httpx.Request) -> httpx.Response:
+            if request.url.path != path:
+                return httpx.Response(200, content=usual[request.url.path])
+
+            async def pieces() -> AsyncIterator[bytes]:
+                for at in range(0, len(content), size):
+                    yield content[at : at + size]
+
+            return httpx.Response(status, content=pieces())
+
+        transport = httpx.MockTransport(answer)
+        own = path.startswith("/runtime")
+        client = (
+            RuntimeClient("http://gpu", "t", transport=transport)
+            if own
+            else RemoteClient("http://gpu/v1", "", transport=transport)
+        )
+        try:
+            await client.status()
+            if own:
+                request = InspectRequest(model="big", messages=(), answer="x")
+                _ = [report async for report in client.inspect(request)]
+            else:
+                await client.models()
+                async for delta in client.chat([{"role": "user", "content": "hi"}], ChatOptions()):
+                    delta.text.encode()
+                    (delta.model or "").encode()
+        finally:
+            await client.aclose()
+
+    def read(content: bytes) -> None:
+        head, _, body = content.partition(b"\n")
+        path, status, size = head.decode().split()
+        runner.run(ask(path, int(status), int(size), body))
+
+    sound = tuple(f"{path} 200 7\n".encode() + content for path, content in usual.items())
+    kinds = {
+        "/v1/models": altered_json(MODELS, ("big", {"data": []})),
+        "/v1/chat/completions": altered_json(EVENTS, (FAILURE, *EVENTS)).map(as_stream)
+        | damaged(usual["/v1/chat/completions"]),
+        "/runtime/inspect": altered_json(INSPECTED, (*INSPECTED, FAILURE)).map(as_stream),
+        "/runtime/status": altered_json(STATUS),
+    }
+    inputs = [addressed(f"{path} 200 {size}", mostly(made)) for path, made in kinds.items() for size in (7, 1 << 16)]
+    refused = st.sampled_from([f"{path} {status} 99" for path in kinds for status in (400, 401, 404, 503, 307, 204)])
+    inputs.append(refused.flatmap(lambda head: addressed(head, altered_json(FAILURE))))
+    yield Reader(sound=sound, inputs=st.one_of(inputs), read=read, errors=(ClientError,))
+    runner.close()

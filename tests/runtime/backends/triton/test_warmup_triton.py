@@ -1,0 +1,93 @@
+"""The warm-up after a load: its steps, its progress reports, and its failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.progress import Progress
+from runtime.backends import backend
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.triton import backend as entrance
+from runtime.backends.triton import warmup
+from runtime.backends.triton.decoder import TritonDecoder
+from runtime.errors import BackendError, OutOfMemoryError
+from runtime.kv.kinds import KINDS
+
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 32}
+
+
+class Recorded:
+    """A decoder that keeps its cache's books and computes nothing."""
+
+    def __init__(self, decoder: TritonDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.decoder, self.steps, self.drawn, self.flushed = decoder, [], 0, 0
+        monkeypatch.setattr(decoder, "forward", self.forward)
+        monkeypatch.setattr(decoder, "draw", self.draw)
+        monkeypatch.setattr(decoder.cache.store, "flush", self.flush)
+
+    def forward(self, step: Step) -> Any:
+        self.decoder.cache.begin(step.slots, step.positions, flush=step.flush)
+        self.steps.append(step)
+        return np.zeros((1, 1), np.float32)
+
+    def draw(self, step: Step, draws: Any) -> None:
+        self.forward(step)
+        self.drawn += len(draws)
+
+    def flush(self, slot: int, page: int, rest: int) -> None:
+        self.flushed += 1
+
+
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("context", [5, 100, 1024])
+def test_every_size_of_step_comes_once(
+    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, kv: Any, context: int
+) -> None:
+    model = tiny_model(tiny_spec(**SMALL, max_context=2048), bits=4)
+    decoder = TritonDecoder(model, DecoderOptions(context=context, max_rows=64, kv=kv), device)
+    recorded, said = Recorded(decoder, monkeypatch), list[Progress]()
+    warmup.warm_up(decoder, said.append)
+    prompts = {step.tokens.size for step in recorded.steps if step.prefill}
+    assert prompts == {M for M in (1, 2, 4, 8, 16, 32, 64) if context >= M}
+    assert sum(not step.prefill for step in recorded.steps) == 2
+    assert recorded.drawn == 1
+    assert (recorded.flushed > 0) == (decoder.cache.kind.windowed and context == 1024)
+    assert decoder.cache.length(0) == 0
+    assert [report.done for report in said] == list(range(len(recorded.steps)))
+    assert {(report.phase, report.total) for report in said} == {("compile", len(recorded.steps))}
+    assert "first time" in said[0].message
+
+
+def test_the_model_answers_as_it_does_without(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+    model = tiny_model(tiny_spec(**SMALL, vocab_size=64), bits=4)
+    options = DecoderOptions(context=8, max_rows=2)
+    warmed, cold = backend("triton"), TritonDecoder(model, options, device)
+    step = Step(**{name: np.zeros(1, np.int32) for name in ("tokens", "slots", "positions", "logit_rows")})
+    made = TritonDecoder(model, options, device)
+    warmup.warm_up(made, lambda _: None)
+    assert np.array_equal(np.array(made.forward(step)), cold.forward(step))
+    assert warmed.problems(made) == ()
+
+
+@pytest.mark.parametrize("error", [BackendError("no compiler"), OutOfMemoryError("full"), KeyboardInterrupt()])
+def test_a_first_step_that_fails_closes_the_model(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    closed = []
+
+    class Opened:
+        def __init__(self, model: object, options: object) -> None: ...
+
+        def close(self) -> None:
+            closed.append(self)
+
+    def fail(decoder: object, progress: object) -> None:
+        raise error
+
+    monkeypatch.setattr("runtime.backends.triton.decoder.TritonDecoder", Opened)
+    monkeypatch.setattr("runtime.backends.triton.warmup.warm_up", fail)
+    model: Any = None
+    with pytest.raises(type(error)):
+        entrance.BACKEND.open(model, DecoderOptions())
+    assert len(closed) == 1

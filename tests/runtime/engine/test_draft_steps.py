@@ -1,0 +1,95 @@
+"""A step marked as a draft reads the upper plane of the hierarchical cache alone, on the reference and on the CPU.
+
+The GPU's decoder is checked in `tests/runtime/backends/triton/test_triton_decoder.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.reference.decoder import ReferenceDecoder
+from runtime.kv.kinds import PARTS, KVKind
+
+torch.set_num_threads(1)
+Factory = Callable[..., Any]
+PROMPT = np.random.default_rng(3).integers(0, 96, 280).tolist()
+
+
+def rows(start: int, count: int, **how: Any) -> Step:
+    """Tokens of the prompt, and the logits of all."""
+    positions = np.arange(start, start + count, dtype=np.int32)
+    return Step(
+        tokens=np.array(PROMPT[start : start + count], np.int32),
+        slots=np.zeros(count, np.int32),
+        positions=positions,
+        logit_rows=np.arange(count, dtype=np.int32),
+        **how,
+    )
+
+
+def rms(x: np.ndarray[Any, Any]) -> float:
+    """Root mean square."""
+    return float(np.sqrt(np.mean(x**2)))
+
+
+def clear_lower_plane(decoder: Any) -> None:
+    """Zeros in the lower plane of all pages: a full read then gives what a draft reads."""
+    store = decoder.cache.store
+    for part in PARTS:
+        if isinstance(decoder, ReferenceDecoder):
+            store.fields(part, store.pools[part])["lower"].zero_()
+        else:
+            fields = store.layout.read(store.records, part)
+            store.layout.write(store.records, part, fields | {"lower": np.zeros_like(fields["lower"])})
+
+
+@pytest.fixture
+def prompted(tiny_model: Factory, tiny_spec: Factory) -> Factory:
+    """Makes decoders with 256 tokens in their cache: the next step cuts a page of 128 off their windows."""
+    model = tiny_model(tiny_spec(max_context=512), bits=4)
+
+    def make(backend: type, kv: KVKind) -> Any:
+        decoder = backend(model, DecoderOptions(context=280, max_rows=128, kv=kv))
+        for start in (0, 128):
+            decoder.forward(rows(start, 128))
+        return decoder
+
+    return make
+
+
+@pytest.mark.parametrize(("backend", "rounding"), [(ReferenceDecoder, 1e-6), (CpuDecoder, 5e-2)])
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_draft_reads_the_upper_plane_alone(prompted: Factory, backend: type, rounding: float, count: int) -> None:
+    """The CPU rounds queries more coarsely where there is one plane."""
+    decoder = prompted(backend, "hierarchical")
+    full, draft, again = (np.array(decoder.forward(rows(256, count, draft=draft))) for draft in (False, True, False))
+    clear_lower_plane(decoder)
+    upper = np.array(decoder.forward(rows(256, count)))
+    assert rms(draft - upper) <= rounding * rms(full)
+    assert rms(draft - full) > 2 * rounding * rms(full)
+    assert np.array_equal(again, full)
+
+
+@pytest.mark.parametrize("backend", [ReferenceDecoder, CpuDecoder])
+def test_kinds_without_planes_read_everything(prompted: Factory, backend: type) -> None:
+    decoder = prompted(backend, "int4")
+    full = np.array(decoder.forward(rows(256, 1)))
+    assert np.array_equal(full, decoder.forward(rows(256, 1, draft=True)))
+
+
+@pytest.mark.parametrize("backend", [ReferenceDecoder, CpuDecoder])
+def test_a_step_may_leave_windows_as_they_are(prompted: Factory, backend: type) -> None:
+    """Drafted tokens are not quantized before they are verified."""
+    decoder = prompted(backend, "kivi2")
+    for start, count in ((256, 4), (260, 1)):
+        decoder.forward(rows(start, count, draft=True, flush=False))
+        assert decoder.cache.paged_length(0) == 0
+    decoder.forward(rows(256, 4))
+    assert decoder.cache.paged_length(0) == 128

@@ -1,0 +1,111 @@
+"""One plan of a load, for commands and for the server."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from assets import demo_path
+from models.progress import ProgressCallback, ignore_progress
+from models.store import StoredModel
+from runtime.backends import Presence, backend
+from runtime.compensation import Compensation
+from runtime.errors import BackendError, OutOfMemoryError, RequestError
+from runtime.kv.kinds import KINDS, cache_bytes
+from runtime.load import plan as loading
+from runtime.load.open import Candidate
+from runtime.load.plan import LoadPlan, plan_load
+from tuner.detect import MemoryInfo
+
+KINDS_OF_LAYERS = ("qkv", "o", "gate_up", "down", "head")
+
+
+def room(mib: int = 8 << 10) -> MemoryInfo:
+    return MemoryInfo(total_bytes=64 << 30, available_bytes=mib << 20, limit_bytes=None)
+
+
+def planned(compensation: Compensation | None = None, **options: Any) -> LoadPlan:
+    model = StoredModel.open_folder(demo_path(), "demo")
+    wanted: dict[str, Any] = {"asked": "reference", "memory": room(), **options}
+    return plan_load(model, compensation or Compensation(k_chunk=0), **wanted)
+
+
+def test_the_options_are_what_was_asked_for() -> None:
+    plan = planned(Compensation(k_chunk={"o": 3}), kv="int8", context=128, slots=3, select="exact")
+    options = plan.options
+    assert (options.kv, options.context, options.slots, options.select) == ("int8", 128, 3, "exact")
+    assert options.pages == plan.memory.pages == KINDS["int8"].max_pages(128)
+    assert options.k_chunk == {**dict.fromkeys(KINDS_OF_LAYERS, 0), "o": 3}
+    assert (plan.asked, plan.backend.name) == ("reference", "reference")
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_steps_have_the_rows_that_the_backend_takes(name: str) -> None:
+    plan = planned(asked=name, kv="int4", slots=2)
+    assert plan.options.max_rows == backend(name).step_rows
+    assert plan.memory.kv_bytes == cache_bytes(
+        KINDS["int4"], plan.model.spec, context=plan.memory.context, slots=plan.memory.slots,
+        max_rows=backend(name).step_rows, pages=plan.memory.pages,
+    )  # fmt: skip
+
+
+def test_a_model_that_does_not_fit_a_card_is_opened_by_the_next_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was planned for the next one must not be opened by the first again."""
+
+    def found(card_mib: int) -> LoadPlan:
+        card = Presence(usable=True, reason="a card", memory=room(card_mib))
+        chosen = [Candidate(backend=backend("cpu"), presence=card, reason="best")]
+        chosen.append(Candidate(backend=backend("reference"), presence=backend("reference").probe(), reason="next"))
+        monkeypatch.setattr(loading, "candidates", lambda _asked: iter(chosen))
+        return planned(asked="auto")
+
+    small, large = found(100), found(8 << 10)
+    assert (small.backend.name, small.asked, small.memory.available_bytes) == ("reference", "reference", 8 << 30)
+    assert (large.backend.name, large.asked) == ("cpu", "auto")
+
+
+def test_before_a_budget_is_spent_nothing_is_compensated() -> None:
+    assert planned(Compensation(budget_percent=5)).options.k_chunk == dict.fromkeys(KINDS_OF_LAYERS, 0)
+
+
+@pytest.mark.parametrize("budget", [0, 5])
+def test_a_backend_is_told_whether_it_will_compensate(monkeypatch: pytest.MonkeyPatch, budget: float) -> None:
+    told: list[tuple[object, ...]] = []
+    runner = backend("reference")
+    footprint = runner.footprint
+
+    def weigh(spec: Any, sizes: Any, *, compensated: bool) -> Any:
+        told.append(("footprint", compensated))
+        assert sizes.residual_bytes > 0
+        return footprint(spec, sizes, compensated=compensated)
+
+    def prepare(model: Any, kv: str, *, compensated: bool, progress: ProgressCallback) -> None:
+        told.append((model.name, kv, compensated, progress))
+
+    monkeypatch.setattr(runner, "footprint", weigh)
+    monkeypatch.setattr(runner, "prepare", prepare)
+    planned(Compensation(budget_percent=budget), kv="int4").prepare(ignore_progress)
+    assert told == [("footprint", budget > 0), ("demo", "int4", budget > 0, ignore_progress)]
+
+
+def test_what_is_opened_is_what_was_planned() -> None:
+    plan = planned(Compensation(k_chunk=4), context=64)
+    decoder, engine = plan.open_decoder(), plan.open_engine()
+    assert decoder.options == engine.decoder.options == plan.options
+    assert decoder.backend == engine.decoder.backend == "reference"
+    assert engine.name == "demo"
+    decoder.close()
+    engine.close()
+
+
+def test_what_cannot_be_planned(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(BackendError, match="triton, cpu, reference"):
+        planned(asked="metal")
+    for context in (0, 10**6):
+        with pytest.raises(RequestError, match=f"context of {context} tokens"):
+            planned(context=context)
+    with caplog.at_level(logging.WARNING), pytest.raises(OutOfMemoryError, match="100 MiB is free now"):
+        planned(asked="auto", memory=room(mib=100))
+    assert not caplog.records, "no other backend takes less of main memory, so none is tried"

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.spec import ModelSpec, RopeSpec
+from runtime.backends import Footprint
+from runtime.backends.decoder import KVKind
+from runtime.errors import OutOfMemoryError, RequestError, size
+from runtime.kv.kinds import KINDS, bytes_per_token, window_token_bytes
+from runtime.load.memory import DEFAULT_CONTEXT, MIB, SMALLEST_CONTEXT, MemoryPlan, cache_facts, describe, plan
+from tuner.detect import MemoryInfo
+
+
+def spec(max_context: int = 32768, layers: int = 22) -> ModelSpec:
+    return ModelSpec(
+        family="llama",
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=64,
+        vocab_size=32000,
+        max_context=max_context,
+        norm_eps=1e-5,
+        rope=RopeSpec(rotary_dim=64),
+        windows=(None,) * layers,
+    )
+
+
+WEIGHTS = Footprint(weight_bytes=600 * MIB, residual_bytes=500 * MIB)
+
+
+def free(mib: int, limit: int | None = None) -> MemoryInfo:
+    return MemoryInfo(total_bytes=64 << 30, available_bytes=mib * MIB, limit_bytes=limit)
+
+
+def planned(mib: int, context: int | None = None, kv: KVKind = "fp16", model: ModelSpec | None = None) -> MemoryPlan:
+    return plan(model or spec(), WEIGHTS, kv=kv, context=context, memory=free(mib))
+
+
+def test_plenty_of_memory_gives_the_default_context() -> None:
+    found = planned(16_000)
+    assert found.context == DEFAULT_CONTEXT
+    assert found.fits
+    assert found.kv_bytes == DEFAULT_CONTEXT * 2 * 22 * 4 * 64 * 2
+
+
+def test_a_short_model_gives_its_own_maximum() -> None:
+    assert planned(16_000, model=spec(max_context=500)).context == 500
+    assert planned(16_000, model=spec(max_context=40)).context == 40
+
+
+def test_little_memory_gives_the_context_that_fits() -> None:
+    found = planned(1000)
+    assert SMALLEST_CONTEXT <= found.context < DEFAULT_CONTEXT
+    assert found.context % 64 == 0
+    assert found.fits
+    more = planned(16_000, context=found.context + 64)
+    assert more.needed_bytes > found.available_bytes  # the next one would not have fitted
+
+
+def test_int8_lets_a_longer_context_fit() -> None:
+    assert planned(940, kv="int8").context > 1.5 * planned(940).context
+
+
+def test_a_context_that_is_asked_for_is_kept() -> None:
+    assert planned(16_000, context=30_000).context == 30_000
+
+
+@pytest.mark.parametrize("context", [0, -1, 32769])
+def test_an_impossible_context_is_refused(context: int) -> None:
+    with pytest.raises(RequestError, match="32768"):
+        planned(16_000, context=context)
+
+
+def test_the_refusal_has_numbers_and_a_way_out() -> None:
+    with pytest.raises(OutOfMemoryError) as caught:
+        planned(1000, context=32768)
+    text = str(caught.value)
+    assert "weights 600 MiB" in text
+    assert "for 32768 tokens" in text
+    assert "1000 MiB is free" in text
+    assert f"context of {planned(1000).context} tokens fits" in text
+    assert "int8 53 %, int4 28 % of fp16's" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(("kv", "named"), [("int8", "(int4 53 % of"), ("gear4", "(int4 68 % of"), ("kivi2", "")])
+def test_advice_names_cheaper_kinds_alone(kv: KVKind, named: str) -> None:
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan(spec(1 << 20), WEIGHTS, kv=kv, context=1 << 20, memory=free(1000))
+    assert named in str(caught.value)
+    assert ("another kind" in str(caught.value)) == bool(named)
+
+
+def test_weights_that_do_not_fit_at_all() -> None:
+    with pytest.raises(OutOfMemoryError, match="fewer bits or a smaller model") as caught:
+        planned(500)
+    assert "tokens fits" not in str(caught.value)
+    assert f"for {SMALLEST_CONTEXT} tokens" in str(caught.value)
+
+
+def test_a_container_is_named() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"500 MiB of this container's 2\.0 GiB is free"):
+        plan(spec(), WEIGHTS, memory=free(500, limit=2 << 30))
+
+
+def test_residuals_in_the_weights_memory_are_needed_too() -> None:
+    beside = replace(WEIGHTS, residuals_beside=True)
+    plain, compensated = (plan(spec(), own, memory=free(16_000)) for own in (WEIGHTS, beside))
+    assert compensated.needed_bytes == plain.needed_bytes + 500 * MIB
+    assert "(weights 600 MiB, residuals 500 MiB, cache" in describe(compensated)
+    needed = plain.needed_bytes // MIB
+    assert plan(spec(), WEIGHTS, context=plain.context, memory=free(needed + 1)).fits
+    with pytest.raises(OutOfMemoryError, match="turn compensation off, whose residuals take 500 MiB"):
+        plan(spec(), beside, context=plain.context, memory=free(needed + 1))
+
+
+def test_mapped_residuals_are_told_and_not_needed() -> None:
+    plain = plan(spec(), replace(WEIGHTS, residual_bytes=0), memory=free(16_000))
+    compensated = plan(spec(), WEIGHTS, memory=free(16_000))
+    assert compensated.needed_bytes == plain.needed_bytes
+    assert (plain.residual_bytes, compensated.residual_bytes) == (0, 500 * MIB)
+    assert "beside it residuals 500 MiB" in describe(compensated)
+    assert "residuals" not in describe(plain)
+
+
+def test_what_a_backend_takes_for_itself_is_kept_free() -> None:
+    own = plan(spec(), replace(WEIGHTS, overhead_bytes=300 * MIB), memory=free(16_000))
+    assert own.margin_bytes - plan(spec(), WEIGHTS, memory=free(16_000)).margin_bytes == 300 * MIB
+
+
+def test_slots_multiply_the_cache() -> None:
+    one = plan(spec(), WEIGHTS, context=1024, memory=free(16_000))
+    four = plan(spec(), WEIGHTS, context=1024, slots=4, memory=free(16_000))
+    assert four.kv_bytes == 4 * one.kv_bytes
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_slots_that_share_pages_add_their_windows_alone(kv: KVKind) -> None:
+    kind, per_slot = KINDS[kv], KINDS[kv].window_capacity(128) * window_token_bytes(KINDS[kv], spec())
+    one = plan(spec(), WEIGHTS, kv=kv, slots=1, shared=True, memory=free(16_000))
+    four = plan(spec(), WEIGHTS, kv=kv, slots=4, shared=True, memory=free(16_000))
+    assert (four.slots, four.pages) == (4, kind.max_pages(DEFAULT_CONTEXT))
+    assert four.kv_bytes == one.kv_bytes + 3 * per_slot
+    two = plan(spec(), WEIGHTS, kv=kv, context=DEFAULT_CONTEXT, slots=4, shared=True, memory=tight(one, per_slot))
+    assert (two.slots, two.context) == (2 if per_slot else 4, DEFAULT_CONTEXT)
+    with pytest.raises(OutOfMemoryError):
+        plan(spec(), WEIGHTS, kv=kv, context=DEFAULT_CONTEXT, slots=4, memory=tight(one, per_slot))
+
+
+def tight(one: MemoryPlan, more: int) -> MemoryInfo:
+    return MemoryInfo(total_bytes=64 << 30, available_bytes=one.needed_bytes + more, limit_bytes=None)
+
+
+@given(st.integers(0, 40_000), st.integers(1, 200_000), st.sampled_from(["fp16", "int8"]))
+def test_a_plan_fits_or_is_refused(mib: int, maximum: int, kv: KVKind) -> None:
+    model = spec(max_context=maximum)
+    try:
+        found = plan(model, WEIGHTS, kv=kv, memory=free(mib))
+    except OutOfMemoryError:
+        smallest = min(maximum, SMALLEST_CONTEXT)
+        roomy = plan(model, WEIGHTS, kv=kv, context=smallest, memory=free(1_000_000))
+        assert roomy.needed_bytes > mib * MIB
+    else:
+        assert found.fits
+        assert found.context <= min(maximum, DEFAULT_CONTEXT)
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_the_cache_is_as_large_as_the_reference_backend_makes_it(kv: KVKind) -> None:
+    from runtime.backends.reference.cache import ReferenceCache
+
+    model = spec(layers=2)
+    built = ReferenceCache(KINDS[kv], model, context=300, slots=3, max_rows=20)
+    planned = plan(model, WEIGHTS, kv=kv, context=300, slots=3, rows=20, memory=free(16_000))
+    assert planned.kv_bytes == built.store.nbytes == built.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 KiB"), (12 << 10, "12 KiB"), (300 * MIB, "300 MiB"), (3 << 29, "1.5 GiB")]
+)
+def test_sizes_are_readable(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+def test_what_every_kind_of_cache_would_mean_agrees_with_the_plan() -> None:
+    found = planned(1000)
+    facts = cache_facts(spec(), found)
+    assert facts.keys() == KINDS.keys()
+    for kv, fact in facts.items():
+        assert fact.bytes_per_token == bytes_per_token(KINDS[kv], spec())
+        assert planned(1000, context=fact.context, kv=kv).fits
+        if fact.context < spec().max_context:
+            with pytest.raises(OutOfMemoryError):
+                planned(1000, context=fact.context + 64, kv=kv)
+    assert facts["fp16"].context < facts["int8"].context < spec().max_context
+    assert {fact.context for fact in cache_facts(spec(), planned(60_000)).values()} == {spec().max_context}
+    assert {fact.context for fact in cache_facts(spec(), replace(found, available_bytes=0)).values()} == {0}

@@ -1,0 +1,280 @@
+"""The runtime process as a real child, with a model that needs no weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from runtime import program_version
+from runtime.server.lock import LockRecord, lock_path, read_lock, write_lock
+from runtime.system.parent import ParentWatch
+
+FAKE = Path(__file__).parent / "fake_runtime.py"
+FROM = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, *sys.argv[1:], "--parent-pid", str(__import__("os").getpid())])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+SIGNALLED = """
+import os, signal, subprocess, sys, time
+from runtime.system.parent import ParentWatch
+with ParentWatch(os.getpid()).watching(lambda: None):
+    shots = f"import os; [os.kill({os.getpid()}, {int(signal.SIGUSR1)}) for _ in range(30000)]"
+    shooting = subprocess.Popen([sys.executable, "-c", shots])
+    while shooting.poll() is None:
+        pass
+"""
+
+
+def wait_until(predicate: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not predicate():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def connects(record: LockRecord) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((record.host, record.port)) == 0
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone, or has ended and is only not yet cleared away by its parent."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def ask(record: LockRecord, method: str, path: str, **options: object) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {record.token}"}
+    return httpx.request(method, record.base_url + path, headers=headers, timeout=20, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def start(home: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], LockRecord]]]:
+    children: list[subprocess.Popen[bytes]] = []
+
+    def run(*arguments: str) -> tuple[subprocess.Popen[bytes], LockRecord]:
+        child = subprocess.Popen([sys.executable, str(FAKE), "--home", str(home), *arguments], start_new_session=True)
+        children.append(child)
+        wait_until(lambda: read_lock(lock_path(home)) is not None or child.poll() is not None)
+        record = read_lock(lock_path(home))
+        assert record is not None
+        return child, record
+
+    yield run
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def test_it_says_where_it_listens_and_answers_its_token_alone(
+    start: Callable[..., tuple[subprocess.Popen[bytes], LockRecord]], home: Path
+) -> None:
+    child, record = start()
+    assert record.pid == child.pid
+    assert record.create_time == psutil.Process(child.pid).create_time()
+    assert (record.host, record.version) == ("127.0.0.1", program_version())
+    assert len(record.token) >= 32
+    assert home.stat().st_mode & 0o777 == 0o700
+    status = ask(record, "GET", "/runtime/status").json()
+    assert (status["pid"], status["state"]) == (child.pid, "empty")
+    for path in ("/runtime/status", "/v1/models"):
+        assert httpx.get(record.base_url + path).status_code == 401
+
+
+def test_a_model_is_loaded_at_the_start(start: Callable[..., tuple[subprocess.Popen[bytes], LockRecord]]) -> None:
+    _, record = start("--model", "small")
+    wait_until(lambda: ask(record, "GET", "/runtime/status").json()["state"] == "ready")
+    body = {"model": "small", "messages": [{"role": "user", "content": "echo hi"}]}
+    answer = ask(record, "POST", "/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == "hi"
+
+
+def test_a_model_that_cannot_be_loaded_at_the_start_is_told(
+    start: Callable[..., tuple[subprocess.Popen[bytes], LockRecord]],
+) -> None:
+    _, record = start("--model", "broken")
+    wait_until(lambda: ask(record, "GET", "/runtime/status").json()["state"] == "failed")
+    assert "quantize" in ask(record, "GET", "/runtime/status").json()["error"]["message"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, "shutdown"], ids=str)
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_it_ends_when_asked_and_leaves_nothing(
+    start: Callable[..., tuple[subprocess.Popen[bytes], LockRecord]],
+    home: Path,
+    how: signal.Signals | str,
+    busy: bool,
+) -> None:
+    child, record = start()
+    client = httpx.Client(headers={"Authorization": f"Bearer {record.token}"}, timeout=20)
+    body = {"model": "small", "messages": [{"role": "user", "content": "slow 190"}], "stream": True}
+    with client:
+        if busy:
+            request = client.build_request("POST", f"{record.base_url}/v1/chat/completions", json=body)
+            stream = client.send(request, stream=True)
+            next(stream.iter_lines())
+        if isinstance(how, signal.Signals):
+            child.send_signal(how)
+        else:
+            assert ask(record, "POST", "/runtime/shutdown").status_code == 200
+        assert child.wait(30) == 0
+    assert not lock_path(home).exists()
+    assert list(home.iterdir()) == []
+    assert not connects(record)
+
+
+def test_it_ends_when_its_parent_is_killed(home: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FROM, str(FAKE), "--home", str(home)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    try:
+        wait_until(lambda: read_lock(lock_path(home)))
+        record = read_lock(lock_path(home))
+        assert record is not None
+        assert connects(record)
+        parent.kill()  # and not waited for: it stays listed, as under a parent that does not clear it away
+        wait_until(lambda: ended(pid))
+        assert not lock_path(home).exists()
+        assert not connects(record)
+    finally:
+        parent.wait()
+        parent.stdout.close()
+        if not ended(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_parent_that_is_gone_already_ends_it(home: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    child = subprocess.run(
+        [sys.executable, str(FAKE), "--home", str(home), "--parent-pid", str(gone.pid)], timeout=60, check=False
+    )
+    assert child.returncode == 0
+    assert not lock_path(home).exists()
+
+
+def test_another_runtimes_lock_file_stays(
+    start: Callable[..., tuple[subprocess.Popen[bytes], LockRecord]], home: Path
+) -> None:
+    child, record = start()
+    other = LockRecord(pid=1, create_time=1.0, host="127.0.0.1", port=1, token="t", version="1")
+    write_lock(lock_path(home), other)
+    child.terminate()
+    assert child.wait(30) == 0
+    assert read_lock(lock_path(home)) == other
+    assert record != other
+
+
+def test_a_home_that_cannot_be_written_is_one_line(home: Path) -> None:
+    home.mkdir()
+    (home / "runtime.json").mkdir()  # the rename onto it fails
+    child = subprocess.run(
+        [sys.executable, str(FAKE), "--home", str(home)], timeout=60, capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 1
+    assert "the runtime cannot start" in child.stderr
+    assert "Traceback" not in child.stderr
+    assert [file.name for file in home.iterdir()] == ["runtime.json"]
+
+
+def test_the_real_module_explains_its_arguments() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "runtime.server.process", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "--parent-pid" in result.stdout
+    wrong = subprocess.run(
+        [sys.executable, "-m", "runtime.server.process", "--home", "x", "--bundled", "nothing"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert wrong.returncode == 2
+    assert "NAME=FOLDER" in wrong.stderr
+
+
+def test_starting_does_not_import_heavy_libraries() -> None:
+    code = (
+        "import sys, runtime.server.process, runtime.server.app;"
+        "import runtime.server.store.loading, runtime.server.store.making;"
+        "print([name for name in ('torch', 'transformers', 'numba', 'huggingface_hub') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_living_parent_is_not_gone_and_a_reused_number_is() -> None:
+    watch = ParentWatch(os.getpid())
+    assert not watch.gone()
+    watch._created = 1.0
+    assert watch.gone()
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [(signal.SIGTERM, "ends: it was sent SIGTERM"), ("shutdown", "POST /runtime/shutdown")], ids=str
+)
+def test_its_log_says_why_it_ended(home: Path, tmp_path: Path, how: signal.Signals | str, reason: str) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        child = subprocess.Popen([sys.executable, str(FAKE), "--home", str(home)], start_new_session=True, stderr=file)
+    try:
+        wait_until(lambda: read_lock(lock_path(home)) is not None)
+        record = read_lock(lock_path(home))
+        assert record is not None
+        if isinstance(how, signal.Signals):
+            child.send_signal(how)
+        else:
+            ask(record, "POST", "/runtime/shutdown")
+        assert child.wait(30) == 0
+    finally:
+        child.kill()
+        child.wait()
+    said = log.read_text()
+    assert f"process {child.pid} serves 127.0.0.1:" in said
+    assert reason in said
+    assert said.splitlines()[-1].endswith("has ended")
+
+
+def test_its_log_says_that_its_parent_is_gone(home: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", FROM, str(FAKE), "--home", str(home)],
+            stdout=subprocess.PIPE,
+            stderr=file,
+            start_new_session=True,
+        )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    wait_until(lambda: read_lock(lock_path(home)) is not None)
+    parent.kill()
+    parent.communicate()
+    wait_until(lambda: ended(pid))
+    assert f"ends: the program that started it, process {parent.pid}, is gone" in log.read_text()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells of a parent's end by a signal")
+def test_a_signal_within_a_signal_does_not_stop_the_watch() -> None:
+    """The end of a parent with several threads sends several: the second may come within the first."""
+    watched = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=60, capture_output=True, text=True, check=False)
+    assert watched.returncode == 0, watched.stderr

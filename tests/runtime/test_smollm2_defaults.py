@@ -1,0 +1,88 @@
+"""The defaults on SmolLM2: perplexity stays where it was measured, and drafts change none of the target's tokens."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from assets import calibration_text, evaluation_text
+from models.quantize import quantize
+from models.recipe import Recipe
+from models.store import Store, StoredModel
+from runtime.backends.decoder import DecoderOptions
+from runtime.engine.speculation.gamma import FixedGamma
+from runtime.engine.speculation.measure import continued
+from runtime.kv.kinds import KVKind
+from runtime.load.open import open_decoder
+from runtime.measure.evaluate import perplexity
+from runtime.text.sampling import SamplingOptions
+from runtime.text.tokenizer import Tokenizer
+from tests.bench.reporting.origin import code_of
+from tests.bench.reporting.results import digest
+from tests.smollm2 import HF_NAME, kept
+
+pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(1800)]  # quantizing on a busy machine
+
+OLD_S = 7 * 24 * 3600
+"""So long a model of other code is kept: another checkout may use it."""
+
+TOKENS = 512
+"""Tokens of the evaluation text; the first half is a prompt, the second half decoded and scored."""
+MEASURED: dict[tuple[int, KVKind, int], float] = {
+    (4, "fp16", 0): 32.99,
+    (4, "int4", 0): 33.00,
+    (4, "fp16", 64): 31.32,
+    (3, "fp16", 0): 48.81,
+}
+"""Perplexity by bits, kind of cache and k_chunk."""
+MARGIN = 1.02
+"""Other processors and thread counts round otherwise; a default that is 3 % worse is seen."""
+
+
+@pytest.fixture(scope="module")
+def stored(smollm2_hf: Path) -> Callable[[int], StoredModel]:
+    """SmolLM2 by the default recipe, by bits: kept in the tests' cache for as long as `models` does what it did."""
+
+    def opened(bits: int) -> StoredModel:
+        recipe, calibration = Recipe(bits=bits), calibration_text()
+        name = f"{HF_NAME}-{digest([code_of('models'), recipe.to_json(), calibration])}"
+
+        def make(folder: Path) -> None:
+            for old in folder.parent.glob(f"{HF_NAME}-*"):
+                if old.is_dir() and time.time() - old.stat().st_mtime > OLD_S:
+                    shutil.rmtree(old)
+            store = Store(folder)
+            store.path(quantize(smollm2_hf, store, recipe, calibration=calibration).name).rename(folder / name)
+
+        return StoredModel.open_folder(kept(name, make))
+
+    return opened
+
+
+@pytest.mark.parametrize(("bits", "kv", "k_chunk"), MEASURED)
+def test_perplexity_is_as_measured(stored: Callable[[int], StoredModel], bits: int, kv: KVKind, k_chunk: int) -> None:
+    model = stored(bits)
+    tokens = Tokenizer(model.tokenizer_path).encode(evaluation_text())[:TOKENS]
+    decoder, _ = open_decoder(model, DecoderOptions(kv=kv, context=TOKENS, k_chunk=k_chunk), "cpu")
+    try:
+        found = perplexity(decoder, tokens, TOKENS, TOKENS, as_chat=True).perplexity
+    finally:
+        decoder.close()
+    assert found < MARGIN * MEASURED[bits, kv, k_chunk]
+
+
+def test_speculated_tokens_are_the_targets_own(stored: Callable[[int], StoredModel]) -> None:
+    model, greedy = stored(4), SamplingOptions(temperature=0)
+    prompt = Tokenizer(model.tokenizer_path).chat([{"role": "user", "content": "What is photosynthesis?"}])
+    options = DecoderOptions(kv="hierarchical", context=len(prompt) + 200, k_chunk=64, draft_k_chunk=16)
+    decoder, _ = open_decoder(model, options, "cpu")
+    try:
+        alone, drafted = (continued(decoder, prompt, 200, greedy, FixedGamma(gamma)) for gamma in (0, 3))
+    finally:
+        decoder.close()
+    assert list(drafted.tokens) == list(alone.tokens)
+    assert drafted.speculation.acceptance_rate > 0.5
