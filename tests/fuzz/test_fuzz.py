@@ -86,7 +86,10 @@ raises, hangs, grows, dies, panics, prints = map(planted, PLANTED)
         ("prints", Limits(), "it printed '\\x1b', which a terminal obeys"),
     ],
 )
-def test_a_defect_is_reported_with_its_input(name: str, limits: Limits, said: str, tmp_path: Path) -> None:
+def test_a_defect_is_reported_with_its_input(
+    name: str, limits: Limits, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", "true")  # hypothesis adds a hint to an error there
     found = watch(f"tests.fuzz.test_fuzz:{name}", start=SEED, seconds=30, keep=tmp_path / "kept", limits=limits)
     assert found.defect == said
     assert "test_fuzz.py" in found.said or name in ("grows", "prints")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.fuzz.worker import BEAT_BYTES, DEFECT, READY
+from tests.fuzz.worker import BEAT_BYTES, DEFECT, RAISED, READY
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOK_S = 0.05
@@ -76,8 +76,7 @@ def watch(
             defect = trial.defect()
         told = (work / "said").read_text(errors="replace")
         if defect is None and child.returncode == DEFECT:
-            raised = [line for line in told.splitlines() if line[:1].strip()]
-            defect = raised[-1][:300] if raised else "an error without words"
+            defect = (work / RAISED).read_text()
         elif defect is None and child.returncode:
             defect = f"the process ended with status {child.returncode}"
         elif defect is None and (found := _OBEYED.search(told)):

@@ -26,6 +26,8 @@ BEAT_BYTES = 8
 READY = "ready"
 DEFECT = 3
 """Exit status where a reader raised what is no refusal."""
+RAISED = "raised"
+"""File in WORK that then says what was raised, in a line."""
 
 
 def main(name: str, work: Path, start: int, seconds: float, given: Path | None) -> int:
@@ -61,8 +63,9 @@ def main(name: str, work: Path, start: int, seconds: float, given: Path | None) 
 
         try:
             _try(replace(reader, read=read), start, time.monotonic() + seconds, given)
-        except Exception:  # noqa: BLE001  # any is a defect
+        except Exception as error:  # noqa: BLE001  # any is a defect
             traceback.print_exc()
+            (work / RAISED).write_text(traceback.format_exception_only(error)[0].strip()[:300])
             return DEFECT
     return 0
 

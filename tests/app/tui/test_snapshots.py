@@ -93,14 +93,25 @@ class Play:
         if self.shown is not bool:
             await self.until(pilot, self.shown)
         await pilot.press(*self.then)
-        for _ in range(5):
-            await pilot._wait_for_screen()
-            await pilot.pause(0.05)
+        await self.still(pilot)
         for area in self.app.screen.query("TextArea"):
             area.cursor_blink = False
         for area in self.app.screen.query("Input"):
             area.cursor_blink = False
             area._cursor_visible = True
+
+    async def still(self, pilot: Any) -> None:
+        """Wait until the screen has been the same for a quarter of a second."""
+        pictures: list[str] = []
+        for _ in range(200):
+            await pilot._wait_for_screen()
+            await pilot.pause(0.05)
+            screen = self.app.screen
+            strips = screen._compositor.render_strips(screen.size)
+            pictures = [*pictures[-4:], repr(strips)]
+            if len(pictures) == 5 and len(set(pictures)) == 1:
+                return
+        raise AssertionError("the screen does not come to rest")
 
     @staticmethod
     async def until(pilot: Any, predicate: Callable[[], object]) -> None:
