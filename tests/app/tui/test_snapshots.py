@@ -86,6 +86,7 @@ class Play:
         self.app.clear_notifications()
         recent = session.recent
         recent.hold = lambda _bytes: None
+        recent.speeds.clear()
         recent.speeds.extend([31.0, 44.0, 52.0, 57.5, 58.0, 57.0, 58.5, 41.0, 58.0, 58.1])
         recent.memory.clear()
         recent.memory.extend([600_000_000, 700_000_000, 812_000_000, 812_000_000])
