@@ -1,4 +1,4 @@
-"""What an engine does with a text that is there already: it reads it, and answers nothing."""
+"""Operations of an engine on existing text: embedding and inspection. No text is generated."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from runtime.wire.inspection import Inspection
 
 
 class Lends(Protocol):
-    """What is needed of an engine."""
+    """The parts of an engine used here."""
 
     name: str
     tokenizer: Tokenizer
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """Most tokens of a prompt and its answer together."""
 
     @property
     def speculates(self) -> bool:
-        """Whether the model drafts tokens for itself."""
+        """Whether the model drafts for itself."""
 
     def lent(self, tokens: int = ...) -> AbstractContextManager[Decoder]:
-        """While entered, the decoder is the caller's."""
+        """Borrow the decoder; see `Engine.lent`."""
 
     def _checked(self, prompt: Sequence[int]) -> list[int]: ...
 
 
 class Rereading:
-    """The part of the engine that reads."""
+    """The part of the engine that reads existing text."""
 
     def embed(self: Lends, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled) -> Float32Array:
         """See `runtime.engine.embedding.embed`.
@@ -54,7 +54,7 @@ class Rereading:
         progress: ProgressCallback = ignore_progress,
         cancelled: Callable[[], bool] = never_cancelled,
     ) -> Inspection:
-        """What the model thought at each token of an answer, or of its start; see `runtime.engine.inspection.inspect`.
+        """Inspect the tokens of an answer, or of its beginning; see `runtime.engine.inspection.inspect`.
 
         Waits until all requests have ended.
 

@@ -1,4 +1,4 @@
-"""From a stored model to a running one: which backend, and why."""
+"""Opening of a stored model: chooses the backend, and explains the choice."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 class Model(Weights, Protocol):
-    """Weights that bring a name and a tokenizer; `models.store.StoredModel` does."""
+    """Weights with a name and a tokenizer, such as `models.store.StoredModel`."""
 
     @property
     def name(self) -> str:
-        """What the model is called."""
+        """The model's name."""
         ...
 
     @property
     def tokenizer_path(self) -> Path:
-        """Folder of its tokenizer files."""
+        """Folder of the tokenizer's files."""
         ...
 
 
@@ -40,19 +40,19 @@ class Candidate:
     backend: AnyBackend
     """The backend."""
     presence: Presence
-    """What it would run on."""
+    """Its device."""
     reason: str
-    """Why this one, in one sentence."""
+    """Why this backend, in one sentence."""
 
 
 def candidates(asked: str = AUTO) -> Iterator[Candidate]:
-    """The backends that can run here, best first; looked at one by one, as they are asked for.
+    """The backends that can run here, best first; probed lazily.
 
     Args:
-        asked: Name of the only one to look at, or `auto` for all.
+        asked: Name of the only one to probe, or `auto` for all.
 
     Raises:
-        BackendError: an unknown backend, or one that was asked for by name and can't run here.
+        BackendError: an unknown backend, or one requested by name that cannot run here.
     """
     if asked != AUTO:
         yield _asked_for(backend(asked))
@@ -82,15 +82,15 @@ def open_decoder(
     Args:
         model: The stored model.
         options: How to run it.
-        asked: Name of a backend, or `auto`: the first that can run here and takes the model.
+        asked: Name of a backend, or `auto`: the first that can run here and accepts the model.
         progress: See `runtime.backends.Backend.open`.
 
     Returns:
-        The decoder, and in one sentence why this backend.
+        The decoder, and a sentence that explains the choice of the backend.
 
     Raises:
         BackendError: an unknown backend, or one that cannot run here.
-        OutOfMemoryError: the backend's memory does not suffice.
+        OutOfMemoryError: the backend does not have enough memory.
         RequestError: options that do not fit the model.
     """
     if not 1 <= options.context <= model.spec.max_context:
@@ -127,7 +127,7 @@ def open_engine(
         progress: As in `open_decoder`.
 
     Returns:
-        The engine; its `reason` says why this backend.
+        The engine; its `reason` explains the choice of the backend.
 
     Raises:
         BackendError: as `open_decoder`, or the tokenizer cannot be read.
