@@ -71,8 +71,7 @@ class Tokenizer:
         return "this model has no chat template: turns are written as plain 'User:' and 'Assistant:' lines"
 
     def to_json(self) -> str:
-        """The tokenizer in the format of the `tokenizers` package, without chat template and names of special
-        tokens."""
+        """The tokenizer in the format of the `tokenizers` package, without chat template or special-token names."""
         return str(self._fast.to_str())
 
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
