@@ -136,9 +136,7 @@ def stopped_by_signals(stop: Callable[[int], object]) -> Iterator[None]:
         return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in numbers:
-        loop.add_signal_handler(
-            number, stop, number
-        )  # unlike signal.signal, this works whichever thread is interrupted
+        loop.add_signal_handler(number, stop, number)  # unlike signal.signal, works whichever thread is interrupted
     try:
         yield
     finally:

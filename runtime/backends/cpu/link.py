@@ -1,4 +1,4 @@
-"""Linking: which units a program's instructions need, and writing their addresses into them."""
+"""Linker: finds the units that a program's instructions need, and writes their addresses into them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from runtime.kv.kinds import CacheKind
 
 _STORED, _STORED_CODEBOOK = (units.UNIFORM, units.REPACK_UNIFORM), (units.CODEBOOK, units.REPACK_CODEBOOK)
 _STORED_W4A8 = (units.W4A8, units.REPACK_UNIFORM)
-"""What a matrix needs, by its bits: to be multiplied, and to be repacked first."""
+"""Units of a matrix by its bits: its product, and its repacking."""
 
 
 def needed(kind: CacheKind) -> list[Unit]:
-    """The units that every model needs with some cache; those of its products depend on its weights.
+    """Units needed by every model with a kind of cache; those of its products depend on its weights.
 
     Args:
         kind: The kind of cache.
@@ -44,12 +44,12 @@ def needed(kind: CacheKind) -> list[Unit]:
 
 
 def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit]:
-    """The units that a model needs, so that they can be compiled before it is opened.
+    """Units needed by a model, so that they can be compiled before it is opened.
 
     Args:
         model: The stored model.
         kind: The kind of cache.
-        compensated: Whether channels will be chosen, by the paper's approximation, and compensated.
+        compensated: Whether channels are selected by the paper's approximation, and compensated.
     """
     found = {*needed(kind)}
     for name in model.spec.linear_names():
@@ -63,13 +63,13 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
 
 
 def link(program: npt.NDArray[np.int64], threads: int) -> None:
-    """Write into a program's instructions the addresses of the units that they need, the bytes of scratch, and parts.
+    """Write unit addresses, scratch sizes and part counts into a program's instructions.
 
-    Compiles what is missing.
+    Compiles missing units.
 
     Args:
-        program: int64 [instructions, WIDTH]; what it points to has to be alive.
-        threads: Threads that will share its instructions.
+        program: int64 [instructions, WIDTH]; arrays it refers to must be alive.
+        threads: Threads that will run it.
 
     Raises:
         BackendError: a unit cannot be compiled here.
@@ -78,7 +78,7 @@ def link(program: npt.NDArray[np.int64], threads: int) -> None:
 
 
 def link_written(program: npt.NDArray[np.int64], instructions: Sequence[op.Instruction], threads: int) -> None:
-    """See `link`, for one who still has the instructions that were written into the program."""
+    """See `link`, for a caller that still has the instructions written into the program."""
     linked = [_units(instruction) for instruction in instructions]
     build([unit for both in linked for unit in both if unit is not None])
     headers = op.headers_of(program)
@@ -89,17 +89,17 @@ def link_written(program: npt.NDArray[np.int64], instructions: Sequence[op.Instr
 
 
 def most_scratch(program: npt.NDArray[np.int64]) -> int:
-    """Bytes of scratch that a thread needs for a linked program."""
+    """Bytes of scratch per thread for a linked program."""
     return int(op.headers_of(program)["scratch"].max())
 
 
 def is_linked(program: npt.NDArray[np.int64]) -> bool:
-    """Whether `link` has seen a program."""
+    """Whether a program has been linked."""
     return bool(op.header_of(program[-1])["unit"])
 
 
 def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
-    """The unit that runs an instruction, and the one that this calls."""
+    """The unit of an instruction, and the one that it calls."""
     match instruction:
         case op.Linear(weights=weights, total=total, residual=residual, kept=kept, whole=whole):
             own = units.product_unit(weights)

@@ -1,7 +1,7 @@
-"""The threads of the CPU backend.
+"""Thread pool of the CPU backend.
 
-Threads live in compiled code while a session is open: a step is announced by one word in memory, so no thread needs the
-interpreter, or its lock, between two tokens. Between sessions they are gone and cost nothing.
+While a session is open, its threads stay in compiled code. A step is announced by one word in memory, so no thread
+needs the interpreter or its lock between two tokens. Between sessions there are no threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runtime.backends.cpu.units import execute, set_active
 
 
 def default_threads() -> int:
-    """Physical cores that this process may use."""
+    """Physical cores available to this process."""
     allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
     return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
 
@@ -47,13 +47,13 @@ class Pool:
         self._workers: list[threading.Thread] = []
 
     def prepare(self) -> None:
-        """Compile what runs the instructions, where that is missing, before anybody waits for a token."""
+        """Compile the executor if necessary, before anybody waits for a token."""
         execute.prepare()
         set_active.prepare()
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Keep the threads in compiled code; sessions may be nested, by one caller at a time."""
+        """Keep the threads in compiled code; sessions may be nested, but have one caller at a time."""
         if self._depth == 0:
             self._start()
         self._depth += 1
@@ -68,12 +68,11 @@ class Pool:
         """Run a program once.
 
         Args:
-            program: int64 [instructions, WIDTH]; the arrays whose addresses it holds have to be alive. One that is not
-                linked yet (`runtime.backends.cpu.link`) is linked first; who changes the program of the last step links
-                it himself.
-            token: Whether it decodes one token, as all that are said to do. As many threads share it as make these
-                come fastest, and all of them any other program.
-            draft: Whether that token is a draft. It takes less time than another, so the two are not compared.
+            program: int64 [instructions, WIDTH]; arrays it refers to must be alive. It is linked first if necessary
+                (`runtime.backends.cpu.link`); after changing the program of the last step, the caller links it again.
+            token: Whether it decodes one token. Such programs use the number of threads that decodes fastest; any other
+                program uses all threads.
+            draft: Whether that token is a draft. Drafts take less time, so their durations are tracked separately.
         """
         if program is not self._program:
             self._take(program)
@@ -85,7 +84,7 @@ class Pool:
                 self._run(crew)
 
     def _take(self, program: npt.NDArray[np.int64]) -> None:
-        """Make a program the one that threads run."""
+        """Make a program the current one."""
         if not is_linked(program):
             link(program, self.threads)
         assert most_scratch(program) <= self._parameters["scratch_stride"]
@@ -104,7 +103,7 @@ class Pool:
 
     def _start(self) -> None:
         self._control[[DONE, SLEEPERS]] = 0
-        # Numbers go on where the last session ended: what instructions note by them must not look like this one's.
+        # Continue numbering from the last session: records of old turns must not match new ones.
         self._control[TURN] = int(self._control[TURN]) >> 32 << 32 | CLOSED
         self._control[ACTIVE] = self.threads
         self._workers = [

@@ -5,8 +5,8 @@ entries read (`runtime.backends.cpu.kernels.lookup`): 16 output channels side by
 
 Residuals are stored input-channel-major: a tile's codes are a few bytes of every row, and rows lie pages apart. So a
 cache line of every row, which holds the codes of several tiles, is copied to one place first. There, four rows of 16
-codes are brought together, turned by one byte shuffle and shifted into their places. A channel that is not compensated
-has the code that stands for zero.
+codes are brought together, turned by one byte shuffle and shifted into their places. A channel without compensation
+gets the code of zero.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from runtime.backends.operations.panel import ENTRY_TOP, LEAST_STEP, STEPS
 
 _SHORTS = ir.VectorType(I16, 32)
 _ONE, _ROUNDING = 256, 128
-"""One in the fixed point of a panel's factors, and half of it."""
+"""The value 1 in the fixed-point format of a panel's factors, and half of it."""
 ENTRIES = 8
-"""Stands for the bits of a base whose codes are decoded entries of codebooks."""
+"""Marks a base whose codes are decoded codebook entries."""
 
 
 LINE = 64
@@ -56,7 +56,7 @@ _AHEAD = 24
 
 
 class Factors(NamedTuple):
-    """What turns the codes of a group, sixteen output channels side by side, into a panel's."""
+    """Factors that turn the codes of a group, sixteen output channels side by side, into a panel's."""
 
     base: Any
     """words16: A, twice in each word."""

@@ -1,4 +1,4 @@
-"""What compiled code knows of `runtime.backends.cpu.data`: its records as views, and its functions of numbers."""
+"""Views of `runtime.backends.cpu.data` for compiled code: its records and functions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The instructions that cut a page off a window and quantize it, and that write a page back into a window.
+"""Units that flush a page from a window, quantizing it, and that restore a page into a window.
 
-Each layer's key-value heads are independent of each other, keys of values too, so the threads share them out.
+Each layer's key-value heads are independent, as are keys and values, so the threads share them.
 """
 
 from __future__ import annotations

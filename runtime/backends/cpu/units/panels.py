@@ -1,7 +1,7 @@
-"""The PANEL instruction: a matrix product of a prompt's rows, with residuals added to the weights.
+"""Unit of PANEL instructions: a matrix product of prompt rows, with residuals added to the weights.
 
-Each tile of 16 output channels is unpacked once, residuals included, and meets all rows. So what compensation costs is
-in proportion to the weights, not to weights times rows: nothing that a hundred rows would notice.
+Each tile of 16 output channels is unpacked once, residuals included, for all rows. So the cost of compensation is
+proportional to the weights, not to weights times rows: negligible for a hundred rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from runtime.backends.operations.panel import ENTRY_TOP, LEAST_STEP
 
 
 class Areas(NamedTuple):
-    """Where things are in a thread's scratch, after the outputs of a row block."""
+    """Positions in a thread's scratch, after the outputs of a row block."""
 
     codes: int
     """Of a tile's panel, `ENTRY_BYTES` a block."""

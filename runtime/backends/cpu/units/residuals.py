@@ -1,4 +1,4 @@
-"""What the LINEAR instruction calls for rows that share the channels they are compensated by: few rows of a prompt."""
+"""Units that compensate rows with shared channels, for LINEAR instructions with few rows of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LINEAR instruction of W4A8 matrices, which are multiplied in whole numbers."""
+"""Unit of LINEAR instructions with W4A8 matrices, in integer arithmetic."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Quantizing a whole page of one key-value head, and reading it back, for kinds with a window.
+"""Quantization and dequantization of a whole page of one key-value head, for kinds with a window.
 
 Vectors (what a scale spans) stand side by side in the lanes: number i of vector r is at [i, r] of float32 [n, R]. So
 keys whose scales span tokens stand token by token (R = D padded to 32); values, and keys whose scales span channels,
-stand channel by channel (R = tokens). Codes are bytes [n, R] first
-and are then joined into the vectors that attention multiplies (`runtime.backends.cpu.kernels.attention.products`).
+stand channel by channel (R = tokens). Codes are bytes [n, R] first and are then joined into the vectors that attention
+multiplies (`runtime.backends.cpu.kernels.attention.products`).
 
-The measure is `runtime.kv.oracle.page`: scales, zeros and codes are the same bit for bit, but for zeros that are means:
-their sums are added up in another order.
+The oracle is `runtime.kv.oracle.page`: scales, zeros and codes are identical bit for bit, except zeros that are means,
+whose sums are added in another order.
 """
 
 from __future__ import annotations
