@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from runtime.measure.speed import SpeedAt
 
 _ROUND = 256
-"""Tokens to which the context is rounded up."""
+"""The context is rounded up to a multiple of this many tokens."""
 
 
 def bench(
@@ -38,10 +38,10 @@ def bench(
         ),
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", min=1, help="Tokens to prefill; 256.", show_default=False)
+        int | None, typer.Option("--prompt-tokens", min=1, help="Tokens to prefill; default: 256.", show_default=False)
     ] = None,
     decode_tokens: Annotated[
-        int | None, typer.Option("--decode-tokens", min=1, help="Tokens to decode; 128.", show_default=False)
+        int | None, typer.Option("--decode-tokens", min=1, help="Tokens to decode; default: 128.", show_default=False)
     ] = None,
     at: Annotated[
         list[int] | None,
@@ -49,7 +49,7 @@ def bench(
             "--at",
             metavar="TOKENS",
             min=1,
-            help="Also decode with so many tokens in the cache, put there without a prompt; may be repeated.",
+            help="Also measure decoding with this many tokens in the cache, filled without a prompt; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -62,7 +62,7 @@ def bench(
     backend: options.BackendOption = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure time to the first token, prefill and decode speed, and how near they are to the memory's limit."""
+    """Measure time to the first token, prefill and decode speed, and compare them with the memory's bandwidth."""
     from app.settings import load
     from runtime.kv.kinds import KINDS, SPECULATIVE_KV
     from runtime.measure.speed import default_lengths, measure, measure_at, peak_memory_bytes
@@ -77,7 +77,7 @@ def bench(
     stored = open_model(model or load().model or DEMO, services, output)
     usual_prompt, usual_decode = default_lengths(stored.spec.max_context)
     prompt, decode = prompt_tokens or usual_prompt, decode_tokens or usual_decode
-    # Backends round the cache up to whole blocks; a context that is round already shows what a token really takes.
+    # Backends round the cache up to whole blocks; with a round context, sizes per token are exact.
     longest = max([prompt, *(at or ())]) + decode
     context = -(-longest // _ROUND) * _ROUND
     if longest <= stored.spec.max_context:
@@ -185,7 +185,7 @@ def _speculation(
     gamma: int | None,
     cancelled: Cancelled,
 ) -> dict[str, Any]:
-    """A real text continued with speculation and without: for prompts without sense nothing can be drafted."""
+    """Continue a real text with and without speculation: random prompts cannot be drafted."""
     from runtime.engine.speculation.measure import measure_speculation
     from runtime.text.tokenizer import Tokenizer
 
@@ -205,7 +205,7 @@ def _speculation(
 
 
 def _at(speed: SpeedAt) -> dict[str, Any]:
-    """A speed at a length as the JSON object shows it."""
+    """A speed at a context length, as a JSON object."""
     return {
         "tokens": speed.tokens,
         "decode_tokens_per_s": speed.decode_tokens_per_s,
@@ -215,7 +215,7 @@ def _at(speed: SpeedAt) -> dict[str, Any]:
 
 
 def _prompts(decoder: Decoder, cancelled: Cancelled) -> dict[str, Any]:
-    """How far the decoder compensates prompts, and what that costs here and now, side by side."""
+    """The decoder's compensation of prompts, and its slowdown measured now by alternating."""
     from runtime.budget.prompt_tuning import PromptTimer
 
     level, timer = decoder.options.prompt_k_chunk, PromptTimer(decoder, cancelled=cancelled)
@@ -228,7 +228,7 @@ def _prompts(decoder: Decoder, cancelled: Cancelled) -> dict[str, Any]:
 
 
 def _compensation(decoder: Decoder, services: Services, cancelled: Cancelled) -> dict[str, Any]:
-    """What compensation the decoder has, and the slowdown that is measured of it here and now, side by side."""
+    """The decoder's compensation, and its slowdown measured now by alternating."""
     from runtime.compensation import k_chunk_by_type
 
     k_chunk = k_chunk_by_type(decoder.options.k_chunk)

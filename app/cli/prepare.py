@@ -1,4 +1,4 @@
-"""Compiles ahead, where a program is installed, what the first answer would wait for: `python -m app.cli.prepare`."""
+"""Ahead-of-time compilation at installation, so that the first answer need not wait: `python -m app.cli.prepare`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from app.cli.services import Services
 
 
 def prepare(services: Services, output: Output) -> None:
-    """Compile the kernels of the bundled model, with the cache that the settings choose; quick where they are there.
+    """Compile the kernels of the bundled model for the cache kind in the settings; quick if already compiled.
 
     Raises:
-        SettingsError: a setting is not acceptable.
+        SettingsError: a setting is invalid.
         RuntimeFailure: nothing can run the model here.
     """
     load_plan(services.demo(), LoadChoices(), services, output)
 
 
 def main() -> None:
-    """Prepare; what goes wrong is told, and left to the first answer to fail over."""
+    """Prepare; errors are only reported, since the first answer will raise them."""
     show_everything()
     try:
         prepare(Services(), Output())

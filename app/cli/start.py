@@ -1,7 +1,6 @@
-"""The `lowbit-chat` program: the terminal UI, or the command line.
+"""Entry point of `lowbit-chat`: starts the terminal UI or the command line.
 
-Without a word behind it there is nothing to parse. The command line and what it parses with are not imported then, so
-that the screen stands sooner.
+Without arguments there is nothing to parse, so the command line is not imported, and the screen appears sooner.
 """
 
 from __future__ import annotations

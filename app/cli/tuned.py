@@ -1,4 +1,4 @@
-"""What is known of how a model was tuned to this machine, without loading it."""
+"""Stored tuning results of a model on this machine, without loading it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 def profile_report(services: Services, backend_name: str) -> dict[str, Any] | None:
-    """The profile that the model of the settings (or the bundled one) would run with here, and why that.
+    """The profile that the model of the settings (or the bundled one) would use here, and an explanation.
 
     Args:
         services: The program's stores.
         backend_name: The backend that would run it.
 
     Returns:
-        `model`, `budget_percent`, `k_chunk`, `measured_slowdown_percent`, `reason`, and in words `prompts` and `offer`,
-        the best way to decode that the budget buys (None where the ways are not measured); None where settings or model
-        can't be read, which other checks tell.
+        `model`, `budget_percent`, `k_chunk`, `measured_slowdown_percent`, `reason`, and as text `prompts` and `offer`,
+        the best way to decode within the budget (None if not measured); None if settings or model cannot be read, which
+        other checks report.
     """
     from app.settings import SettingsError, load
     from models.errors import ModelError
@@ -85,7 +85,7 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
 
 
 def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_percent: float) -> str:
-    """What is known of how far prompts are compensated, in words."""
+    """The stored tuning of prompts, as text."""
     from runtime.backends.decoder import DecoderOptions
     from runtime.budget.profile_key import profile_key
     from runtime.budget.prompt_tuning import prompt_tuning_of
@@ -103,7 +103,7 @@ def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_
 
 
 def _offer(services: Services, runner: AnyBackend, model: StoredModel, budget_percent: float) -> str | None:
-    """The best way to decode that a budget buys, in words; None where `tune-device` has not measured the ways."""
+    """The best way to decode within a budget, as text; None if `tune-device` has not measured any."""
     from runtime.budget.offering import known
     from runtime.errors import BackendError
 
