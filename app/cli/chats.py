@@ -133,7 +133,7 @@ def import_chats(
         output.result({"imported": len(new), "skipped": len(brought) - len(new)})
         return
     skipped = f"; {len(brought) - len(new)} were there already or empty" if len(new) < len(brought) else ""
-    output.note(f"{len(new)} {'chat is' if len(new) == 1 else 'chats are'} brought in{skipped}")
+    output.note(f"{len(new)} {'chat' if len(new) == 1 else 'chats'} imported{skipped}")
 
 
 @contextmanager

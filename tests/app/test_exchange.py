@@ -260,7 +260,7 @@ def test_what_is_wrong_in_a_file_is_named_with_its_place(content: Any, said: str
         exchange.read(json.dumps(content), "file.x")
     assert str(failure.value).startswith("file.x: ")
     assert said in str(failure.value)
-    assert "nothing is brought in" in str(failure.value)
+    assert "nothing was imported" in str(failure.value)
     assert len(str(failure.value)) < 400
 
 
