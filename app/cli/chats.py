@@ -126,7 +126,7 @@ def import_chats(
     brought = exchange.read(text, file.name)
     history = History(history_file())
     try:
-        new = exchange.bring_all(history, brought)
+        new = exchange.import_chats(history, brought)
     finally:
         history.close()
     if as_json:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tuner.detect import Machine
 
 _GIB = 1 << 30
-_LEAST_MEMORY = 1 * _GIB
-_LEAST_DISK = 5 * _GIB
+_MIN_MEMORY = 1 * _GIB
+_MIN_DISK = 5 * _GIB
 _LARGE_REMAINS = 256 << 20
 _HUB_PATIENCE_S = 5.0
 
@@ -85,7 +85,7 @@ def check_packages(found: dict[str, str | None]) -> list[Problem]:
 def check_memory(machine: Machine) -> list[Problem]:
     """Whether there is enough memory for even a small model."""
     memory = machine.memory
-    if memory.available_bytes >= _LEAST_MEMORY:
+    if memory.available_bytes >= _MIN_MEMORY:
         return []
     from runtime.load.memory import largest_process
 
@@ -114,7 +114,7 @@ def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
                 what=f"the {role} folder {folder} can't be written",
                 fix=f"change the permissions of {existing}, or set LOWBIT_CHAT_HOME to another folder",
             )
-        elif (free := shutil.disk_usage(existing).free) < _LEAST_DISK and role == "model":
+        elif (free := shutil.disk_usage(existing).free) < _MIN_DISK and role == "model":
             yield Problem(
                 what=f"only {byte_count(free)} of disk is free for models in {folder}",
                 fix="remove models (lowbit-chat rm NAME), or set LOWBIT_CHAT_HOME to a larger disk",

@@ -28,7 +28,7 @@ from app.cli import (
     tune_device,
 )
 from app.cli.errors import CliError, explained, in_one_line
-from app.cli.output import NAME, at_a_terminal, show_everything
+from app.cli.output import NAME, at_a_terminal, sanitize_streams
 
 PIPE_STATUS = 141
 """Exit status when the reader of a pipe left: 128 and the number of SIGPIPE, as a shell reports it."""
@@ -107,7 +107,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not abort an answer
-    show_everything()
+    sanitize_streams()
     try:
         app(prog_name=NAME)
     finally:

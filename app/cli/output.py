@@ -1,7 +1,7 @@
 """Output: standard output carries the answer, standard error everything else.
 
 The answer is one JSON object with `--json`, otherwise text. Notes, progress and errors go to standard error. Piped
-output is unchanged; output to a terminal is sanitized by `Shown`.
+output is unchanged; output to a terminal is sanitized by `SanitizedStream`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LINE_S = 3.0
 """Seconds between two lines of progress if standard error is not a terminal."""
 
 
-class Shown:
+class SanitizedStream:
     """A stream to a terminal that displays escape sequences in the text instead of executing them.
 
     It replaces `sys.stdout` or `sys.stderr`, so that everything passes through it: our own output, the parser's errors
@@ -52,12 +52,12 @@ class Shown:
         return getattr(self.stream, name)
 
 
-def show_everything() -> None:
-    """Install `Shown` on standard error, and on standard output if that is a terminal. Safe to call twice."""
-    if sys.stderr is not None and not isinstance(sys.stderr, Shown):
-        sys.stderr = cast("TextIO", Shown(sys.stderr))
-    if sys.stdout is not None and sys.stdout.isatty() and not isinstance(sys.stdout, Shown):
-        sys.stdout = cast("TextIO", Shown(sys.stdout))
+def sanitize_streams() -> None:
+    """Install `SanitizedStream` on standard error, and on standard output if that is a terminal. Safe to call twice."""
+    if sys.stderr is not None and not isinstance(sys.stderr, SanitizedStream):
+        sys.stderr = cast("TextIO", SanitizedStream(sys.stderr))
+    if sys.stdout is not None and sys.stdout.isatty() and not isinstance(sys.stdout, SanitizedStream):
+        sys.stdout = cast("TextIO", SanitizedStream(sys.stdout))
 
 
 class Output:
@@ -182,7 +182,7 @@ def _started_bars() -> Bars:
     )
     bars = Progress(*columns, console=Console(file=_unfiltered(sys.stderr)), transient=True)
     bars.start()
-    show_everything()  # while there are bars, Rich replaces the program's streams by its own
+    sanitize_streams()  # while there are bars, Rich replaces the program's streams by its own
     return bars
 
 
@@ -195,7 +195,7 @@ def _amount(report: Progress) -> str:
 
 
 def _unfiltered(stream: TextIO) -> TextIO:
-    return stream.stream if isinstance(stream, Shown) else stream
+    return stream.stream if isinstance(stream, SanitizedStream) else stream
 
 
 def _finite(value: Any) -> Any:

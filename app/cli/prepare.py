@@ -6,7 +6,7 @@ import sys
 
 from app.cli.errors import explained, in_one_line
 from app.cli.load import LoadChoices, load_plan
-from app.cli.output import NAME, Output, show_everything
+from app.cli.output import NAME, Output, sanitize_streams
 from app.cli.services import Services
 
 
@@ -22,7 +22,7 @@ def prepare(services: Services, output: Output) -> None:
 
 def main() -> None:
     """Prepare; errors are only reported, since the first answer will raise them."""
-    show_everything()
+    sanitize_streams()
     try:
         prepare(Services(), Output())
     except explained() as error:

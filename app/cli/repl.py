@@ -235,7 +235,7 @@ def _typed_line(prompt: str) -> str:
 
 
 @contextmanager
-def remembered(file: Path) -> Iterator[None]:
+def line_history(file: Path) -> Iterator[None]:
     """Context manager: the arrow keys recall lines of earlier conversations, from a private file.
 
     Args:

@@ -129,13 +129,13 @@ def run(
     with output.progress() as progress:
         engine = services.open_engine(plan, progress)
     try:
-        speculate(engine, spend_budgets(engine.lent, plan, choices, services, output).speculation)
+        speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation)
         if text:
             _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, raw=raw)
         else:
-            from app.cli.repl import Repl, remembered
+            from app.cli.repl import Repl, line_history
 
-            with remembered(services.home() / "lines"):
+            with line_history(services.home() / "lines"):
                 Repl(engine, sampling, system=settings.system_prompt, raw=raw).loop()
     finally:
         engine.close()

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 
-from app.cli.output import NAME, at_a_terminal, show_everything
+from app.cli.output import NAME, at_a_terminal, sanitize_streams
 
 
 def main() -> None:
     """The `lowbit-chat` program."""
-    show_everything()
+    sanitize_streams()
     if len(sys.argv) > 1 or not at_a_terminal():
         from app.cli.main import main as command_line
 

@@ -17,7 +17,7 @@ from runtime.system.foreign import read_json
 from runtime.wire.codec import WireError, Within, from_json
 
 VERSION = 1
-MOST_CHATS = 100_000
+MAX_CHATS = 100_000
 """Most chats in a file, and most messages in a chat."""
 REMEDY = (
     "nothing was imported: correct the file, or give one of `lowbit-chat chats export`, or ChatGPT's conversations.json"
@@ -30,7 +30,7 @@ Seconds = Annotated[float, Within(0, 200_000_000_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Brought:
+class ImportedChat:
     """A chat read from a file."""
 
     id: str
@@ -42,7 +42,7 @@ class Brought:
     messages: Sequence[Message]
     """All branches; parents before their children."""
 
-    def renewed(self) -> Brought:
+    def renewed(self) -> ImportedChat:
         """The same chat with new ids."""
         ids = {message.id: uuid.uuid4().hex for message in self.messages}
         messages = [
@@ -102,7 +102,7 @@ def document(chats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"format": FORMAT, "version": VERSION, "chats": list(chats)}
 
 
-def bring(history: History, chat: Brought) -> str | None:
+def import_chat(history: History, chat: ImportedChat) -> str | None:
     """Import a chat into a history. It gets new ids if any of its ids are taken.
 
     Returns:
@@ -119,17 +119,17 @@ def bring(history: History, chat: Brought) -> str | None:
     return own.id
 
 
-def bring_all(history: History, chats: Sequence[Brought]) -> list[str]:
-    """Import all or none of several chats; see `bring`.
+def import_chats(history: History, chats: Sequence[ImportedChat]) -> list[str]:
+    """Import all or none of several chats; see `import_chat`.
 
     Returns:
         The ids of the imported chats.
     """
-    with history.together():
-        return [new for chat in chats if (new := bring(history, chat)) is not None]
+    with history.transaction():
+        return [new for chat in chats if (new := import_chat(history, chat)) is not None]
 
 
-def read(text: str, name: str) -> list[Brought]:
+def read(text: str, name: str) -> list[ImportedChat]:
     """Read the chats of a file: our JSON, our Markdown, or ChatGPT's conversations.json.
 
     Args:
@@ -177,17 +177,17 @@ class _Chat:
     id: Name
     title: Text
     head: Name | None
-    messages: Annotated[Sequence[_Message], Within(0, MOST_CHATS)]
+    messages: Annotated[Sequence[_Message], Within(0, MAX_CHATS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
     """A file in the format of `document`."""
 
-    chats: Annotated[Sequence[_Chat], Within(0, MOST_CHATS)]
+    chats: Annotated[Sequence[_Chat], Within(0, MAX_CHATS)]
 
 
-def _of_json(found: _Chat, where: str) -> Brought:
+def _of_json(found: _Chat, where: str) -> ImportedChat:
     messages = []
     for at, one in enumerate(found.messages):
         try:
@@ -207,7 +207,7 @@ def _of_json(found: _Chat, where: str) -> Brought:
                 created=created,
             )
         )
-    return _checked(Brought(id=found.id, title=title_of(found.title), head=found.head, messages=messages))
+    return _checked(ImportedChat(id=found.id, title=title_of(found.title), head=found.head, messages=messages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +217,7 @@ class _Author:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Content:
-    parts: Annotated[Sequence[Any], Within(0, MOST_CHATS)] | None = None
+    parts: Annotated[Sequence[Any], Within(0, MAX_CHATS)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,10 +248,10 @@ class _ChatGpt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChatGptFile:
-    conversations: Annotated[Sequence[_ChatGpt], Within(0, MOST_CHATS)]
+    conversations: Annotated[Sequence[_ChatGpt], Within(0, MAX_CHATS)]
 
 
-def _of_chatgpt(found: _ChatGpt) -> Brought:
+def _of_chatgpt(found: _ChatGpt) -> ImportedChat:
     """Convert a conversation of ChatGPT's export, a tree of nodes that do not all have visible messages."""
     mapping = found.mapping
     shown: dict[str, Message] = {}
@@ -286,7 +286,7 @@ def _of_chatgpt(found: _ChatGpt) -> Brought:
     number = found.conversation_id or found.id or uuid.uuid4().hex
     last = messages[-1].id if messages else None
     title = title_of(found.title or (messages[0].text if messages else ""))
-    return _checked(Brought(id=number, title=title, head=head or last, messages=messages))
+    return _checked(ImportedChat(id=number, title=title, head=head or last, messages=messages))
 
 
 def _parents_first(mapping: Mapping[str, _Node]) -> list[str]:
@@ -304,14 +304,14 @@ def _parents_first(mapping: Mapping[str, _Node]) -> list[str]:
     return order
 
 
-def _of_markdown(text: str) -> Brought:
+def _of_markdown(text: str) -> ImportedChat:
     title, messages = markdown.read(text)
-    return Brought(
+    return ImportedChat(
         id=uuid.uuid4().hex, title=title_of(title or messages[0].text), head=messages[-1].id, messages=messages
     )
 
 
-def _checked(chat: Brought) -> Brought:
+def _checked(chat: ImportedChat) -> ImportedChat:
     """Check that a chat's links have targets and no cycles."""
     seen: set[str] = set()
     for message in chat.messages:

@@ -101,7 +101,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         _migrate(connection, path)
     except sqlite3.Error as error:
         connection.close()
-        raise HistoryError(told(path, error)) from error
+        raise HistoryError(database_error(path, error)) from error
     except BaseException:
         connection.close()
         raise
@@ -148,7 +148,7 @@ def _statements(script: str) -> list[str]:
     return found
 
 
-def told(path: Path, error: sqlite3.Error) -> str:
+def database_error(path: Path, error: sqlite3.Error) -> str:
     """An error about a database, with advice."""
     if isinstance(error, sqlite3.OperationalError):
         return f"chats cannot be kept in {path}: {error}"

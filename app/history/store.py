@@ -19,8 +19,8 @@ from typing import Any
 
 from app.conversation import Extras, Message, Statistics
 from app.errors import HistoryError
-from app.history.schema import open_database, told
-from runtime.system.foreign import whole
+from app.history.schema import database_error, open_database
+from runtime.system.foreign import encodable
 from runtime.wire.codec import WireError, from_json
 
 TITLE_LENGTH = 60
@@ -247,7 +247,7 @@ class History:
             text: The user's input; it has no operators.
             limit: Most messages.
         """
-        words = whole(text).split()
+        words = encodable(text).split()
         if not words:
             return []
         if any(letter >= _FIRST_IDEOGRAPH for letter in text):
@@ -276,10 +276,10 @@ class History:
             with self._lock:
                 return self._database.execute(query, values).fetchall()
         except sqlite3.Error as error:
-            raise HistoryError(told(self.path, error)) from error
+            raise HistoryError(database_error(self.path, error)) from error
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
         """Context manager: all writes inside are committed together at the end, or none; other threads wait."""
         with self._writing():
             yield
@@ -300,12 +300,12 @@ class History:
                     raise
                 self._database.execute("COMMIT")
             except sqlite3.Error as error:
-                raise HistoryError(told(self.path, error)) from error
+                raise HistoryError(database_error(self.path, error)) from error
 
 
 def title_of(text: str) -> str:
     """A title from a message: its first line, shortened at a word."""
-    line = next((" ".join(line.split()) for line in whole(text).splitlines() if line.strip()), UNNAMED)
+    line = next((" ".join(line.split()) for line in encodable(text).splitlines() if line.strip()), UNNAMED)
     if len(line) <= TITLE_LENGTH:
         return line
     head, space, _ = line[:TITLE_LENGTH].rpartition(" ")
@@ -327,9 +327,9 @@ def _row(chat: str, message: Message) -> tuple[object, ...]:
         chat,
         message.parent,
         message.role,
-        whole(message.text),
+        encodable(message.text),
         message.state,
-        None if message.error is None else whole(message.error),
+        None if message.error is None else encodable(message.error),
         message.model,
         statistics,
         message.created.isoformat(),

@@ -87,14 +87,14 @@ class Step:
     """Whether pages may be flushed from windows before this step; see `KVCache.begin`."""
 
 
-Way = Literal["none", "rows", "together"]
+Way = Literal["none", "rows", "shared"]
 
 
 def compensation_of(step: Step, options: DecoderOptions) -> Way:
     """The compensation mode of a step.
 
     Returns:
-        `rows`: each row by its own salient channels, as for a decoded token; `together`: all rows by the same channels
+        `rows`: each row by its own salient channels, as for a decoded token; `shared`: all rows by the same channels
         (`DecoderOptions.prompt_k_chunk`), the head by rows. A prompt's single row uses `rows` if prompts are
         compensated at all: reading all residuals for it would take several times as long. Draft rows have their own
         k_chunk.
@@ -107,7 +107,7 @@ def compensation_of(step: Step, options: DecoderOptions) -> Way:
         return "rows"
     if not any(k_chunk_by_type(options.prompt_k_chunk).values()):
         return "none"
-    return "rows" if step.tokens.size == 1 else "together"
+    return "rows" if step.tokens.size == 1 else "shared"
 
 
 def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:

@@ -20,7 +20,7 @@ from runtime.wire.device import PromptTuning, Tuning
 from tuner.profiles import ProfileStore
 
 Lend = Callable[..., AbstractContextManager[Decoder]]
-"""`Engine.lent`: lends the decoder to a caller that needs this many tokens of slot 0."""
+"""`Engine.borrow`: lends the decoder to a caller that needs this many tokens of slot 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

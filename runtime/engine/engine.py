@@ -38,7 +38,7 @@ from runtime.text.constraint import Constraints
 from runtime.text.sampling import Sampler, SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 
-LENT_TOKENS = 128
+BORROWED_TOKENS = 128
 """Default number of tokens that a borrower of the decoder may write into slot 0."""
 
 
@@ -171,7 +171,7 @@ class Engine(Rereading):
         """Run one step of all requests. Returns whether work remains."""
         return self._turns.step()
 
-    def keep_in(self, saved: SavedCaches) -> None:
+    def save_to(self, saved: SavedCaches) -> None:
         """Save long conversations to disk on close, and let prompts continue from saved ones.
 
         Args:
@@ -213,7 +213,7 @@ class Engine(Rereading):
             self._scheduler.forget(chat)
 
     @contextmanager
-    def lent(self, tokens: int = LENT_TOKENS) -> Iterator[Decoder]:
+    def borrow(self, tokens: int = BORROWED_TOKENS) -> Iterator[Decoder]:
         """Borrow the decoder: the caller may write this many tokens into slot 0 while requests wait.
 
         Waits until all requests have ended. Conversations are kept: slot 0 moves to another slot. If all slots are in
@@ -290,7 +290,7 @@ class Engine(Rereading):
             decoder=self.decoder,
             conversations=self._conversations,
             slot=slot,
-            company=self._scheduler.company,
+            concurrent=self._scheduler.concurrent,
             clock=self._scheduler.clock,
         )
         times = None if seeded and gamma.current else self._times

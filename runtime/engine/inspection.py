@@ -27,7 +27,7 @@ KNOWN = 64
 """Most likely tokens of each pass whose logits are kept for comparison with the other pass."""
 DRAFTED_ROWS = 4
 """Tokens drafted in a row after verified ones."""
-MOST_TOKENS = 2048
+MAX_TOKENS = 2048
 """Most tokens of an answer that are read."""
 CONTEXT_TOKENS = 8
 """Tokens before the answer that are decoded with it, so that its first token gets its leading space."""

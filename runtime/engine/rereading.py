@@ -9,13 +9,13 @@ from typing import Protocol
 from models.progress import ProgressCallback, ignore_progress, never_cancelled
 from runtime.backends.decoder import Decoder, Float32Array
 from runtime.engine.embedding import embed
-from runtime.engine.inspection import MOST_TOKENS, compensates, inspect
+from runtime.engine.inspection import MAX_TOKENS, compensates, inspect
 from runtime.errors import RequestError
 from runtime.text.tokenizer import Tokenizer
 from runtime.wire.inspection import Inspection
 
 
-class Lends(Protocol):
+class LendsDecoder(Protocol):
     """The parts of an engine used here."""
 
     name: str
@@ -29,8 +29,8 @@ class Lends(Protocol):
     def speculates(self) -> bool:
         """Whether the model drafts for itself."""
 
-    def lent(self, tokens: int = ...) -> AbstractContextManager[Decoder]:
-        """Borrow the decoder; see `Engine.lent`."""
+    def borrow(self, tokens: int = ...) -> AbstractContextManager[Decoder]:
+        """Borrow the decoder; see `Engine.borrow`."""
 
     def _checked(self, prompt: Sequence[int]) -> list[int]: ...
 
@@ -38,17 +38,19 @@ class Lends(Protocol):
 class Rereading:
     """The part of the engine that reads existing text."""
 
-    def embed(self: Lends, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled) -> Float32Array:
+    def embed(
+        self: LendsDecoder, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled
+    ) -> Float32Array:
         """See `runtime.engine.embedding.embed`.
 
         Waits until all requests have ended; tokens are checked as `submit` does.
         """
         checked = self._checked(tokens)
-        with self.lent(len(checked)) as decoder, decoder.session():
+        with self.borrow(len(checked)) as decoder, decoder.session():
             return embed(decoder, checked, cancelled)
 
     def inspect(
-        self: Lends,
+        self: LendsDecoder,
         prompt: Sequence[int],
         answer: str,
         progress: ProgressCallback = ignore_progress,
@@ -61,14 +63,14 @@ class Rereading:
         Raises:
             RequestError, ContextOverflowError: as `submit`, of both together.
         """
-        spoken = self.tokenizer.encode(answer, special=False, most=self.context)[:MOST_TOKENS]
+        spoken = self.tokenizer.encode(answer, special=False, most=self.context)[:MAX_TOKENS]
         if not spoken:
             raise RequestError("the answer is empty: there is no token to look at")
         read = self._checked([*prompt, *spoken[:-1]])
-        with self.lent(len(read)) as decoder, decoder.session():
+        with self.borrow(len(read)) as decoder, decoder.session():
             told = inspect(
                 decoder, self.tokenizer, prompt, spoken, drafts=self.speculates, progress=progress, cancelled=cancelled
             )
             return Inspection(
-                tokens=told, model=self.name, compensated=compensates(decoder), complete=len(spoken) < MOST_TOKENS
+                tokens=told, model=self.name, compensated=compensates(decoder), complete=len(spoken) < MAX_TOKENS
             )

@@ -75,7 +75,7 @@ class KVCache(Protocol):
         """Whether enough pages are free for a slot to grow to `end` tokens, at most the context."""
         ...
 
-    def holds_together(self, ends: Mapping[int, int], more: int = 0) -> bool:
+    def has_room_for_all(self, ends: Mapping[int, int], more: int = 0) -> bool:
         """Whether slots can all grow to the given lengths if everything else is dropped.
 
         Args:
@@ -280,8 +280,8 @@ class PagedCache:
         """See `KVCache.has_room`."""
         return self._lacking(slot, end) <= self.table.free
 
-    def holds_together(self, ends: Mapping[int, int], more: int = 0) -> bool:
-        """See `KVCache.holds_together`."""
+    def has_room_for_all(self, ends: Mapping[int, int], more: int = 0) -> bool:
+        """See `KVCache.has_room_for_all`."""
         held = {page for slot in ends for page in self.table.held(slot)}
         lacking = sum(max(0, self._lacking(slot, end)) for slot, end in ends.items())
         return len(held) + lacking + more <= self.table.capacity

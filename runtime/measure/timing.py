@@ -25,7 +25,7 @@ _FIRST = 8
 _TURN_S = 0.012
 """Duration of a turn in seconds, for tokens that take less than that."""
 _LONGEST_TURN = 48
-_LEAST_ROUNDS, _MOST_ROUNDS = 25, 201
+_MIN_ROUNDS, _MAX_ROUNDS = 25, 201
 UNDISTURBED = 0.1
 """Quantile of times that counts as undisturbed."""
 
@@ -79,7 +79,7 @@ class DecodeTimer:
         self._warm()
         ratios: list[float] = []
         end = time.perf_counter() + self._seconds
-        while len(ratios) < _LEAST_ROUNDS or (time.perf_counter() < end and len(ratios) < _MOST_ROUNDS):
+        while len(ratios) < _MIN_ROUNDS or (time.perf_counter() < end and len(ratios) < _MAX_ROUNDS):
             if self._cancelled():
                 raise Cancelled("the measurement was stopped")
             times = {}

@@ -19,7 +19,7 @@ from runtime.errors import (
 from runtime.wire.answers import STATUS_OF_CODE, ErrorRecord
 
 INVALID, SERVER = "invalid_request_error", "server_error"
-MOST_WORDS = 1000
+MAX_MESSAGE = 1000
 """Most characters of a message, which may quote an arbitrarily long input."""
 logger = logging.getLogger(__name__)
 
@@ -107,8 +107,8 @@ def api_error(error: BaseException, *, prompt: str | None = None) -> ApiError:
 
 def _short(text: str) -> str:
     """Cut the middle out of a long text: the beginning says what happened, the end what to do."""
-    half = MOST_WORDS // 2
-    return text if len(text) <= MOST_WORDS else f"{text[:half]} … {text[-half:]}"
+    half = MAX_MESSAGE // 2
+    return text if len(text) <= MAX_MESSAGE else f"{text[:half]} … {text[-half:]}"
 
 
 def _not_found(message: str) -> ApiError:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from models.files import replacing
 from runtime.system.hosts import is_loopback
-from runtime.system.own_files import ANYTHING, is_own, read_own
 from runtime.system.parent import process_create_time
+from runtime.system.private_files import ANY_ACCESS, is_private, read_private
 
 LOCK_NAME = "runtime.json"
 """Name of the lock file in the home folder."""
@@ -72,7 +72,7 @@ def is_alive(record: LockRecord) -> bool:
 def read_lock(path: Path) -> LockRecord | None:
     """Read a lock file; None if it does not exist, is malformed, or may have been written by another user."""
     try:
-        data = json.loads(read_own(path, ANYTHING))
+        data = json.loads(read_private(path, ANY_ACCESS))
         if not isinstance(data, dict) or data.keys() != {field.name for field in fields(LockRecord)}:
             return None
         return LockRecord(**data)
@@ -88,7 +88,7 @@ def write_lock(path: Path, record: LockRecord) -> None:
     """
     with replacing(path) as file:  # for its owner only, where the disk supports owners
         file.write(json.dumps(asdict(record)).encode())
-        if not is_own(Path(file.name), ANYTHING):
+        if not is_private(Path(file.name), ANY_ACCESS):
             raise PermissionError(
                 f"other users have access to every file in {path.parent}, and one has to hold a secret: set "
                 "LOWBIT_CHAT_HOME to a folder on another disk"

@@ -14,23 +14,23 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from starlette.requests import Request
 
 from runtime.server.errors import ApiError
-from runtime.wire.inspection import MOST_MESSAGES
+from runtime.wire.inspection import MAX_MESSAGES
 
 LARGE_BYTES = 32 * 1024
 """Larger bodies are parsed in a thread, so that the event loop does not wait."""
-MOST_VALUES = 2**20
+MAX_VALUES = 2**20
 """Most values in a body: as many as the tokens of any prompt."""
-MOST_GROUPS = 2**16
+MAX_GROUPS = 2**16
 """Most lists and objects among them: each takes some hundred bytes of memory, and time of the garbage collector."""
 MISSING, INVALID, NO_JSON = "missing_required_parameter", "invalid_value", "invalid_json"
 """Codes of errors about one field, and about the whole body."""
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
-Items = Annotated[list[T], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+Items = Annotated[list[T], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 """A list that is validated up to its first mistake, rather than collecting a million errors."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=MOST_VALUES, fail_fast=True)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_VALUES, fail_fast=True)]
 """A text as token ids."""
 
 
@@ -102,7 +102,7 @@ def _check_values(body: bytes) -> None:
     outside = np.bitwise_xor.accumulate(plain == ord('"')) == 0  # of texts
     groups = np.count_nonzero(((plain == ord("[")) | (plain == ord("{"))) & outside)
     values = np.count_nonzero((plain == ord(",")) & outside) + groups
-    for count, most, what in ((groups, MOST_GROUPS, "lists and objects"), (values, MOST_VALUES, "values")):
+    for count, most, what in ((groups, MAX_GROUPS, "lists and objects"), (values, MAX_VALUES, "values")):
         if count > most:
             raise ApiError(400, f"the body holds {count:,} {what}, but at most {most:,} are read", code=NO_JSON)
 

@@ -10,7 +10,7 @@ DEPTH = 200
 """Maximum nesting of lists and objects, the same as that of pydantic's parser."""
 
 
-def whole(text: str) -> str:
+def encodable(text: str) -> str:
     """Make a text encodable: joins surrogate pairs, and replaces lone surrogates by U+FFFD."""
     if text.isascii():
         return text
@@ -31,7 +31,7 @@ def read_json(data: str | bytes) -> Any:
 
 def _harmless(value: Any, depth: int) -> Any:
     if isinstance(value, str):
-        return whole(value)
+        return encodable(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if not isinstance(value, dict | list):
@@ -40,4 +40,4 @@ def _harmless(value: Any, depth: int) -> Any:
         raise RecursionError
     if isinstance(value, list):
         return [_harmless(item, depth + 1) for item in value]
-    return {whole(key): _harmless(item, depth + 1) for key, item in value.items()}
+    return {encodable(key): _harmless(item, depth + 1) for key, item in value.items()}

@@ -27,9 +27,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 """Memory limit of the process, where the system supports one."""
-MOST_CHARACTERS = 1 << 24
+MAX_CHARACTERS = 1 << 24
 """Most characters that a template may add to its input."""
 _LONGEST_REASON = 300
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -128,14 +128,14 @@ def _limit_memory() -> None:
     with contextlib.suppress(ImportError, OSError, ValueError):  # Windows has no such limit, macOS refuses it
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
 
 
 def _answer(line: bytes) -> bytes:
     try:
         request = json.loads(line)
         said = knows_tools(request["template"]) if len(request) == 1 else render(**request)
-        if isinstance(said, str) and len(said) > MOST_CHARACTERS + 2 * len(line):
+        if isinstance(said, str) and len(said) > MAX_CHARACTERS + 2 * len(line):
             raise ValueError("the text that it writes is far longer than the messages")
         return json.dumps({"said": said}).encode() + b"\n"
     except MemoryError:

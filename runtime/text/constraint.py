@@ -29,7 +29,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of any JSON object."""
 WHITE_SPACE = r"[ \n]{0,12}"
 """White space between JSON tokens: as models usually write it, but bounded."""
-MOST_CHARACTERS = 2**17
+MAX_CHARACTERS = 2**17
 """Longest grammar, in llguidance's format."""
 STACK_BYTES = 2**11
 """Stack per character: llguidance recurses from rule to rule, using up to 1,150 bytes a character."""
@@ -85,9 +85,9 @@ class Grammar:
         """
         from llguidance import LLMatcher
 
-        if len(self.text) > MOST_CHARACTERS:
+        if len(self.text) > MAX_CHARACTERS:
             raise RequestError(
-                f"the {kind} cannot be enforced: it has {len(self.text):,} characters, and at most {MOST_CHARACTERS:,} "
+                f"the {kind} cannot be enforced: it has {len(self.text):,} characters, and at most {MAX_CHARACTERS:,} "
                 "are read"
             )
         try:

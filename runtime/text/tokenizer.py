@@ -13,10 +13,10 @@ from typing import Any
 
 from models.foreign import panics_raised
 from runtime.errors import ContextOverflowError, RequestError, RuntimeFailure
-from runtime.system.foreign import whole
+from runtime.system.foreign import encodable
 from runtime.text.template_process import template_process
 from runtime.text.tokenizer_files import read_tokenizer
-from runtime.text.tool_calls import Tool, told_in_words
+from runtime.text.tool_calls import Tool, describe_tools
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """The decoder's replacement for bytes that are not, or not yet, UTF-8."""
@@ -78,7 +78,7 @@ class Tokenizer:
         """Tokens of a text.
 
         Args:
-            text: Any text; see `whole` for lone surrogates in it.
+            text: Any text; see `encodable` for lone surrogates in it.
             special: Whether to add the tokenizer's own special tokens (usually a beginning-of-sequence token). One that
                 the text already begins with is not added twice.
             most: Tokens that there is room for; None: unlimited. Encoding takes some hundred bytes for each.
@@ -87,7 +87,7 @@ class Tokenizer:
             ContextOverflowError: the text is certainly too long; slightly too long texts are not detected.
             RequestError: the tokenizer cannot encode it.
         """
-        text = whole(text)
+        text = encodable(text)
         with _contained(f"cannot encode this text of {len(text):,} characters"):
             if most is not None and len(text) > USUAL_CHARACTERS * most + SLICE:
                 self._refuse_longer(text, most)
@@ -136,10 +136,10 @@ class Tokenizer:
         """
         _check(messages, continue_final)
         if self._template is None:
-            return self.encode(plain_chat(told_in_words(messages, tools), continue_final=continue_final), most=most)
+            return self.encode(plain_chat(describe_tools(messages, tools), continue_final=continue_final), most=most)
         told = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
         if told and not self._knows_tools:
-            messages, tools = told_in_words(messages, tools), ()
+            messages, tools = describe_tools(messages, tools), ()
         text = template_process().render(
             self._template,
             messages,

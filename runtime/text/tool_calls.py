@@ -60,7 +60,7 @@ class ToolCall:
     """Its arguments: a JSON object."""
 
 
-def demanded(tools: Sequence[Tool]) -> Grammar:
+def call_grammar(tools: Sequence[Tool]) -> Grammar:
     """The grammar of an answer that must call one of these tools.
 
     Raises:
@@ -89,7 +89,7 @@ def _call_schema(tool: Tool) -> dict[str, Any]:
     }
 
 
-def told_in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Messages that describe tools, calls and results as text, for a chat template without tool support."""
     told: list[dict[str, Any]] = []
     for message in messages:

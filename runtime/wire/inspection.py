@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 from runtime.wire.codec import OneOf, Within
 
-MOST_MESSAGES = 16_384
+MAX_MESSAGES = 16_384
 """Most messages of a conversation: more than fit in any context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class InspectedMessage:
     """A message of the conversation."""
 
     role: Annotated[str, OneOf(("system", "user", "assistant"))]
@@ -28,7 +28,7 @@ class InspectRequest:
 
     model: Annotated[str, Within(1, 300)]
     """The model to read it with; loaded first if necessary."""
-    messages: Annotated[Sequence[Said], Within(0, MOST_MESSAGES)]
+    messages: Annotated[Sequence[InspectedMessage], Within(0, MAX_MESSAGES)]
     """The messages before the answer."""
     answer: Annotated[str, Within(1)]
     """The answer."""

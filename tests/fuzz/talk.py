@@ -100,7 +100,7 @@ def history(folder: Path) -> Iterator[Reader]:
         file = folder / f"{number}.db"
         kept = History(file)
         try:
-            exchange.bring_all(kept, chats)
+            exchange.import_chats(kept, chats)
             kept.search("hi there")
             for chat in kept.chats():
                 messages = kept.messages(chat.id)

@@ -111,7 +111,7 @@ class CpuDecoder:
         parameters["splits"], parameters["items"] = splits, runs * self.spec.num_kv_heads * splits
         way = compensation_of(step, self.options)
         program = self._drafts if step.draft else self._program
-        if way == "together":
+        if way == "shared":
             program = self._recorded_together(self.options, few=True) if M <= FEW_ROWS else self._prompts
         parameters["compensate"], parameters["draft"] = way != "none", step.draft
         control[FAILED] = 0

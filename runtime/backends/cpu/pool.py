@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from runtime.backends.cpu.crew import Crew
 from runtime.backends.cpu.data.control import ACTIVE, CLOSED, DONE, SLEEPERS, TURN
 from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.link import is_linked, link, most_scratch
+from runtime.backends.cpu.thread_tuner import ThreadTuner
 from runtime.backends.cpu.units import execute, set_active
 
 
@@ -41,7 +41,7 @@ class Pool:
         self._control, self.threads = control, threads
         self._address = int(control.ctypes.data)
         self._parameters = parameters_of(control)
-        self._crew, self._drafting = Crew(threads), Crew(threads)
+        self._thread_tuner, self._drafting = ThreadTuner(threads), ThreadTuner(threads)
         self._depth = 0
         self._program: npt.NDArray[np.int64] | None = None
         self._workers: list[threading.Thread] = []
@@ -76,12 +76,12 @@ class Pool:
         """
         if program is not self._program:
             self._take(program)
-        crew = None if not token else self._drafting if draft else self._crew
+        thread_tuner = None if not token else self._drafting if draft else self._thread_tuner
         if self._depth:
-            self._run(crew)
+            self._run(thread_tuner)
         else:
             with self.session():
-                self._run(crew)
+                self._run(thread_tuner)
 
     def _take(self, program: npt.NDArray[np.int64]) -> None:
         """Make a program the current one."""
@@ -91,15 +91,15 @@ class Pool:
         self._parameters["program"], self._parameters["instructions"] = int(program.ctypes.data), len(program)
         self._program = program
 
-    def _run(self, crew: Crew | None) -> None:
-        wanted = crew.size if crew else self.threads
+    def _run(self, thread_tuner: ThreadTuner | None) -> None:
+        wanted = thread_tuner.size if thread_tuner else self.threads
         if self._control[ACTIVE] != wanted:
             set_active(self._address, wanted)
         self._parameters["first"] = (int(self._control[TURN]) >> 32) + 1 & 0xFFFFFFFF
         began = time.perf_counter()
         execute(self._address, 0)
-        if crew:
-            crew.token(time.perf_counter() - began)
+        if thread_tuner:
+            thread_tuner.token(time.perf_counter() - began)
 
     def _start(self) -> None:
         self._control[[DONE, SLEEPERS]] = 0

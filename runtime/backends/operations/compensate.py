@@ -46,7 +46,7 @@ def compensate(base: torch.Tensor, x: torch.Tensor, channels: torch.Tensor, resi
     return base + salient @ residual
 
 
-def compensate_together(
+def compensate_shared(
     base: torch.Tensor, x: torch.Tensor, channels: torch.Tensor, residual: torch.Tensor
 ) -> torch.Tensor:
     """base[m] + the sum over the given channels c, shared by all rows, of x[m, c] * residual[c].

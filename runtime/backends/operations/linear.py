@@ -38,11 +38,11 @@ def dequantize(linear: PackedLinear) -> torch.Tensor:
         return torch.from_numpy(values).gather(1, _codes(linear).long())
     assert linear.zeros is not None
     if linear.per_token:
-        return whole(linear) * torch.from_numpy(linear.scales.astype(np.float32))
+        return integer_weights(linear) * torch.from_numpy(linear.scales.astype(np.float32))
     return (_codes(linear) - _spread(linear.zeros, linear)) * _spread(linear.scales, linear)
 
 
-def whole(linear: PackedLinear) -> torch.Tensor:
+def integer_weights(linear: PackedLinear) -> torch.Tensor:
     """The integers of a W4A8 matrix: (code - zero) * group scale, or code - zero without groups.
 
     Args:
@@ -65,7 +65,7 @@ def gemm_w4a8(codes: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, 
     Args:
         codes: int8 [M, K], from `models.per_token.quantize`.
         scales: float32 [M, 1].
-        weights: float32 [N, K], from `whole`.
+        weights: float32 [N, K], from `integer_weights`.
         linear: The packed matrix.
 
     Returns:

@@ -30,7 +30,7 @@ from models.packing import unpack
 
 STEPS = 254
 """Steps of the interval: codes are from -127 to 127."""
-LEAST_STEP = 1e-30
+MIN_STEP = 1e-30
 """Step of a group whose scales are zero; far below any step from float16 scales."""
 ENTRY_TOP = 254
 """Largest code of a matrix with codebooks: an entry plus 127."""
@@ -109,7 +109,7 @@ def panel(linear: PackedLinear, channels: npt.NDArray[np.integer]) -> Panel:
     r = np.full((N, K), 2 ** (bits - 1), np.int32)
     r[:, channels] = residual_codes(linear.residual, N).T[:, channels]
     one, half = np.float32, np.float32(0.5)
-    steps = np.maximum((one(top) * s + one(2**bits - 1) * t) / one(STEPS), one(LEAST_STEP))
+    steps = np.maximum((one(top) * s + one(2**bits - 1) * t) / one(STEPS), one(MIN_STEP))
     A, B = (np.rint(one(256) * scale / steps).astype(np.int32) for scale in (s, t))
     middles = (one(top) * half - zeros) * s - half * t
     spread = [np.repeat(np.broadcast_to(part, steps.shape), linear.group_size, axis=1)[:, :K] for part in (A, B)]

@@ -13,8 +13,8 @@ from models import per_token
 from models.packed import PackedLinear
 from runtime.backends.decoder import DecoderOptions, Way
 from runtime.backends.operations import channels as budget
-from runtime.backends.operations.compensate import compensate, compensate_together, dequantize_residual
-from runtime.backends.operations.linear import dequantize, gemm_w4a8, gemv, whole
+from runtime.backends.operations.compensate import compensate, compensate_shared, dequantize_residual
+from runtime.backends.operations.linear import dequantize, gemm_w4a8, gemv, integer_weights
 from runtime.backends.operations.select import approximate, exact
 from runtime.errors import RequestError
 
@@ -43,7 +43,7 @@ class ReferenceLinear:
         self._index = index
         self._by_rows = budget.layer_kind(packed.name) == "head"  # for prompts as well
         self._options = options
-        self._weight = whole(packed) if packed.per_token else dequantize(packed)
+        self._weight = integer_weights(packed) if packed.per_token else dequantize(packed)
         self._bias = None if packed.bias is None else torch.from_numpy(np.array(packed.bias, np.float32))
         self._packed = packed
         self._residual: torch.Tensor | None = None
@@ -138,10 +138,10 @@ class ReferenceLinear:
         base = self._product(x)
         if way == "none" or self._residual is None:
             return base
-        if way == "together" and not self._by_rows:
-            return base if self._shared is None else compensate_together(base, x, self._shared, self._residual)
+        if way == "shared" and not self._by_rows:
+            return base if self._shared is None else compensate_shared(base, x, self._shared, self._residual)
         own = self._drafted if draft else self._rows
-        if own.k_chunk == 0 or (way == "together" and not self._in_prompts):
+        if own.k_chunk == 0 or (way == "shared" and not self._in_prompts):
             return base
         channels = self._select(own, x, positions)
         if self._options.measure_recall:

@@ -11,7 +11,7 @@ from pathlib import Path
 from runtime.errors import BackendError
 
 _OTHERWISE = "look whether `nvidia-smi` sees the card, restart the program, or use the CPU backend"
-LEAST_DRIVER = {13: 580, 12: 525}
+MIN_DRIVER = {13: 580, 12: 525}
 """The oldest driver on Linux for each major version of CUDA.
 
 Source: NVIDIA, CUDA Toolkit Release Notes (CUDA 13), and CUDA Compatibility, minor version compatibility.
@@ -42,7 +42,7 @@ def least_driver(cuda: str) -> str:
         cuda: `13.0`.
     """
     major = cuda.partition(".")[0]
-    known = LEAST_DRIVER.get(int(major)) if major.isdigit() else None
+    known = MIN_DRIVER.get(int(major)) if major.isdigit() else None
     return "a newer one" if known is None else f"{known} or newer"
 
 

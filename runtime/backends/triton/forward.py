@@ -176,7 +176,7 @@ class Pass(Operations[Value]):
         self._model, self._spec, self._buffers = model, model.spec, buffers
         self._M, self._R, self._way, self._draft = M, R, way, draft
         self._side, self._watch = side, watch
-        if way == "together":
+        if way == "shared":
             model.staging.begin()
 
     def embed(self) -> Value:
@@ -204,12 +204,12 @@ class Pass(Operations[Value]):
         out = self._buffers.output(M, N)
         if not M:
             return Value(out)
-        if self._way == "together" and linear.shared is not None:
+        if self._way == "shared" and linear.shared is not None:
             product(linear, x, out, self._buffers)
             shared, staged = linear.shared, self._model.staging.take()
             multiply(x.tensor, shared.channels, staged, shared.residual.scales, shared.residual.bits, out)
             return Value(out)
-        by_rows = self._way == "rows" or (self._way == "together" and linear.by_rows)
+        by_rows = self._way == "rows" or (self._way == "shared" and linear.by_rows)
         if not by_rows or linear.selection is None:
             product(linear, x, out, self._buffers)
             return Value(out)

@@ -21,7 +21,7 @@ from tuner.gpu import GpuInfo, detect_gpus
 
 logger = logging.getLogger(__name__)
 
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """Minimum compute capability of the kernels (Ampere)."""
 
 
@@ -107,11 +107,11 @@ def is_started() -> bool:
 
 def _too_old(card: GpuInfo) -> bool:
     """Whether a card is older than the kernels support."""
-    return tuple(int(part) for part in (card.compute_capability or "0").split(".")) < LEAST_CAPABILITY
+    return tuple(int(part) for part in (card.compute_capability or "0").split(".")) < MIN_CAPABILITY
 
 
 def _refused(card: GpuInfo, fix: str | None = None) -> Presence:
-    least = ".".join(map(str, LEAST_CAPABILITY))
+    least = ".".join(map(str, MIN_CAPABILITY))
     reason = f"{card.name} has compute capability {card.compute_capability}, and the kernels need {least}"
     return Presence(usable=False, reason=reason, fix=fix, gpu=card)
 

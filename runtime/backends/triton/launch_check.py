@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from runtime.system.own_files import kernel_folder, own_folder
+from runtime.system.private_files import kernel_folder, private_code_folder
 
 PROGRAMS = 2
 
@@ -40,5 +40,5 @@ def keep_in_own_folder() -> None:
     Its default, `~/.triton`, is as open as the user's umask makes it. A folder that the user names is checked.
     """
     named = next((name for name in ("TRITON_CACHE_DIR", "TRITON_HOME") if os.environ.get(name)), None)
-    found = kernel_folder("triton") if named is None else own_folder(Path(knobs.cache.dir), named)
+    found = kernel_folder("triton") if named is None else private_code_folder(Path(knobs.cache.dir), named)
     knobs.cache.dir = str(found)

@@ -63,7 +63,7 @@ class Conversations:
             return True
         kind, (source, shared) = self._cache.kind, self._longest(prompt[:-1])
         paged = self._cache.paged_length(source) // kind.page if source in self._ends else 0
-        return self._cache.holds_together(self._ends, kind.stored_pages(end) - min(paged, kind.whole_pages(shared)))
+        return self._cache.has_room_for_all(self._ends, kind.stored_pages(end) - min(paged, kind.whole_pages(shared)))
 
     def begin(self, prompt: Sequence[int], chat: str | None = None, *, end: int | None = None) -> tuple[int, int]:
         """Assign a slot to a prompt and reuse as much of its prefix as is cached. The last token is always recomputed.

@@ -67,7 +67,7 @@ class Scheduler:
         """Time in seconds, on a clock that stops between steps; call it within a step."""
         return self._spent + time.perf_counter() - self._began
 
-    def company(self) -> int:
+    def concurrent(self) -> int:
         """Number of running requests."""
         return len(self.running)
 
@@ -147,7 +147,7 @@ class Scheduler:
         """Prompt rows to run next: up to the end of the step that an idle scheduler would run, or part of that."""
         most = self._decoder.options.max_rows
         full = min(left, most - done % most)
-        return CHUNK if self.company() > 1 and full > CHUNK + REMAINDER else full
+        return CHUNK if self.concurrent() > 1 and full > CHUNK + REMAINDER else full
 
     def _wanting(self, kind: RowKind) -> list[Request]:
         """The requests whose next rows are of a kind."""

@@ -99,25 +99,25 @@ class Copies:
             self._tried[kind] = self._tried[kind] * fading + 1
         self._index.append(token)
 
-    def draft(self, most: int, company: int = 1) -> list[int]:
+    def draft(self, most: int, concurrent: int = 1) -> list[int]:
         """The tokens to draft now; empty if a draft is not expected to pay.
 
         Args:
             most: Most tokens to draft; 0: none.
-            company: Sequences in the next step, including this one; the others are assumed not to draft.
+            concurrent: Sequences in the next step, including this one; the others are assumed not to draft.
         """
         length = self._index.length
         if not length or most < 1:
             return []
         chance = expected = 1.0
-        plain = company / self._times.ratio(company)
+        plain = concurrent / self._times.ratio(concurrent)
         best, best_gain, most = 0, _MARGIN, min(most, LARGEST_GAMMA)
         for count in range(1, most + 1):
             kind = _kind(length + count - 1)
             chance *= self._stayed[kind] / self._tried[kind]
             expected += chance
-            if count == most or company + count in _ROWS:
-                gain = (company - 1 + expected) / self._times.ratio(company + count) / plain
+            if count == most or concurrent + count in _ROWS:
+                gain = (concurrent - 1 + expected) / self._times.ratio(concurrent + count) / plain
                 if gain > best_gain:
                     best, best_gain = count, gain
         found = self._index.continuation(best)

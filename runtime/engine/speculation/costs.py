@@ -12,13 +12,13 @@ import numpy as np
 from models.progress import never_cancelled
 from runtime.backends.decoder import Decoder, Step
 from runtime.drafting import Drafts
-from runtime.engine.speculation.gamma import MOST_SEARCHED, Costs
+from runtime.engine.speculation.gamma import MAX_SEARCHED, Costs
 from runtime.errors import Cancelled, RequestError
 from runtime.kv.kinds import KINDS
 
 _FIRST = 8
 """Position of the timed rows."""
-LEAST_CONTEXT = _FIRST + MOST_SEARCHED + 1
+MIN_CONTEXT = _FIRST + MAX_SEARCHED + 1
 """Positions a decoder needs for the timings."""
 _REPEATS, _SECONDS = 7, 1.5
 """Rounds of timings, and the time limit in seconds after which no further round begins."""
@@ -27,7 +27,7 @@ _REPEATS, _SECONDS = 7, 1.5
 class Speculating(Protocol):
     """The parts of `runtime.engine.engine.Engine` used here."""
 
-    def lent(self, tokens: int = ...) -> AbstractContextManager[Decoder]:
+    def borrow(self, tokens: int = ...) -> AbstractContextManager[Decoder]:
         """Borrow the decoder, with room in slot 0."""
         ...
 
@@ -50,7 +50,7 @@ def start(engine: Speculating, wanted: Drafts, *, cancelled: Callable[[], bool] 
     """
     costs: int | Costs | None = None
     if wanted:
-        with engine.lent(LEAST_CONTEXT) as decoder:
+        with engine.borrow(MIN_CONTEXT) as decoder:
             if KINDS[decoder.options.kv].has_draft:
                 costs = wanted.gamma or measure_costs(decoder, cancelled=cancelled)
     engine.speculate(costs, copied=wanted is not False)
@@ -71,7 +71,7 @@ def measure_costs(
         RequestError: the context is too short.
         Cancelled: `cancelled` said so.
     """
-    most = min(MOST_SEARCHED + 1, decoder.options.max_rows)
+    most = min(MAX_SEARCHED + 1, decoder.options.max_rows)
     if position + most > decoder.options.context or most < 2:
         raise RequestError(
             f"speculation needs a context of {position + most} tokens at least and steps of 2 rows, and this model has "

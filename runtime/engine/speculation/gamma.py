@@ -17,7 +17,7 @@ from typing import Protocol
 from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import RequestError
 
-MOST_SEARCHED = 7
+MAX_SEARCHED = 7
 """Largest gamma considered: 8 rows are the widest step that costs a CPU little more than one."""
 _PRIOR, _PRIOR_WEIGHT = 0.85, 8.0
 """Prior acceptance, and its weight in tokens."""

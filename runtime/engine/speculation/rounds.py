@@ -49,7 +49,7 @@ class Place:
     """The contents of its slots."""
     slot: int
     """The slot; it holds the prompt when decoding begins."""
-    company: Callable[[], int] = lambda: 1
+    concurrent: Callable[[], int] = lambda: 1
     """Number of running sequences, including this one."""
     clock: Callable[[], float] = time.perf_counter
     """Clock for timing rounds, in seconds."""
@@ -116,7 +116,7 @@ class Rounds:
     def _round(self, token: int, remaining: int) -> Work[Sequence[tuple[int, Float32Array | Drawn]]]:
         """Run one round after a token, which enters the cache. Returns the new tokens."""
         held = self._place.conversations.tokens(self._place.slot)
-        start, began, alone = len(held), self._place.clock(), self._place.company() == 1
+        start, began, alone = len(held), self._place.clock(), self._place.concurrent() == 1
         given: Sequence[tuple[int, Float32Array | Drawn]]
         copied = self._copied(remaining)
         if copied:
@@ -131,7 +131,7 @@ class Rounds:
         else:
             given, drafted = [(yield from self._plain(token, start))], 0
         held.append(token)
-        if alone and self._place.company() == 1:  # otherwise it says little about the duration of a round
+        if alone and self._place.concurrent() == 1:  # otherwise it says little about the duration of a round
             seconds = self._place.clock() - began
             if not copied:
                 self._gamma.note(drafted, len(given) - 1, seconds)
@@ -147,7 +147,7 @@ class Rounds:
         """Tokens to copy as the next draft; empty if that is not expected to pay."""
         if self._copies is None or not self._copies.possible:
             return []
-        copied = self._copies.draft(min(remaining, self._most_rows()) - 1, self._place.company())
+        copied = self._copies.draft(min(remaining, self._most_rows()) - 1, self._place.concurrent())
         return copied[: self._fitting(len(copied), remaining)]
 
     def _fitting(self, gamma: int, remaining: int) -> int:
@@ -161,8 +161,8 @@ class Rounds:
 
     def _most_rows(self) -> int:
         """Most rows of a verification."""
-        company = self._place.company()
-        return self._place.decoder.options.max_rows if self._alike or company == 1 else SHARED_ROWS // company
+        concurrent = self._place.concurrent()
+        return self._place.decoder.options.max_rows if self._alike or concurrent == 1 else SHARED_ROWS // concurrent
 
     def _verified(self, token: int, start: int, copied: list[int]) -> Work[list[tuple[int, Float32Array | Drawn]]]:
         """The target's tokens as far as a copied draft agrees, and one more, each with what it was sampled from."""

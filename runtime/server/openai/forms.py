@@ -13,7 +13,7 @@ from runtime.server.errors import ApiError
 from runtime.server.reading import Items, JsonObject
 from runtime.system.foreign import read_json
 from runtime.text.constraint import ANY_OBJECT, Grammar
-from runtime.text.tool_calls import Tool, demanded
+from runtime.text.tool_calls import Tool, call_grammar
 
 MAX_TOOLS = 128
 """Most tools per request, as in OpenAI's interface."""
@@ -197,7 +197,7 @@ def answer_grammar(
             return response_format.grammar()
         if structured is not None:
             return structured.grammar()
-        return demanded(tools) if forced else None
+        return call_grammar(tools) if forced else None
     except RequestError as error:
         raise ApiError(400, f"{fields[0]}: {error}", param=fields[0], code="invalid_value") from error
 

@@ -188,7 +188,7 @@ class PublicInterface:
         """The body of a non-streaming response."""
         async with aclosing(self.service.generate(wanted)) as items:
             writer = begin(await _accepted(items))
-            return writer.whole([item async for item in items if isinstance(item, Piece)])
+            return writer.body([item async for item in items if isinstance(item, Piece)])
 
 
 def _checked(kind: type[C], body: bytes) -> C:

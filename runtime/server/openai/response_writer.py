@@ -44,7 +44,7 @@ class ResponseWriter:
         """Events of a piece; empty if it adds nothing."""
         return list(self._told(piece))
 
-    def whole(self, pieces: Sequence[Piece]) -> Body:
+    def body(self, pieces: Sequence[Piece]) -> Body:
         """The body of a non-streaming response."""
         for piece in pieces:
             self.chunks(piece)

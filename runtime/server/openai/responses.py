@@ -39,7 +39,7 @@ class Writer(Protocol):
         """The chunks of a piece; empty if it adds nothing."""
         ...
 
-    def whole(self, pieces: Sequence[Piece]) -> Body:
+    def body(self, pieces: Sequence[Piece]) -> Body:
         """The body of a non-streaming response."""
         ...
 
@@ -139,7 +139,7 @@ class ChatWriter(_Answer):
         told = [*(self._choice(delta, None) for delta in early), self._choice(last, piece)]
         return told + self._usage_chunks(self.CHUNK, piece.usage)
 
-    def whole(self, pieces: Sequence[Piece]) -> Body:
+    def body(self, pieces: Sequence[Piece]) -> Body:
         """The body of a non-streaming response."""
         parts = [read_piece(piece, self._calls) for piece in pieces]
         text, calls = "".join(text for text, _ in parts), [_call(call) for _, found in parts for call in found]
@@ -192,7 +192,7 @@ class CompletionWriter(_Answer):
         choice = {"index": 0, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
         return [self._chunk(self.KIND, choice, piece.usage), *self._usage_chunks(self.KIND, piece.usage)]
 
-    def whole(self, pieces: Sequence[Piece]) -> Body:
+    def body(self, pieces: Sequence[Piece]) -> Body:
         """The body of a non-streaming response."""
         choice: Body = {
             "index": 0,

@@ -153,7 +153,7 @@ class StoreLoader:
                 recipe=model.recipe.to_json(),
                 prompts=engine.decoder.options.prompt_k_chunk,
             )
-            engine.keep_in(SavedCaches(self._chats, about, model=model.path))
+            engine.save_to(SavedCaches(self._chats, about, model=model.path))
 
     def forget(self, chat: str | None) -> Holding:
         """Delete the saved caches of a conversation, or of all.
@@ -210,7 +210,7 @@ class StoreLoader:
         """Apply the budgets to a loaded model, and let it speculate as requested or where that pays."""
         engine = _engine(loaded)
         spent = spend(
-            engine.lent,
+            engine.borrow,
             model,
             compensation,
             drafts=loaded.drafts,

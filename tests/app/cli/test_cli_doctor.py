@@ -60,7 +60,7 @@ def machine(services: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine
         gpu_is(services, usable=False, reason="no NVIDIA card was found")
 
     replace_machine(MACHINE)
-    monkeypatch.setattr(checks, "_LEAST_DISK", 0)
+    monkeypatch.setattr(checks, "_MIN_DISK", 0)
     return replace_machine
 
 
@@ -175,7 +175,7 @@ def test_little_memory(answer: Answer, machine: Any) -> None:
 
 
 def test_little_disk(answer: Answer, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_LEAST_DISK", 1 << 80)
+    monkeypatch.setattr(checks, "_MIN_DISK", 1 << 80)
     assert "of disk is free" in whats(answer("doctor"))
 
 

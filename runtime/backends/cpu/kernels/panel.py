@@ -40,7 +40,7 @@ from runtime.backends.cpu.machine.emit import (
     words16,
 )
 from runtime.backends.cpu.machine.vector import add, div, fill, maximum, mul, prefetch, rounded, sub
-from runtime.backends.operations.panel import ENTRY_TOP, LEAST_STEP, STEPS
+from runtime.backends.operations.panel import ENTRY_TOP, MIN_STEP, STEPS
 
 _SHORTS = ir.VectorType(I16, 32)
 _ONE, _ROUNDING = 256, 128
@@ -89,7 +89,7 @@ def factors_of(scale: Any, zero: Any, residual_scale: Any, top: int, residual_to
         residual_top: Largest code of a residual.
     """
     whole = add(mul(fill(numba.float32(top)), scale), mul(fill(numba.float32(residual_top)), residual_scale))
-    step = maximum(div(whole, fill(numba.float32(STEPS))), fill(numba.float32(LEAST_STEP)))
+    step = maximum(div(whole, fill(numba.float32(STEPS))), fill(numba.float32(MIN_STEP)))
     one = fill(numba.float32(_ONE))
     base, residual = rounded(div(mul(one, scale), step)), rounded(div(mul(one, residual_scale), step))
     # A code of 1 stands for -127; entries are stored one higher than their codes.

@@ -60,7 +60,7 @@ from runtime.backends.cpu.machine.vector import (
     store_floats,
 )
 from runtime.backends.cpu.scratch import SUMS
-from runtime.backends.operations.panel import LEAST_STEP
+from runtime.backends.operations.panel import MIN_STEP
 
 _SLICE = 16
 """Bytes of a row of residuals that are turned at once; of those in half precision twice as many."""
@@ -183,7 +183,7 @@ def _add(bits: int, side: int) -> Any:
         column = residual.codes + 2 * bits * tile
         scales, inverse = residual.scales + 32 * tile, fill(numba.float32(0.0))
         if bits == 16:
-            inverse = div(fill(numba.float32(1.0)), maximum(load_halves(scales), fill(numba.float32(LEAST_STEP))))
+            inverse = div(fill(numba.float32(1.0)), maximum(load_halves(scales), fill(numba.float32(MIN_STEP))))
         phase = (column >> 4) & 3  # of the four slices of a line
         for first in range(0, to.rows, rows):
             sums = none()

@@ -27,7 +27,7 @@ from runtime.system.child import child_command
 
 logger = logging.getLogger(__name__)
 
-_MOST_PROCESSES: Final = 8
+_MAX_PROCESSES: Final = 8
 
 Report = Callable[[int, int], None]
 """Called with the number of compiled units, and their total."""
@@ -57,7 +57,7 @@ def build(units: Sequence[Unit], report: Report | None = None) -> None:
 
 def _compiled(missing: Sequence[Unit]) -> Iterator[Unit]:
     """Compile in child processes; yields every unit once, as soon as it was tried."""
-    count = min(len(missing), _MOST_PROCESSES, _cores())
+    count = min(len(missing), _MAX_PROCESSES, _cores())
     if count < 2:
         yield from missing
         return

@@ -62,7 +62,7 @@ def store_bytes(b: Builder, address: Any, value: Any) -> None:
 
 
 @define(floats16, floats16)
-def whole(b: Builder, x: Any) -> Any:
+def truncated(b: Builder, x: Any) -> Any:
     """Truncate towards zero."""
     return call(b, "llvm.trunc.v16f32", FLOATS, x)
 

@@ -8,8 +8,8 @@ product), `avxvnni` (256-bit VNNI), `avx2` (multiply-add pairs of bytes) and `ge
 target lowers in its own way). `amx-emulated` is `amx` with tile registers in memory, for tests.
 `LOWBIT_CHAT_CPU_VARIANT` forces one.
 
-Machine code is stored in the cache folder (`runtime.system.own_files.kernel_folder`), in the files of
-`runtime.backends.cpu.machine.kept`.
+Machine code is stored in the cache folder (`runtime.system.private_files.kernel_folder`), in the files of
+`runtime.backends.cpu.machine.code_cache`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final
 import llvmlite.binding as llvm
 
 from runtime.errors import BackendError
-from runtime.system.own_files import kernel_folder
+from runtime.system.private_files import kernel_folder
 
 VARIANTS: Final = ("amx", "avx512", "avxvnni", "avx2", "generic", "amx-emulated")
 

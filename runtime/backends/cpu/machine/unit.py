@@ -1,8 +1,9 @@
 """Units: routines that are compiled, stored and called separately.
 
 A model needs few of the kernels, and a change affects few of them, so each is compiled when a program first refers to
-it (`runtime.backends.cpu.link`). Its machine code is stored (`runtime.backends.cpu.machine.kept`) under a digest of its
-sources. A unit is a C function of int64 arguments; `runtime.backends.cpu.machine.calls` calls one from compiled code.
+it (`runtime.backends.cpu.link`). Its machine code is stored (`runtime.backends.cpu.machine.code_cache`) under a digest
+of its sources. A unit is a C function of int64 arguments; `runtime.backends.cpu.machine.calls` calls one from compiled
+code.
 
 A unit is identified by its function's name. The module, numba and its kernels are only imported for compiling: if all
 machine code is stored, importing them would take most of the start-up time.
@@ -18,11 +19,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.backends.cpu.machine import isa, kept
+from runtime.backends.cpu.machine import code_cache, isa
 from runtime.backends.cpu.machine.digest import ROOT, Sources, digest
 from runtime.backends.cpu.machine.loader import LoadedCode, load_code
 from runtime.errors import BackendError
-from runtime.system.own_files import is_own
+from runtime.system.private_files import is_private
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +74,12 @@ class Unit:
     @property
     def file(self) -> Path:
         """Path of its machine code."""
-        return kept.file_of(isa.KERNEL_CACHE, self.symbol)
+        return code_cache.file_of(isa.KERNEL_CACHE, self.symbol)
 
     @property
     def is_compiled(self) -> bool:
         """Whether its machine code is stored, so that getting its address needs no compiling."""
-        return self._loaded is not None or is_own(self.file)
+        return self._loaded is not None or is_private(self.file)
 
     @property
     def address(self) -> int:
@@ -118,8 +119,8 @@ class Unit:
         Raises:
             BackendError: it cannot be compiled here.
         """
-        with kept.one_at_a_time(self.file):
-            code = kept.read(self.file)
+        with code_cache.one_at_a_time(self.file):
+            code = code_cache.read(self.file)
             return self._made() if code is None else code
 
     def _made(self) -> bytes:
@@ -132,14 +133,14 @@ class Unit:
         except Exception as error:  # numba's and LLVM's: no common base class
             raise BackendError(f"the kernel {self.name!r} cannot be built here: {error}") from error
         try:
-            kept.write(self.file, code)
+            code_cache.write(self.file, code)
         except OSError as error:
             logger.debug("the machine code of %s is not kept: %s", self.name, error)
         return code
 
     def _load(self) -> LoadedCode:
         """Load the stored code; recompiles if it is missing or damaged."""
-        return load_code(kept.read(self.file) or self.keep(), self.symbol)
+        return load_code(code_cache.read(self.file) or self.keep(), self.symbol)
 
 
 @functools.cache

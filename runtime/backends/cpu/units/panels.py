@@ -30,7 +30,7 @@ from runtime.backends.cpu.machine.vector import (
 )
 from runtime.backends.cpu.scratch import TILE_BYTES
 from runtime.backends.cpu.units.rows import times_rows
-from runtime.backends.operations.panel import ENTRY_TOP, LEAST_STEP
+from runtime.backends.operations.panel import ENTRY_TOP, MIN_STEP
 
 
 class Areas(NamedTuple):
@@ -80,7 +80,7 @@ def _groups(bits: int, residual_bits: int) -> Any:
     def write(panel: Panel, tile: int, base: int, lines: int, areas: Areas) -> None:
         weights = panel.weights
         own_scale = load_halves(panel.residual.scales + 32 * tile)
-        inverse = div(fill(numba.float32(1.0)), maximum(own_scale, fill(numba.float32(LEAST_STEP))))
+        inverse = div(fill(numba.float32(1.0)), maximum(own_scale, fill(numba.float32(MIN_STEP))))
         scale, zero = load_halves(weights.scales + 32 * tile), fill(numba.float32(ENTRY_TOP // 2))
         for group in range(weights.groups):
             if uniform:

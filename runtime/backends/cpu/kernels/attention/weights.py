@@ -8,7 +8,7 @@ from typing import Any
 import numba
 
 from runtime.backends.cpu.kernels.attention.queries import BESIDES, CHANGE, LARGEST, STEP, TOTAL, Factors, step_of
-from runtime.backends.cpu.machine.codes import exp2, larger, largest_lane, store_bytes, whole
+from runtime.backends.cpu.machine.codes import exp2, larger, largest_lane, store_bytes, truncated
 from runtime.backends.cpu.machine.vector import (
     add,
     fill,
@@ -112,7 +112,7 @@ def quantize_weights(
         weight = load_floats(weighed + 4 * tile)
         total = add(total, weight)
         if planes == 1:
-            code = whole(fma(weight, factor, load_floats(dither + 4 * tile)))
+            code = truncated(fma(weight, factor, load_floats(dither + 4 * tile)))
             store_bytes(codes + tile, code)
         else:
             code = rounded(mul(weight, factor))

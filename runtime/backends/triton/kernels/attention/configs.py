@@ -17,7 +17,7 @@ SPLIT_ROWS = 8
 """Steps of up to this many rows, such as decoded tokens and drafts to verify, are split finely along the context."""
 FEW_TILE_ROWS = 64
 """Most rows of such a step's matrix products: its rows share a product, so that keys are read once for them."""
-LEAST_BLOCKS = 2
+MIN_BLOCKS = 2
 """Fewest blocks of the cache per split: smaller splits cost more to start and merge than they save. Read by kernels."""
 SPLIT_OVERHEAD = 1.0
 """Overhead of a program, in blocks: its start, its queries, and its part of the merge."""
@@ -153,7 +153,7 @@ def _splits(tiles: int, blocks: int, programs: int, most: int) -> int:
     def cost(splits: int) -> float:
         return -(-tiles * splits // programs) * (-(-blocks // splits) + SPLIT_OVERHEAD)
 
-    return min(range(1, max(1, min(most, MAX_SPLITS, blocks // LEAST_BLOCKS)) + 1), key=cost)
+    return min(range(1, max(1, min(most, MAX_SPLITS, blocks // MIN_BLOCKS)) + 1), key=cost)
 
 
 def _stages(M: int, block_m: int, bits: int, planes: int, *, corrected: bool) -> int:

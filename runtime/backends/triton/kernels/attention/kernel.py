@@ -26,7 +26,7 @@ import triton.language as tl
 
 from runtime.backends.triton.kernels.attention.configs import (
     KEPT_ROWS,
-    LEAST_BLOCKS,
+    MIN_BLOCKS,
     LaunchConfig,
     Reading,
     Room,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from runtime.backends.triton.workspace import Workspace
 
 
-_LEAST_BLOCKS = tl.constexpr(LEAST_BLOCKS)
+_MIN_BLOCKS = tl.constexpr(MIN_BLOCKS)
 _MERGED = 16
 """Splits that a merge loads at a time."""
 _MERGE_WARPS = 4
@@ -124,7 +124,7 @@ def _segment(rows, row, slot_m, window, tile: tl.constexpr):
 @triton.jit
 def _share(step, total, splits):
     """Division of `total` blocks among at most `splits` splits. Stores the number of splits for the merge."""
-    span = tl.maximum(tl.cdiv(total, splits), _LEAST_BLOCKS)
+    span = tl.maximum(tl.cdiv(total, splits), _MIN_BLOCKS)
     used = tl.cdiv(total, span)
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         tl.store(step.used + tl.program_id(0), used)

@@ -17,16 +17,16 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-WRITING = 0o022
+WRITE_ACCESS = 0o022
 """Write permission of others."""
-ANYTHING = 0o077
+ANY_ACCESS = 0o077
 """Any permission of others."""
 _VARIABLE = "LOWBIT_CHAT_KERNEL_CACHE"
 _UNMAPPED = 65534
 """Owner that a container shows for system folders if it does not know the system's root."""
 
 
-def read_own(file: Path, denied: int = WRITING) -> bytes:
+def read_private(file: Path, denied: int = WRITE_ACCESS) -> bytes:
     """Read a file that only this user can have written. Checks the opened file itself, not just its path.
 
     Args:
@@ -48,8 +48,8 @@ def read_own(file: Path, denied: int = WRITING) -> bytes:
         os.close(descriptor)
 
 
-def is_own(file: Path, denied: int = WRITING) -> bool:
-    """Whether `read_own` would accept a file."""
+def is_private(file: Path, denied: int = WRITE_ACCESS) -> bool:
+    """Whether `read_private` would accept a file."""
     try:
         status = file.lstat()
     except OSError:
@@ -71,10 +71,10 @@ def kernel_folder(name: str) -> Path:
         import platformdirs
 
         base = Path(platformdirs.user_cache_dir("lowbit-chat", appauthor=False)) / "kernels"
-    return own_folder(base / name)
+    return private_code_folder(base / name)
 
 
-def own_folder(folder: Path, variable: str = _VARIABLE) -> Path:
+def private_code_folder(folder: Path, variable: str = _VARIABLE) -> Path:
     """A folder for machine code, created for its owner only; a temporary one if it cannot be trusted or written.
 
     Args:
@@ -125,7 +125,7 @@ def _folder_problem(folder: Path) -> str | None:
     """
     if not hasattr(os, "geteuid"):
         return None
-    if (problem := _problem(folder.stat(), WRITING)) is not None:
+    if (problem := _problem(folder.stat(), WRITE_ACCESS)) is not None:
         return problem
     for above in {*folder.absolute().parents, *folder.resolve().parents}:
         status = above.stat()

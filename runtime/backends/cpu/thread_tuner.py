@@ -1,4 +1,4 @@
-"""Crew: chooses the number of threads that decode fastest, by trial.
+"""ThreadTuner: chooses the number of threads that decode fastest, by trial.
 
 Threads that share a core with another program cost more than they contribute: the others wait milliseconds for a
 preempted thread. So the pool measures token times and occasionally tries another number of threads for a few tokens;
@@ -13,7 +13,7 @@ from collections.abc import Callable
 WINDOW_S = 0.03
 """Seconds for which a number of threads is observed before it is judged: several time slices of the system's
 scheduler."""
-_LEAST_TOKENS = 4
+_MIN_TOKENS = 4
 _BETTER = 0.95
 """A new number of threads must need at most this fraction of the current one's time to be kept."""
 _WORSE = 1.25
@@ -26,7 +26,7 @@ _HOPELESS = 1.5
 """A trial is aborted after the second token if its tokens take this many times as long as before."""
 
 
-class Crew:
+class ThreadTuner:
     """Chooses a number of threads from the times of tokens.
 
     Args:
@@ -56,7 +56,7 @@ class Crew:
         self._tokens += 1
         mean, tried = self._seconds / self._tokens, self.size != self._kept
         hopeless = tried and self._tokens > 1 and mean > _HOPELESS * self._mean
-        if not hopeless and (self._seconds < WINDOW_S or self._tokens < _LEAST_TOKENS):
+        if not hopeless and (self._seconds < WINDOW_S or self._tokens < _MIN_TOKENS):
             return
         if tried:
             self._judge(mean)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from models.files import replacing
-from runtime.system.own_files import read_own
+from runtime.system.private_files import read_private
 
 _MAGIC: Final = b"lowbit-chat machine code 1\n"
 _DIGEST_BYTES: Final = 32
@@ -63,7 +63,7 @@ def read(file: Path) -> bytes | None:
     Records the use in its time stamp.
     """
     try:
-        data = read_own(file)
+        data = read_private(file)
         if time.time() - file.stat().st_mtime > _STAMP_S:
             os.utime(file)
     except OSError:
