@@ -451,7 +451,7 @@ def _runs(slots: Int32Array, positions: Int32Array) -> Iterator[tuple[int, int, 
     for end in ends:
         slot, first = int(slots[start]), int(positions[start])
         if slot in seen or not np.array_equal(positions[start:end], np.arange(first, first + end - start)):
-            raise RequestError(f"the rows of slot {slot} must stand together in a step, in consecutive positions")
+            raise RequestError(f"the rows of slot {slot} must be adjacent in a step, in consecutive positions")
         seen.add(slot)
         yield slot, first, first + end - start
         start = end

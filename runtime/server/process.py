@@ -173,7 +173,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--home", type=Path, required=True, help="the program's folder: lock file and stored models")
     parser.add_argument("--parent-pid", type=int, help="end when this process is gone")
     parser.add_argument("--model", help="a model to load at the start")
-    parser.add_argument("--idle-unload", type=float, metavar="MINUTES", help="unload a model that nobody uses")
+    parser.add_argument(
+        "--idle-unload", type=float, metavar="MINUTES", help="unload the model after this much idle time"
+    )
     parser.add_argument("--chats", type=Path, metavar="DIR", help="keep the caches of long conversations there")
     parser.add_argument("--bundled", type=_bundled, action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="text for quantizers")

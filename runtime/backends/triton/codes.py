@@ -239,7 +239,7 @@ def row_words(at, first_n, N, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def spread(value, SPAN: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One value a row for every channel, [BLOCK_N] -> [BLOCK_N, SPAN], built of pairs as the weights are."""
+    """One value per row for every channel, [BLOCK_N] -> [BLOCK_N, SPAN], built of pairs as the weights are."""
     pairs = tl.join(value, value)[:, None, :]
     return tl.reshape(tl.broadcast_to(pairs, (BLOCK_N, SPAN // 2, 2)), (BLOCK_N, SPAN))
 

@@ -13,17 +13,17 @@ halves of known exponent (`runtime.backends.triton.kernels.gemv`).
 
 ====  =====  =========================================================================================================
 bits  words  where piece i lies, in both halves of a word alike ====  =====
-========================================================================================================= 4     4
-word i // 4, bits 4 * (i % 4) and up 3     3      pieces 0 .. 14: word i // 5, bits 3 * (i % 5) and up; piece 15: its
-bit b in the top bit (15) of word b ====  =====
+========================================================================================================= 4     4 word i
+// 4, bits 4 * (i % 4) and up 3     3      pieces 0 .. 14: word i // 5, bits 3 * (i % 5) and up; piece 15: its bit b in
+the top bit (15) of word b ====  =====
 =========================================================================================================
 
 For one block and one word, the [N, 16] lanes of all output channels are contiguous: 64 bytes an output channel, 512
 bytes a warp's load.
 
-Pieces behind the last whole block stand in as many words as they need, in the same way. Where only one or two are left
-for the last word, it is a short one, 16 bits a lane: the low byte is what would be in the low half, the high byte what
-would be in the high half. So 576 channels take 224 bytes at 3 bits and 288 at 4, as close to their codes alone, 216 and
+Pieces after the last whole block are stored in as many words as needed, in the same way. If only one or two are left
+for the last word, it is a short one, 16 bits a lane: the low byte holds the contents of the low half, the high byte
+those of the high half. So 576 channels take 224 bytes at 3 bits and 288 at 4, as close to their codes alone, 216 and
 288, as whole lanes allow.
 """
 
@@ -69,7 +69,7 @@ class GpuLinear:
     """int32 [G, N]: the scale, a half, in the low half of a word, and -(2^bits + zero), a half, in the high one. None
     with a codebook."""
     codebook: torch.Tensor | None
-    """float16 [N, 2^bits], the values that codes stand for; None with uniform groups."""
+    """float16 [N, 2^bits], the values of codes; None with uniform groups."""
     bias: torch.Tensor | None
     """float32 [N] or None."""
     other_tail: int = 0

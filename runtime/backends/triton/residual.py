@@ -68,8 +68,8 @@ class LockLimits:
     memlock_bytes: int | None
     """The process's limit of locked memory (RLIMIT_MEMLOCK), None if it has none.
 
-    It is told to the person when locking fails, but does not decide by itself: NVIDIA's driver locks pages on its own
-    account, and with the usual limit of 8 MiB locks gigabytes all the same.
+    The user is told it when locking fails, but it is not decisive: NVIDIA's driver locks pages on its own account, and
+    with the usual limit of 8 MiB locks gigabytes all the same.
     """
 
 

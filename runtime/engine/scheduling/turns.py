@@ -118,7 +118,7 @@ class Turns:
 
     def _rest(self) -> bool:
         """End cancelled requests, and the session if none is left. Returns whether any is left."""
-        if self._stepping:  # a generator that nobody holds any longer was found in the middle of a step
+        if self._stepping:  # an abandoned generator was collected in the middle of a step
             return True
         self._scheduler.end_cancelled()
         if self._scheduler.busy:

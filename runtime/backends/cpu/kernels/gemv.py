@@ -1,6 +1,6 @@
 """Low-bit matrix times one vector of INT8 activations: sixteen output channels side by side in the vector lanes.
 
-Weights stand in tiles of 16 output channels (`runtime.backends.cpu.tiles`); each 32-bit lane of the dot product
+Weights are stored in tiles of 16 output channels (`runtime.backends.cpu.tiles`); each 32-bit lane of the dot product
 collects four input channels of one output channel, so nothing has to be summed across lanes and a group's scale is one
 vector. Per 64 bytes of 4-bit codes this is 3 operations to unpack and 2 dot products: memory is the limit, not
 arithmetic.

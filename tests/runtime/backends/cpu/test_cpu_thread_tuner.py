@@ -1,4 +1,4 @@
-"""How many threads take part: what tokens cost decides, on a machine whose clock a test holds."""
+"""The number of decoding threads, chosen by token times under a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slot a prompt goes on from, what is dropped for it, and that nothing else happens to the others."""
+"""Reuse of slots: the slot a prompt continues from, evictions, and isolation of other slots."""
 
 from __future__ import annotations
 

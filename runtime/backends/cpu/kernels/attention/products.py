@@ -101,7 +101,7 @@ class _Field(NamedTuple):
     output: int
     """0 for the first 16 results, 1 for the others."""
     place: int
-    """Where the row's four bytes stand in those of the step."""
+    """Position of the row's four bytes within those of the step."""
     codes: Any
     """LLVM value, 64 bytes."""
 

@@ -1,7 +1,7 @@
-"""Writing keys and values into the CPU's cache: half precision, or 8-bit codes with a scale and a zero for each token.
+"""Writes keys and values into the CPU's cache: half precision, or 8-bit codes with a scale and a zero per token.
 
-The layouts are `runtime.backends.cpu.data.pages`': in half precision, keys of 16 tokens stand together channel by
-channel and values token by token; codes stand in the vectors that attention multiplies.
+Layouts are those of `runtime.backends.cpu.data.pages`: in half precision, keys of 16 tokens are stored together channel
+by channel, and values token by token; codes are stored in the vectors that attention multiplies.
 """
 
 from __future__ import annotations
