@@ -77,7 +77,7 @@ class Compensation:
 def of_settings(
     k_chunk: Mapping[str, int] | int | None,
     budget_percent: float | None,
-    asked: Compensation | None = None,
+    override: Compensation | None = None,
     *,
     prompt_budget: float | None = None,
 ) -> Compensation:
@@ -86,11 +86,13 @@ def of_settings(
     Args:
         k_chunk: From the settings.
         budget_percent: From the settings; ignored if there is a k_chunk.
-        asked: From the command line. If it turns compensation off, the settings do not turn it on.
+        override: From the command line. If it turns compensation off, the settings do not turn it on.
         prompt_budget: From the settings, for prompts.
     """
-    found = asked or Compensation(k_chunk=k_chunk, budget_percent=budget_percent if k_chunk is None else None)
-    keep = prompt_budget is None or found.prompt_budget_percent is not None or (asked is not None and not found.decodes)
+    found = override or Compensation(k_chunk=k_chunk, budget_percent=budget_percent if k_chunk is None else None)
+    keep = (
+        prompt_budget is None or found.prompt_budget_percent is not None or (override is not None and not found.decodes)
+    )
     return found if keep else replace(found, prompt_budget_percent=prompt_budget)
 
 

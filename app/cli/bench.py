@@ -148,15 +148,15 @@ def bench(
     output.text(f"prefill       {speed.prefill_tokens_per_s:.0f} tokens/s")
     output.text(f"decode        {speed.decode_tokens_per_s:.1f} tokens/s (median of {speed.decode_tokens} steps)")
     output.text(
-        f"memory read   {byte_count(speed.bytes_per_token)} a token, {speed.percent_of_limit(limit):.0f} % of the "
+        f"memory read   {byte_count(speed.bytes_per_token)} per token, {speed.percent_of_limit(limit):.0f} % of the "
         f"{limit:.1f} GB/s that this machine reads"
     )
-    output.text(f"peak memory   {byte_count(peak)}, {byte_count(speed.kv_bytes_per_token)} of cache a token")
+    output.text(f"peak memory   {byte_count(peak)}, {byte_count(speed.kv_bytes_per_token)} of cache per token")
     for speed_at in speeds_at:
         output.text(
             f"at {speed_at.tokens:<11,}{speed_at.decode_tokens_per_s:.1f} tokens/s, "
-            f"{byte_count(speed_at.bytes_per_token)} read a token, {byte_count(speed_at.kv_bytes)} of cache "
-            "(filled with copies of pages, not by a prompt)"
+            f"{byte_count(speed_at.bytes_per_token)} read per token, {byte_count(speed_at.kv_bytes)} of cache "
+            "(filled with copies of pages, without a prompt)"
         )
     if compensation is not None:
         chosen = ", ".join(f"{kind} {count}" for kind, count in compensation["k_chunk"].items())
@@ -169,7 +169,7 @@ def bench(
         )
     if speculated is not None:
         edge = speculated["break_even"]
-        pays = "it pays at no acceptance" if edge is None else f"it pays from {100 * edge:.0f} % on"
+        pays = "it never pays" if edge is None else f"it pays from {100 * edge:.0f} % accepted on"
         output.text(
             f"speculation   {speculated['tokens_per_s']:.1f} tokens/s, {speculated['plain_tokens_per_s']:.1f} without, "
             f"of the same text; {100 * speculated['acceptance_rate']:.0f} % of drafts accepted ({pays}), "

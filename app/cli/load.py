@@ -74,7 +74,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         kv=cache_for(choices.kv if settings.speculation else settings.kv, drafts=settings.speculation is not None),
         # A context on the command line is binding; one in the settings is reduced to the model's maximum.
         context=choices.context or (settings.context and min(settings.context, maximum)),
-        asked=settings.backend,
+        backend_name=settings.backend,
         select=choices.select,
         memory=services.memory(),
     )

@@ -73,4 +73,4 @@ def lines(offers: Offers) -> Iterator[str]:
     yield f"best within the budget: {offers.words(offers.chosen)}"
     for way in offers.ways:
         if way != offers.chosen:
-            yield f"  measured too: {offers.words(way)}"
+            yield f"  also measured: {offers.words(way)}"

@@ -189,12 +189,12 @@ class Repl:
         used = usage.prompt_tokens + usage.completion_tokens
         self._output.text(
             f"first token after {usage.ttft_s:.2f} s, {usage.decode_tokens_per_s:.1f} tokens/s; "
-            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} reused), {usage.completion_tokens} answered; "
+            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} reused), {usage.completion_tokens} generated; "
             f"context {used} of {self._engine.context}"
         )
         if usage.speculation is not None:
             found = usage.speculation
-            does = f"{found.gamma} tokens drafted a round" if found.gamma else "speculation does not pay here"
+            does = f"{found.gamma} tokens drafted per round" if found.gamma else "speculation does not pay here"
             self._output.text(
                 f"{does}; {100 * found.acceptance_rate:.0f} % accepted, {found.tokens_per_verify:.1f} tokens per verify"
             )

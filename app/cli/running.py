@@ -150,5 +150,5 @@ async def _ended(record: LockRecord) -> None:
     deadline = time.monotonic() + END_S
     while is_alive(record):
         if time.monotonic() > deadline:
-            raise CliError(f"the runtime (process {record.pid}) does not end: `kill -9 {record.pid}` ends it")
+            raise CliError(f"the runtime (process {record.pid}) does not exit: end it with `kill -9 {record.pid}`")
         await sleep(_POLL_S)

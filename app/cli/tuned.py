@@ -70,7 +70,7 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
     profile = services.profiles().find(profile_key(device, backend_name, model, budget))
     if profile is None:
         reason = (
-            f"not tuned yet for {budget:g} % slowdown; done at its first use, or by: lowbit-chat tune-device {name}"
+            f"not tuned yet for {budget:g} % slowdown; the first use tunes it, or run: lowbit-chat tune-device {name}"
         )
         return {**report, "reason": reason}
     found = tuning_of(profile, cached=True)
@@ -80,7 +80,7 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         **report,
         "k_chunk": dict(found.k_chunk),
         "measured_slowdown_percent": measured,
-        "reason": f"k_chunk {chosen}; {measured:.1f} % of {budget:g} % slowdown measured on {profile.date[:10]}",
+        "reason": f"k_chunk {chosen}; {measured:.1f} % slower, {budget:g} % allowed, measured on {profile.date[:10]}",
     }
 
 
@@ -98,7 +98,9 @@ def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_
         return str(error)
     profile = PromptStore(services.profiles().folder).find(profile_key(device, runner.name, model, budget_percent))
     if profile is None:
-        return f"prompts are not tuned yet for {budget_percent:g} % more time to the first word; done at the first use"
+        return (
+            f"prompts are not tuned yet for {budget_percent:g} % more time to the first word; the first use tunes them"
+        )
     return prompt_tuning_of(profile, cached=True).words
 
 

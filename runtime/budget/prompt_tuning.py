@@ -166,7 +166,7 @@ def tune_prompts(
     found = None if force else store.find(key)
     cached = found is not None
     if found is None:
-        work = f"how much compensation {budget_percent:g} % more time to the first word pays for; done once"
+        work = f"finding the compensation that {budget_percent:g} % more time to the first word allows; done once"
         progress(Progress(phase="tune", done=0, total=None, unit="prompts", message=f"tuning {model.name}: {work}"))
         found = _search(decoder, key, budget_percent, cancelled)
         try:

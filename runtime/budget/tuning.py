@@ -259,7 +259,7 @@ def _keep(profiles: ProfileStore, profile: Profile) -> None:
 
     if profile.measured_slowdown_percent < -NOISE_PERCENT:
         profiles.journal(profile.key).unlink(missing_ok=True)
-        logger.warning("something else kept this machine busy while it was tuned, so it will be tuned again next time")
+        logger.warning("another program kept this machine busy during tuning, so it will be tuned again next time")
         return
     try:
         profiles.save(profile)
@@ -292,7 +292,9 @@ class _Work:
         self._done = 0
         self._total = 0
         self._quiet_until = 0.0
-        self.tell(f"tuning {model.name} for {device}: how much compensation {self._about} slowdown pays for; done once")
+        self.tell(
+            f"tuning {model.name} for {device}: finding the compensation that {self._about} slowdown allows; done once"
+        )
 
     def tell(self, message: str) -> None:
         """Report."""
@@ -314,7 +316,7 @@ class _Work:
         """Report that decoding is about to be timed."""
         self._done = max(self._done, self._total - _READINGS_A_KIND) + 1
         low, high = min(k_chunk.values()), max(k_chunk.values())
-        self.tell(f"decoding with k_chunk {low} to {high} and without, to see that {self._about} holds")
+        self.tell(f"decoding with k_chunk {low} to {high} and without, to verify the limit of {self._about}")
 
 
 def _measure(

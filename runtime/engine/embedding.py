@@ -31,7 +31,7 @@ def embed(decoder: Decoder, tokens: Sequence[int], cancelled: Callable[[], bool]
     total = np.zeros(decoder.spec.hidden_size, np.float64)
     for at in range(0, len(tokens), decoder.options.max_rows):
         if cancelled():
-            raise Cancelled("the embedding was asked to stop")
+            raise Cancelled("the embedding was cancelled")
         part = tokens[at : at + decoder.options.max_rows]
         step = Step(
             tokens=np.array(part, np.int32),

@@ -155,7 +155,7 @@ class _Reader:
         self, at: int, until: int, *, wanted: int, compensate: bool = True, prefill: bool = False, draft: bool = False
     ) -> Float32Array:
         if self._cancelled():
-            raise Cancelled("looking at the tokens was stopped")
+            raise Cancelled("the inspection was cancelled")
         count = until - at
         logits = self._decoder.forward(
             Step(
@@ -171,7 +171,7 @@ class _Reader:
         if not draft:
             self._done += count
             total = self.readings * (len(self._tokens) - 1)
-            words = "reading the answer as it was written" if compensate else "reading it without compensation"
+            words = "reading the answer as generated" if compensate else "reading it without compensation"
             self._progress(Progress(phase="inspect", done=self._done, total=total, unit="tokens", message=words))
         return logits
 

@@ -226,7 +226,7 @@ def _explain(planned: MemoryPlan, largest: int | None, kind: CacheKind, spec: Mo
     if planned.kv_bytes > planned.needed_bytes // 8 and (cheaper := _cheaper(kind, spec)):
         advice.append(cheaper)
     if planned.residuals_beside and planned.residual_bytes:
-        advice.append(f"turn compensation off, whose residuals take {size(planned.residual_bytes)}")
+        advice.append(f"turn off compensation, whose residuals take {size(planned.residual_bytes)}")
     if largest is None or planned.context <= _LARGE_CONTEXT:
         advice.append("use fewer bits or a smaller model")
     holder = largest_process()

@@ -28,7 +28,7 @@ class LoadPlan:
     """What is loaded."""
     compensation: Compensation
     """Compensation settings."""
-    asked: str
+    backend_name: str
     """Name of the backend for `runtime.load.open`."""
     backend: AnyBackend
     """The backend planned for; opening may fall back to another."""
@@ -43,11 +43,11 @@ class LoadPlan:
 
     def open_decoder(self, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.load.open.open_decoder`."""
-        return open_decoder(self.model, self.options, self.asked, progress)[0]
+        return open_decoder(self.model, self.options, self.backend_name, progress)[0]
 
     def open_engine(self, progress: ProgressCallback = ignore_progress) -> Engine:
         """See `runtime.load.open.open_engine`."""
-        return open_engine(self.model, self.options, self.asked, progress)
+        return open_engine(self.model, self.options, self.backend_name, progress)
 
 
 def plan_load(
@@ -56,7 +56,7 @@ def plan_load(
     *,
     kv: KVKind = DEFAULT_KV,
     context: int | None = None,
-    asked: str = AUTO,
+    backend_name: str = AUTO,
     select: Selector = "approx",
     slots: int = 1,
     parallel: int = 1,
@@ -69,7 +69,7 @@ def plan_load(
         compensation: Compensation settings.
         kv: The kind of cache.
         context: Tokens of context; None: as many as fit, up to a default.
-        asked: As in `runtime.load.open.open_decoder`.
+        backend_name: As in `runtime.load.open.open_decoder`.
         select: Channel selection method.
         slots: Number of cached sequences, which share the pages of one context; fewer if memory is short.
         parallel: Most full contexts of pages they share; fewer if memory is short.
@@ -88,7 +88,7 @@ def plan_load(
         recipe=model.recipe,
     )
     full: OutOfMemoryError | None = None
-    for candidate in candidates(asked):
+    for candidate in candidates(backend_name):
         backend, free = candidate.backend, candidate.presence.memory
         footprint = backend.footprint(spec, sizes, compensated=compensation.possible)
         try:
@@ -121,7 +121,7 @@ def plan_load(
         return LoadPlan(
             model=model,
             compensation=compensation,
-            asked=asked if full is None else backend.name,
+            backend_name=backend_name if full is None else backend.name,
             backend=backend,
             memory=planned,
             options=options,

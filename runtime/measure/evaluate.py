@@ -274,4 +274,4 @@ def _checked(tokens: Sequence[int], vocabulary: int) -> Int64Array:
 def _check(cancelled: Callable[[], bool]) -> None:
     """Raise Cancelled if the caller wants to stop."""
     if cancelled():
-        raise Cancelled("the evaluation was asked to stop")
+        raise Cancelled("the evaluation was cancelled")

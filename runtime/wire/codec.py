@@ -145,7 +145,7 @@ def _read_record(kind: Any, value: Mapping[str, Any], where: str, strict: bool) 
     known, required = _fields(kind)
     if strict and (unknown := sorted(value.keys() - known.keys())):
         field = _inside(where, unknown[0])
-        raise WireError(f"{field} is not known; known are: {', '.join(known)}", field)
+        raise WireError(f"{field} is unknown; known are: {', '.join(known)}", field)
     if absent := [name for name in known if name in required and name not in value]:
         names = [_inside(where, name) for name in absent]
         raise WireError(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} missing", names[0], missing=True)

@@ -87,7 +87,7 @@ class PromptTuning:
         if not self.k_chunk:
             return "prompts are not compensated"
         much = "fully" if self.k_chunk == CHUNK else f"by {self.k_chunk} of {CHUNK} channels"
-        cost = f"{self.measured_slowdown_percent:.1f} % of {self.budget_percent:g} % more time to the first word"
+        cost = f"{self.measured_slowdown_percent:.1f} % more time to the first word, {self.budget_percent:g} % allowed"
         return f"prompts are compensated {much}; {cost}"
 
 

@@ -52,7 +52,7 @@ def _explained(call: Callable[P, T]) -> Callable[P, T]:
             return call(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
-                f"the GPU's memory does not suffice ({first_line(error)}): use a shorter context, fewer bits "
+                f"not enough GPU memory ({first_line(error)}): use a shorter context, fewer bits "
                 "or a smaller model, or close other programs that use the GPU"
             ) from error
         except torch.AcceleratorError as error:

@@ -66,7 +66,7 @@ def device() -> Device:
     """
     seen = probe()
     if not seen.usable or seen.gpu is None:
-        raise BackendError(f"the graphics card does not answer any more: {seen.reason}")
+        raise BackendError(f"the graphics card no longer responds: {seen.reason}")
     import torch
 
     gpu = seen.gpu

@@ -189,14 +189,14 @@ class AdaptiveGamma:
         )
 
 
-def gamma_of(asked: int | Costs) -> Gamma:
+def gamma_of(choice: int | Costs) -> Gamma:
     """The policy for a requested draft length: a fixed number, or an adaptive one from measured costs.
 
     Raises:
         RequestError: the number is out of range.
     """
-    if isinstance(asked, Costs):
-        return AdaptiveGamma(asked)
-    if not 1 <= asked <= LARGEST_GAMMA:
-        raise RequestError(f"gamma is {asked}; it must be from 1 to {LARGEST_GAMMA}")
-    return FixedGamma(asked)
+    if isinstance(choice, Costs):
+        return AdaptiveGamma(choice)
+    if not 1 <= choice <= LARGEST_GAMMA:
+        raise RequestError(f"gamma is {choice}; it must be from 1 to {LARGEST_GAMMA}")
+    return FixedGamma(choice)

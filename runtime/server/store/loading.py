@@ -102,7 +102,7 @@ class StoreLoader:
             compensation,
             kv=cache_for(request.kv or (None if request.speculation else defaults.kv), drafts=bool(asked)),
             context=None if context is None else min(context, model.spec.max_context),
-            asked=defaults.backend if request.backend == AUTO else request.backend,
+            backend_name=defaults.backend if request.backend == AUTO else request.backend,
             slots=max(CONVERSATIONS, parallel),
             parallel=parallel,
         )

@@ -165,7 +165,7 @@ def test_the_profile_that_is_used(
     found = answer("doctor")["tuning"]
     assert found["measured_slowdown_percent"] == 30
     assert found["k_chunk"].keys() == {"qkv", "o", "gate_up", "down", "head"}
-    assert "30.0 % of 60 % slowdown measured" in run("doctor").stdout
+    assert "30.0 % slower, 60 % allowed, measured" in run("doctor").stdout
     assert re.search(r"offer     demo: perplexity .* at .* x the low-bit speed \(low bits", run("doctor").stdout)
 
 

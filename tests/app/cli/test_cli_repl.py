@@ -143,7 +143,7 @@ def test_show_stats_and_help(talk: Talk) -> None:
     assert "model               scripted" in out
     assert "cpu (a test)" in out
     assert "max_tokens          auto" in out
-    assert "first token after 0.25 s, 8.0 tokens/s; 7 prompt tokens (3 reused), 5 answered; context 12 of 100" in out
+    assert "first token after 0.25 s, 8.0 tokens/s; 7 prompt tokens (3 reused), 5 generated; context 12 of 100" in out
     assert "/clear" in out
     assert "no template" in err
 

@@ -198,7 +198,7 @@ def _wait_for_all(counters_ptr):
     while (arrived < programs) & (looks < _LOOKS):
         arrived = tl.atomic_add(counters_ptr, 0, sem="acquire", scope="gpu")
         looks += 1
-    tl.device_assert(arrived >= programs, "compensation waits for thread blocks that never came")
+    tl.device_assert(arrived >= programs, "compensation waits for thread blocks that never arrived")
     tl.debug_barrier()
 
 
