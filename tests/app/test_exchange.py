@@ -1,4 +1,4 @@
-"""Chats as files, out and in again."""
+"""Export and import of chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of chats on their way: imported files, requests of the server, answers of an endpoint."""
+"""Readers of chats: imported files, requests of the server, answers of an endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QoQ's steps: folded into a model of any family they leave its logits as they are, and they do what they are for."""
+"""QoQ's steps: folded into a model of any family they preserve its logits and have their intended effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/kv.md: what was measured of the caches, what was promised and whether it holds, all from the results file."""
+"""docs/kv.md: measurements of the caches, claims and verdicts, all from the results file."""
 
 from __future__ import annotations
 

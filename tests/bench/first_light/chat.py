@@ -1,4 +1,4 @@
-"""An answer of the bundled model, as a person meets it: planned, loaded, prompted."""
+"""An answer of the bundled model, as for a user: planned, loaded, prompted."""
 
 from __future__ import annotations
 

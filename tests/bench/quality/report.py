@@ -1,4 +1,4 @@
-"""docs/quality.md: what was measured, what was promised, and whether that holds, all from the results file."""
+"""docs/quality.md: measurements, claims and verdicts, all from the results file."""
 
 from __future__ import annotations
 

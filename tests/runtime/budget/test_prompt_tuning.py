@@ -1,4 +1,4 @@
-"""The budget of prompts: which level it buys, what is kept of it, and what a decoder has afterwards."""
+"""The budget of prompts: the chosen level, the stored result, and the decoder's state afterwards."""
 
 from __future__ import annotations
 

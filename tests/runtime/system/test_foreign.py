@@ -1,4 +1,4 @@
-"""Text and JSON of others: nothing that is read can fail where it is written, shown or sent on."""
+"""Untrusted text and JSON: whatever is read can be written, displayed and sent on without errors."""
 
 from __future__ import annotations
 

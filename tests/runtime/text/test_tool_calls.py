@@ -1,4 +1,4 @@
-"""Calls of tools: found in answers however they are cut, told in words, and demanded."""
+"""Tool calls: found in answers however they are cut, described as text, and enforced."""
 
 from __future__ import annotations
 

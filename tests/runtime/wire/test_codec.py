@@ -1,4 +1,4 @@
-"""Records as JSON and back, and what is said of JSON that is no record."""
+"""Records as JSON and back, and errors for malformed JSON."""
 
 from __future__ import annotations
 

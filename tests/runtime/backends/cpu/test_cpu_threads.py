@@ -1,4 +1,4 @@
-"""Threads that share a program: any number of them, joining and leaving, gives the same numbers, and nobody is lost."""
+"""Threads that share a program: any number, joining and leaving, gives the same results without deadlocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units: what is compiled when, what their machine code is kept under, and what happens to a damaged cache."""
+"""Units: when they are compiled, the keys of their stored machine code, and damaged files."""
 
 from __future__ import annotations
 

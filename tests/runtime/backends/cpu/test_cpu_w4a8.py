@@ -1,4 +1,4 @@
-"""W4A8 products in whole numbers: the CPU kernels have the bits of the integer oracle."""
+"""W4A8 products in integer arithmetic: bit for bit equal to the oracle."""
 
 from __future__ import annotations
 

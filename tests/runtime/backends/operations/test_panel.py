@@ -1,4 +1,4 @@
-"""The CPU's arithmetic for prompts: a matrix with its residuals in 8 bits, held against their exact sum."""
+"""The CPU's arithmetic for prompts: a matrix with its residuals in 8 bits, against their exact sum."""
 
 from __future__ import annotations
 

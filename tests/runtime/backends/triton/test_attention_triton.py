@@ -1,4 +1,4 @@
-"""Attention on the GPU, held against the plain torch operation on the same half-precision queries, keys and values.
+"""Attention on the GPU against the plain torch operation on the same half-precision queries, keys and values.
 
 Tolerance: the output is a mean of values of size 1, weighted with numbers rounded to half precision (2^-11 each, so at
 most 4.9e-4 of the mean magnitude), and is itself rounded to half precision (2^-11). Sums are float32.

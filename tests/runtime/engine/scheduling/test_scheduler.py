@@ -1,4 +1,4 @@
-"""Many requests at once: each gets what it would get alone, nobody waits for ever, and no page is lost."""
+"""Many requests at once: each gets what it would get alone, none starves, and no page is lost."""
 
 from __future__ import annotations
 

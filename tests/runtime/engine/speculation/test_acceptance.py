@@ -1,4 +1,4 @@
-"""Rounds give tokens distributed as the target's own, by rejection sampling; a broken one is noticed."""
+"""Rounds give tokens distributed as the target's own, by rejection sampling; a broken one is detected."""
 
 from __future__ import annotations
 

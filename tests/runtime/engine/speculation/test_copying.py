@@ -1,4 +1,4 @@
-"""When drafts are copied, and how many tokens: by what stayed, and by what steps take."""
+"""Copied drafts: when to draft and how many tokens, by acceptance and step durations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that speculates gives what one that does not gives: texts, ends, log-probabilities, conversations."""
+"""An engine with speculation gives the results of one without: texts, ends, log-probabilities, conversations."""
 
 from __future__ import annotations
 
