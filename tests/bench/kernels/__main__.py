@@ -39,8 +39,8 @@ which writes this page, with Triton {triton}; its own ptxas {ptxas} generated th
 - **programs**: concurrent programs per multiprocessor, limited by registers, shared memory and warps.
 - **instructions**: machine instructions in the kernel's code, including unrolled loops and padding. The number shows
   growth of a kernel, not its speed.
-- **loop**: instructions per iteration of the innermost loop that does most of the work, and the tensor core instructions
-  among them.
+- **loop**: instructions per iteration of the innermost loop that does most of the work, and those of the
+  tensor cores among them.
 - **in flight**: read from the machine code (`tests/bench/kernels/sass.py`): for how many iterations of that loop
   a streaming load is in flight, from its request to where the code waits for it. *async* are copies to shared memory,
   *regs* the widest loads to registers; the number is that of one iteration. Near 0, nothing is in flight while the loop
