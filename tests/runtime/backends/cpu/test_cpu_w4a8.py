@@ -17,7 +17,7 @@ from models.packing import pack
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
-from runtime.backends.cpu.arena import Arena, aligned_zeros
+from runtime.backends.cpu.arena import Arena
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.sizes import PIECE
 from runtime.backends.cpu.kernels.activation import code_bytes, in_registers
@@ -27,6 +27,7 @@ from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.operations.linear import gemm_w4a8, integer_weights
 from runtime.load.open import open_decoder
 from tests.close import assert_close
+from tests.guarded import aligned_zeros
 from tests.models.conftest import TEXT, write_checkpoint
 
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 49, 81)
