@@ -29,10 +29,10 @@ from runtime.engine.rereading import Rereading
 from runtime.engine.scheduling.answer import Answer, Language, Receive
 from runtime.engine.scheduling.request import Request
 from runtime.engine.scheduling.scheduler import Scheduler
-from runtime.engine.scheduling.turns import Turns
+from runtime.engine.scheduling.shared_scheduler import SharedScheduler
 from runtime.engine.speculation.copying import StepTimes
 from runtime.engine.speculation.gamma import Costs, FixedGamma, Gamma, gamma_of
-from runtime.engine.speculation.rounds import Place, Rounds
+from runtime.engine.speculation.rounds import DecodeContext, Rounds
 from runtime.errors import BackendError, ContextOverflowError, RequestError
 from runtime.text.constraint import Constraints
 from runtime.text.sampling import Sampler, SamplingOptions
@@ -72,7 +72,7 @@ class Engine(Rereading):
         options = decoder.options
         self._conversations = Conversations(decoder.cache, slots=options.slots, context=options.context)
         self._scheduler = Scheduler(decoder, self._conversations)
-        self._turns = Turns(self._scheduler, decoder.session)
+        self._shared = SharedScheduler(self._scheduler, decoder.session)
 
     @property
     def parallel(self) -> int:
@@ -141,7 +141,7 @@ class Engine(Rereading):
         """
         items: deque[Piece | Exception] = deque()
         request = self._request(prompt, options, items.append, cancelled, trim=trim, chat=chat)
-        return self._turns.pieces(request, items)
+        return self._shared.pieces(request, items)
 
     def submit(
         self,
@@ -165,11 +165,11 @@ class Engine(Rereading):
             ContextOverflowError: the prompt leaves no room for one more token.
             BackendError: the engine has been closed.
         """
-        self._turns.submit(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
+        self._shared.submit(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
 
     def step(self) -> bool:
         """Run one step of all requests. Returns whether work remains."""
-        return self._turns.step()
+        return self._shared.step()
 
     def save_to(self, saved: SavedCaches) -> None:
         """Save long conversations to disk on close, and let prompts continue from saved ones.
@@ -177,7 +177,7 @@ class Engine(Rereading):
         Args:
             saved: The saved caches of this very model and kind of cache; unused if the cache has no `layout`.
         """
-        with self._turns.taken():
+        with self._shared.paused():
             self._conversations.saved = saved
 
     def speculate(self, gamma: int | Costs | None, *, copied: bool = True) -> None:
@@ -193,7 +193,7 @@ class Engine(Rereading):
             RequestError: gamma is out of range.
         """
         chosen = None if gamma is None else gamma_of(gamma)
-        with self._turns.taken():
+        with self._shared.paused():
             self._gamma = chosen
             self._first_gamma = self._gamma.current if self._gamma else 0
             self._times = StepTimes() if copied and not isinstance(gamma, int) else None
@@ -209,7 +209,7 @@ class Engine(Rereading):
         Args:
             chat: The name that was given to `generate`; None: drop everything.
         """
-        with self._turns.taken():
+        with self._shared.paused():
             self._scheduler.forget(chat)
 
     @contextmanager
@@ -219,7 +219,7 @@ class Engine(Rereading):
         Waits until all requests have ended. Conversations are kept: slot 0 moves to another slot. If all slots are in
         use, the least recently used one is evicted, and saved to disk first if it is worth a file.
         """
-        with self._turns.alone():
+        with self._shared.drained():
             self._conversations.vacate(0, min(self.context, tokens))
             try:
                 yield self.decoder
@@ -228,13 +228,13 @@ class Engine(Rereading):
 
     def abandon(self, error: Exception) -> None:
         """End all requests with an error."""
-        self._turns.end(error)
+        self._shared.end(error)
 
     def close(self) -> None:
         """End all requests after the current step, and release the decoder. Safe to call twice."""
-        self._turns.closed = True
-        self._turns.end()
-        with self._turns.taken():
+        self._shared.closed = True
+        self._shared.end()
+        with self._shared.paused():
             self._conversations.save()
             self._conversations.forget()
             self.decoder.close()
@@ -271,7 +271,7 @@ class Engine(Rereading):
                 f"the prompt has {len(tokens)} tokens and the context holds {self.context}, the answer included: "
                 "shorten the conversation, or load the model with a longer context"
             )
-        if self._turns.closed:
+        if self._shared.closed:
             raise BackendError("the model has been unloaded: load it again")
         return tokens
 
@@ -286,7 +286,7 @@ class Engine(Rereading):
             gamma = FixedGamma(0)
         elif seeded:
             gamma = FixedGamma(self._first_gamma)
-        place = Place(
+        context = DecodeContext(
             decoder=self.decoder,
             conversations=self._conversations,
             slot=slot,
@@ -294,6 +294,6 @@ class Engine(Rereading):
             clock=self._scheduler.clock,
         )
         times = None if seeded and gamma.current else self._times
-        rounds = Rounds(place, sampler, gamma, ends=self._eos, alike=seeded, times=times)
+        rounds = Rounds(context, sampler, gamma, ends=self._eos, alike=seeded, times=times)
         run.speculation = lambda: rounds.result() if self._gamma is not None or rounds.counts.rounds else None
         return rounds

@@ -16,7 +16,7 @@ from runtime.engine.speculation.copying import StepTimes
 from runtime.engine.speculation.costs import measure_costs
 from runtime.engine.speculation.counts import Speculation
 from runtime.engine.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, Gamma, break_even
-from runtime.engine.speculation.rounds import Place, Rounds
+from runtime.engine.speculation.rounds import DecodeContext, Rounds
 from runtime.errors import Cancelled, RequestError
 from runtime.text.sampling import Drawn, Sampler, SamplingOptions
 
@@ -131,8 +131,8 @@ def continued(
 
     conversations = Conversations(decoder.cache, slots=decoder.options.slots, context=decoder.options.context)
     conversations.clear(0)
-    place = Place(decoder=decoder, conversations=conversations, slot=0, clock=clock)
-    rounds = Rounds(place, Sampler(sampling), gamma, ends=ends, times=times)
+    context = DecodeContext(decoder=decoder, conversations=conversations, slot=0, clock=clock)
+    rounds = Rounds(context, Sampler(sampling), gamma, ends=ends, times=times)
     tokens: list[int] = []
     began = 0.0
 

@@ -40,7 +40,7 @@ returns whether to continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DecodeContext:
     """Context of a decoding loop."""
 
     decoder: Decoder
@@ -59,7 +59,7 @@ class Rounds:
     """Decodes a slot by rounds of speculation and plain steps.
 
     Args:
-        place: The context.
+        context: The decoder, slot and clock.
         sampler: Samples the tokens.
         gamma: Draft-length policy.
         ends: Tokens after which nothing is drafted.
@@ -69,7 +69,7 @@ class Rounds:
 
     def __init__(
         self,
-        place: Place,
+        context: DecodeContext,
         sampler: Sampler,
         gamma: Gamma,
         *,
@@ -77,10 +77,10 @@ class Rounds:
         alike: bool = False,
         times: StepTimes | None = None,
     ) -> None:
-        self._place, self._sampler, self._gamma = place, sampler, gamma
+        self._context, self._sampler, self._gamma = context, sampler, gamma
         self._ends, self._alike, self._times = ends, alike, times
         self._copies: Copies | None = None
-        self._draws = isinstance(place.decoder, DrawsTokens) and not sampler.constrained  # grammars need logits
+        self._draws = isinstance(context.decoder, DrawsTokens) and not sampler.constrained  # grammars need logits
         self.counts = Counts()
         """Statistics so far."""
 
@@ -96,7 +96,7 @@ class Rounds:
         """
         token = self._sampler.draw(logits)
         wanted = take(token, logits)
-        held = self._place.conversations.tokens(self._place.slot)
+        held = self._context.conversations.tokens(self._context.slot)
         if wanted and self._times is not None and not self._times.short:
             self._copies = Copies([*held, token], self._times, self._ends)
         while wanted:
@@ -115,8 +115,8 @@ class Rounds:
 
     def _round(self, token: int, remaining: int) -> Work[Sequence[tuple[int, Float32Array | Drawn]]]:
         """Run one round after a token, which enters the cache. Returns the new tokens."""
-        held = self._place.conversations.tokens(self._place.slot)
-        start, began, alone = len(held), self._place.clock(), self._place.concurrent() == 1
+        held = self._context.conversations.tokens(self._context.slot)
+        start, began, alone = len(held), self._context.clock(), self._context.concurrent() == 1
         given: Sequence[tuple[int, Float32Array | Drawn]]
         copied = self._copied(remaining)
         if copied:
@@ -131,8 +131,8 @@ class Rounds:
         else:
             given, drafted = [(yield from self._plain(token, start))], 0
         held.append(token)
-        if alone and self._place.concurrent() == 1:  # otherwise it says little about the duration of a round
-            seconds = self._place.clock() - began
+        if alone and self._context.concurrent() == 1:  # otherwise it says little about the duration of a round
+            seconds = self._context.clock() - began
             if not copied:
                 self._gamma.note(drafted, len(given) - 1, seconds)
             if self._times is not None and (copied or not drafted):
@@ -147,22 +147,22 @@ class Rounds:
         """Tokens to copy as the next draft; empty if that is not expected to pay."""
         if self._copies is None or not self._copies.possible:
             return []
-        copied = self._copies.draft(min(remaining, self._most_rows()) - 1, self._place.concurrent())
+        copied = self._copies.draft(min(remaining, self._most_rows()) - 1, self._context.concurrent())
         return copied[: self._fitting(len(copied), remaining)]
 
     def _fitting(self, gamma: int, remaining: int) -> int:
         """The draft length, limited to the tokens still wanted and to rows that verify as if one by one."""
         if not gamma:
             return 0
-        decoder, conversations, slot = self._place.decoder, self._place.conversations, self._place.slot
+        decoder, conversations, slot = self._context.decoder, self._context.conversations, self._context.slot
         conversations.cut(slot, len(conversations.tokens(slot)))
         alike = gamma + 1 if decoder.cache is None else decoder.cache.rows_alike(slot)
         return max(0, min(gamma, remaining - 1, alike - 1, self._most_rows() - 1))
 
     def _most_rows(self) -> int:
         """Most rows of a verification."""
-        concurrent = self._place.concurrent()
-        return self._place.decoder.options.max_rows if self._alike or concurrent == 1 else SHARED_ROWS // concurrent
+        concurrent = self._context.concurrent()
+        return self._context.decoder.options.max_rows if self._alike or concurrent == 1 else SHARED_ROWS // concurrent
 
     def _verified(self, token: int, start: int, copied: list[int]) -> Work[list[tuple[int, Float32Array | Drawn]]]:
         """The target's tokens as far as a copied draft agrees, and one more, each with what it was sampled from."""
@@ -182,7 +182,7 @@ class Rounds:
             return self._sampler.draw(logits[0]), logits[0]
         order = self._sampler.order()
         drawn: Drawn = yield Rows(
-            slot=self._place.slot, start=start, tokens=[token], wanted=1, kind="drawn", draw=order
+            slot=self._context.slot, start=start, tokens=[token], wanted=1, kind="drawn", draw=order
         )
         self._sampler.note(drawn.token)
         return drawn.token, drawn
@@ -202,4 +202,4 @@ class Rounds:
     def _rows(self, tokens: list[int], start: int, *, draft: bool = False) -> Rows:
         """Rows of the slot from a position on, computing all their logits."""
         kind: RowKind = "draft" if draft else "decode"
-        return Rows(slot=self._place.slot, start=start, tokens=tokens, wanted=len(tokens), kind=kind)
+        return Rows(slot=self._context.slot, start=start, tokens=tokens, wanted=len(tokens), kind=kind)

@@ -282,7 +282,7 @@ def test_close_ends_the_running_generation_and_refuses_the_next(spec: ModelSpec,
     next(running)
     closing = threading.Thread(target=engine.close)
     closing.start()
-    while not engine._turns.closed:
+    while not engine._shared.closed:
         pass
     assert [piece.finish_reason for piece in running] == ["cancelled"]
     closing.join(20)
@@ -486,7 +486,7 @@ def test_what_is_measured_costs_no_conversation(
         for position in range(BORROWED_TOKENS):
             row = np.array([position], np.int32)
             decoder.forward(Step(tokens=row, slots=0 * row, positions=row, logit_rows=0 * row, compensate=True))
-        waiting = threading.Thread(target=lambda: busy.append(not engine._turns._turn.acquire(blocking=False)))
+        waiting = threading.Thread(target=lambda: busy.append(not engine._shared._turn.acquire(blocking=False)))
         waiting.start()
         waiting.join()
     assert busy == [True]

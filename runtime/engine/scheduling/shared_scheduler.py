@@ -1,4 +1,4 @@
-"""Turns: lets several threads share a scheduler; one of them at a time runs the steps for all."""
+"""Shared scheduler: lets several threads share a scheduler; one of them at a time runs the steps for all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLL_S = 0.05
 """Seconds between a thread's checks of its own request while another thread runs the steps."""
 
 
-class Turns:
+class SharedScheduler:
     """A scheduler shared by several threads. Thread-safe.
 
     Args:
@@ -32,13 +32,13 @@ class Turns:
         """Whether requests end immediately."""
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Context manager: no step runs inside."""
         with self._turn:
             yield
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def drained(self) -> Iterator[None]:
         """Context manager: no request is in progress inside. Waits for running ones, and holds back new ones."""
         with self._turn:
             self._turn.wait_for(lambda: not self._scheduler.busy)
