@@ -50,9 +50,9 @@ class Problem:
     """A reason for degraded operation."""
 
     what: str
-    """What is wrong, in one line."""
+    """The problem, in one line."""
     fix: str
-    """What to do about it."""
+    """Advice."""
     failure: bool = False
     """Whether something failed, as opposed to being switched off."""
 

@@ -32,7 +32,7 @@ class Choice:
     backend: str
     """Name of the backend."""
     reason: str
-    """Why, in one sentence."""
+    """The reason, in one sentence."""
     variant: str | None
     """Instruction set of the CPU kernels; None if they cannot be built."""
 

@@ -59,9 +59,9 @@ class Presence:
     usable: bool
     """Whether it can."""
     reason: str
-    """Why, or why not, as a phrase."""
+    """The reason, as a phrase."""
     fix: str | None = None
-    """What the user can do about it; None if nothing can or needs to be done."""
+    """Advice for the user; None if nothing can or needs to be done."""
     variant: str | None = None
     """Target of its kernels; None if they cannot be built or need not be."""
     memory: MemoryInfo | None = None
@@ -115,7 +115,7 @@ class Backend(Protocol[D]):
     kinds: Sequence[KVKind]
     """Supported kinds of KV cache."""
     untuned: Problem | None
-    """Why a slowdown budget has no effect on it; None if it has."""
+    """Reason why a slowdown budget has no effect on it; None if it has."""
     step_rows: int
     """Most prompt rows per step."""
     prompt_levels: Sequence[int]

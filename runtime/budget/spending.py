@@ -32,9 +32,9 @@ class Spent:
     prompts: PromptTuning | None
     """Tuning of prompts, likewise."""
     speculation: Drafts
-    """How to draft: as requested, or by the model if that was measured to pay."""
+    """Drafting mode: as requested, or by the model if that was measured to pay."""
     problems: tuple[Problem, ...]
-    """Why a budget has no effect. A problem that concerns both budgets is listed once."""
+    """Problems that make a budget ineffective; one that concerns both is listed once."""
 
 
 def spend(

@@ -201,7 +201,7 @@ def _offer(name: str, model: TunedModel, budget_percent: float, profiles: Profil
 
 
 def obstacle(runner: AnyBackend, model: TunedModel, context: int) -> Problem | None:
-    """Why a budget has no effect on a model; None if it has.
+    """The reason why a budget has no effect on a model; None if it has.
 
     Args:
         runner: Its backend.

@@ -39,7 +39,7 @@ class _View:
 
     best: int
     logits: Mapping[int, float]
-    """Of the most likely tokens and the token itself."""
+    """Token ids of the most likely tokens and the token itself, with their logits."""
     normalizer: float
     """log of the sum of exp of all logits."""
 

@@ -38,7 +38,7 @@ their keys lie far from all others; kernels traverse a window in steps of 64."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """How the keys, or the values, of a page are quantized: x = code * scale + zero.
+    """Quantization of a page's keys or values: x = code * scale + zero.
 
     A *vector* is what one token has (axis `token`, D numbers) or what one channel has over the page's tokens (axis
     `channel`, as many numbers as the page has tokens). Each group of a vector has a scale of its own.
@@ -47,7 +47,7 @@ class Code:
     bits: int
     """Bits of a code: 2, 4 or 8; 16: half precision, not quantized. A hierarchical code counts both planes: 8."""
     axis: Axis = "token"
-    """What a vector is."""
+    """The axis that a vector spans."""
     group: int = 0
     """Numbers of a vector that share a scale and a zero; 0 = all of it. The last group may be shorter."""
     exact_mean: bool = False

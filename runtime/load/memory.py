@@ -70,7 +70,7 @@ class MemoryPlan:
     margin_bytes: int
     """Unplanned reserve."""
     available_bytes: int
-    """What is free now."""
+    """Free memory."""
 
     @property
     def needed_bytes(self) -> int:

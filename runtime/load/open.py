@@ -42,7 +42,7 @@ class Candidate:
     presence: Presence
     """Its device."""
     reason: str
-    """Why this backend, in one sentence."""
+    """The reason for this choice, in one sentence."""
 
 
 def candidates(backend_name: str = AUTO) -> Iterator[Candidate]:

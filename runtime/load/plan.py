@@ -25,7 +25,7 @@ class LoadPlan:
     """The plan of a load: prepare it, then open it; a slowdown budget is applied to the opened model."""
 
     model: StoredModel
-    """What is loaded."""
+    """The model."""
     compensation: Compensation
     """Compensation settings."""
     backend_name: str
@@ -33,7 +33,7 @@ class LoadPlan:
     backend: AnyBackend
     """The backend planned for; opening may fall back to another."""
     memory: MemoryPlan
-    """What goes where."""
+    """The memory plan."""
     options: DecoderOptions
     """Options of the decoder; without compensation if a budget is applied later."""
 

@@ -137,7 +137,7 @@ def _explained(error: ValidationError) -> ApiError:
 
 
 def _place(detail: ErrorDetails) -> tuple[int, ...]:
-    """How far validation got in the types of a union."""
+    """Progress of validation in the types of a union."""
     at = [part for part in detail["loc"] if isinstance(part, int)]
     return len(_field(detail).split(".")) + len(at), *at
 

@@ -119,7 +119,7 @@ def _problem(status: os.stat_result, denied: int) -> str | None:
 
 
 def _folder_problem(folder: Path) -> str | None:
-    """Why a folder could be written or replaced by others; None if only this user and root can.
+    """A description of others' access to a folder or its parents; None if only this user and root have it.
 
     Groups may write to the parent folders: on many systems each user has a group of their own.
     """

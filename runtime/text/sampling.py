@@ -55,7 +55,7 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     """Stop strings: they end the answer and are not part of it."""
     logprobs: int | None = None
-    """How many alternatives to report with each token's log-probability; None = no log-probabilities."""
+    """Number of alternatives to report with each token's log-probability; None = no log-probabilities."""
     grammar: Grammar | None = None
     """Grammar of the answer; None = anything."""
 

@@ -40,7 +40,7 @@ class StopMatcher:
         return given
 
     def _earliest_beginning(self) -> int:
-        """Where a stop string may have begun in the held-back text; its length if nowhere."""
+        """Position of a possible beginning of a stop string in the held-back text; its length if there is none."""
         longest = max((len(stop) for stop in self._stops), default=1)
         for at in range(max(0, len(self._held) - longest + 1), len(self._held)):
             tail = self._held[at:]

@@ -30,7 +30,7 @@ class ErrorRecord:
     """An error in the OpenAI protocol's format, under `error`."""
 
     message: str
-    """What happened and what to do, for the user."""
+    """The problem and advice, for the user."""
     type: str
     """`invalid_request_error`, `server_error`, ..."""
     param: str | None = None
@@ -44,13 +44,13 @@ class Status:
     """`GET /runtime/status`: the runtime's state. Fields about a model are None while none is loaded."""
 
     state: State
-    """What it is doing."""
+    """Its activity."""
     model: str | None = None
     """The model that is loaded or being loaded."""
     backend: str | None = None
-    """What runs it."""
+    """Name of the backend."""
     reason: str | None = None
-    """Why that."""
+    """The reason for this backend."""
     bits: float | None = None
     """Bits of its base weights."""
     kv: str | None = None
@@ -90,7 +90,7 @@ class Status:
     version: str = ""
     """Version of its program."""
     error: ErrorRecord | None = None
-    """Why the last load failed."""
+    """The error of the last load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class Loaded:
     """The last item of a load's or a tuning's progress."""
 
     status: Status
-    """What runs now."""
+    """The new status."""
     phase: Literal["done"] = "done"
 
 
@@ -155,7 +155,7 @@ class Quantized:
     """The last item of a quantization's progress."""
 
     model: ModelEntry
-    """What was made."""
+    """Name of the new model."""
     phase: Literal["done"] = "done"
 
 

@@ -50,7 +50,7 @@ class Tuning:
     curve: Sequence[Curve] = ()
     """Time against k_chunk, as far as measured."""
     source: str = "measured"
-    """How it was found."""
+    """Origin of the tuning."""
     predicted_loss_won: float | None = None
     """Nats per token recovered by compensation, predicted from the losses of the layer types; None if these are
     unknown."""

@@ -17,9 +17,9 @@ class InspectedMessage:
     """A message of the conversation."""
 
     role: Annotated[str, OneOf(("system", "user", "assistant"))]
-    """Who said it."""
+    """Role of the author."""
     content: str
-    """What was said."""
+    """The text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,15 +20,15 @@ class Prospect:
     source: str
     """Name to request: a short name, or `owner/name` on the hub."""
     maker: str
-    """Who published it."""
+    """Publisher."""
     license: str
     """Short name of its licence."""
     gated: bool
     """Whether downloading requires a hub account that accepted the licence."""
     form: Form
-    """What is fetched."""
+    """Form of the download."""
     download_bytes: int
-    """How much."""
+    """Size of the download in bytes."""
     parameters: int
     """Its weights."""
     max_context: int

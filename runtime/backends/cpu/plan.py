@@ -42,7 +42,7 @@ class Activations:
     """A [rows, width] matrix of float32 activations in a buffer."""
 
     place: op.Matrix
-    """Where it is."""
+    """Its place in memory."""
     width: int
     """Channels."""
     wanted: bool = False

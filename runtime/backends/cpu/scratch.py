@@ -91,9 +91,9 @@ class PageAreas(NamedTuple):
     queries: int
     """float32 [n, D padded]."""
     noted: int
-    """What is noted of the queries, [n, NOTED] bytes."""
+    """Blocks of the queries, [n, NOTED] bytes."""
     room: int
-    """Of the corrections."""
+    """Scratch of the corrections."""
     codes: int
     """int8 [n, P, D padded], the queries."""
     scales: int
@@ -154,7 +154,7 @@ class PagingAreas(NamedTuple):
     x: int
     """float32 [T, D padded] or [D padded, T]: the numbers."""
     lost: int
-    """Likewise: what codes lost."""
+    """The same: quantization errors."""
     turned: int
     """Its transpose."""
     codes: int

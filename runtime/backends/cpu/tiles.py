@@ -67,7 +67,7 @@ class TiledLinear:
 
     @property
     def weights(self) -> Weights:
-        """What an instruction says of it."""
+        """Its fields in an instruction."""
         parts = (self.codes, self.scales, self.zeros, self.codebooks)
         codes, scales, zeros, codebooks = (0 if part is None else int(part.ctypes.data) for part in parts)
         sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)

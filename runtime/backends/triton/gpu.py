@@ -166,7 +166,7 @@ def link_gb_s() -> float | None:
 
 
 def _missing(driver: str) -> tuple[str | None, str | None]:
-    """What the installation lacks besides a driver of this version, and advice; (None, None) if nothing."""
+    """Requirements missing besides a driver of this version, and advice; (None, None) if nothing."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed", "install triton, which there is for Linux"
     import torch

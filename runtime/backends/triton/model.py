@@ -68,7 +68,7 @@ class GpuModel:
         self.device, self.spec, self.options = device, spec, options
         self._refused: set[str] = set()
         self.problems: tuple[Problem, ...] = ()
-        """Why something could not be page-locked, and advice."""
+        """Problem with page-locking, and advice."""
         packed = [weights.linear(name) for name in spec.linear_names()]
         self.linears = {
             stored.name: Linear(stored, index, weight)

@@ -55,7 +55,7 @@ class About:
     model: str
     """Content id of the model: a checksum of its files."""
     recipe: Mapping[str, Any]
-    """How the model was quantized."""
+    """The model's quantization recipe."""
     spec: Mapping[str, Any]
     """The architecture."""
     kind: Mapping[str, Any]
@@ -119,13 +119,13 @@ class Header:
     """The header of a file."""
 
     about: About
-    """What it belongs to."""
+    """Identity of the cache."""
     chat: str | None
     """The client's name for the conversation, if it gave one."""
     tokens: tuple[int, ...]
     """The sequence."""
     paged: int
-    """How many of them are in pages; the rest are in the window."""
+    """Tokens in pages; the rest are in the window."""
     end: int
     """Offset of the end of the header, in bytes."""
 

@@ -42,7 +42,7 @@ class SavedSequence:
     """A saved cache that belongs to the loaded model."""
 
     path: Path
-    """Where it is."""
+    """Its path."""
     tokens: npt.NDArray[np.int32]
     """Its sequence."""
     chat: str | None = None

@@ -19,7 +19,7 @@ Receive = Callable[[Piece | Exception], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    """How a model's tokens become text."""
+    """The conversion of a model's tokens to text."""
 
     tokenizer: Tokenizer
     """Decodes tokens."""

@@ -155,7 +155,7 @@ class ChatWriter(_Answer):
         return self._body(self.BODY, [choice], pieces[-1].usage)
 
     def _finish(self, piece: Piece) -> str | None:
-        """Why the answer ended; None if it continues."""
+        """The reason for the end of the answer; None if it continues."""
         called = self._calls is not None and self._calls.count > 0
         return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
 

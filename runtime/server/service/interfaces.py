@@ -99,7 +99,7 @@ class LoadedModel:
     backend: str
     """Name of the backend."""
     reason: str
-    """Why this backend."""
+    """The reason for this backend."""
     bits: float
     """Bits of the base weights."""
     kv: str

@@ -72,7 +72,7 @@ class Accepted:
     model: str
     """The model that answers."""
     backend: str
-    """What runs it."""
+    """Name of the backend."""
     prompt_tokens: int
     """Tokens of the prompt."""
     k_chunk: Mapping[str, int] = field(default_factory=dict)

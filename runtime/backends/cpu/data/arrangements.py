@@ -108,7 +108,7 @@ class _Codes(Arrangement):
     """Codes, stored in the vectors of `runtime.backends.cpu.kernels.attention.products`."""
 
     bits: int
-    """Of a plane."""
+    """Bits of a plane."""
     part: Part
     tokens: int
     dim: int

@@ -119,7 +119,7 @@ class Norm(NamedTuple):
     x: Matrix
     """float32."""
     to: Input
-    """What is written."""
+    """The output."""
     weight: int
     """Address of float32, zero-padded to whole blocks."""
     eps: float
@@ -132,7 +132,7 @@ class Gate(NamedTuple):
     x: Matrix
     """float32: gate, then up."""
     to: Input
-    """What is written."""
+    """The output."""
 
 
 class Merge(NamedTuple):
@@ -141,7 +141,7 @@ class Merge(NamedTuple):
     partial: int
     """Address of ATTEND's output."""
     to: Input
-    """What is written."""
+    """The output."""
     heads: int
     """H."""
     dim: int
@@ -175,11 +175,11 @@ class Select(NamedTuple):
     mode: int
     """Mode: `SELECT_APPROX` or another."""
     border: Border
-    """Of the approximate mode."""
+    """Parameters of the approximate mode."""
     static: int
     """Address of int32 [total], of the static mode."""
     seed: int
-    """Of the random mode."""
+    """Seed of the random mode."""
     layer: int
     """Number of the matrix, of the random mode."""
     measure: bool
@@ -194,7 +194,7 @@ class Weights(NamedTuple):
     """A tiled matrix (`runtime.backends.cpu.tiles`): addresses and sizes."""
 
     codes: int
-    """Of the first tile."""
+    """Address of the first tile."""
     scales: int
     """float16."""
     zeros: int
@@ -204,11 +204,11 @@ class Weights(NamedTuple):
     bits: int
     """3 or 4."""
     tiles: int
-    """Of 16 output channels."""
+    """Number of tiles of 16 output channels."""
     blocks: int
-    """Of 32 input channels."""
+    """Number of blocks of 32 input channels."""
     groups: int
-    """Of the activations, and of uniform weights."""
+    """Groups of the activations, and of uniform weights."""
     group_blocks: int
     """Blocks of a group."""
     group_scales: int = 0
@@ -234,7 +234,7 @@ class Whole(NamedTuple):
     """All residuals of a matrix as a tiled 4-bit matrix: addresses."""
 
     codes: int = 0
-    """Of the first tile; 0: none."""
+    """Address of the first tile; 0: none."""
     scales: int = 0
     """float16."""
     zeros: int = 0
@@ -247,7 +247,7 @@ class Linear(NamedTuple):
     weights: Weights
     """The matrix."""
     x: Quantized
-    """What it is multiplied with."""
+    """The quantized activations."""
     wanted: bool
     """As of `Input`."""
     out: Matrix
@@ -276,7 +276,7 @@ class Panel(NamedTuple):
     weights: Weights
     """The matrix."""
     x: Quantized
-    """What it is multiplied with."""
+    """The quantized activations."""
     out: Matrix
     """float32."""
     bias: int
@@ -293,13 +293,13 @@ class Stored(NamedTuple):
     """A layer of the cache: addresses."""
 
     cache: int
-    """Of the cache's description (`runtime.backends.cpu.data.pages`)."""
+    """Address of the cache's description (`runtime.backends.cpu.data.pages`)."""
     pages: int
-    """Of its records."""
+    """Address of its records."""
     keys: int
-    """Of the keys in its windows."""
+    """Address of the keys in its windows."""
     values: int
-    """Of the values in its windows."""
+    """Address of the values in its windows."""
 
 
 class Heads(NamedTuple):
@@ -394,7 +394,7 @@ class Restore(NamedTuple):
     page: Page
     """Which."""
     tokens: int
-    """How many."""
+    """Number of tokens."""
 
 
 Instruction = Embed | Gather | Check | Norm | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore

@@ -70,7 +70,7 @@ def no_sums(_b: Builder) -> Any:
 
 
 def emit_whole_sum(b: Builder, sums: Any, row: int, rows: int) -> Any:
-    """What the chains of a row add up to."""
+    """The sum of a row's chains."""
     whole = b.extract_value(sums, row)
     for chain in range(row + rows, CHAINS, rows):
         whole = b.add(whole, b.extract_value(sums, chain))

@@ -70,7 +70,7 @@ class Tile(NamedTuple):
     """Sixteen output channels of a matrix: addresses and sizes."""
 
     codes: int
-    """Of the first block; or of decoded entries, where a kernel says so."""
+    """Address of the first block, or of decoded entries if a kernel says so."""
     scales: int
     """float16 [G, 16]; [16] with a codebook."""
     levels: int
@@ -113,7 +113,7 @@ def no_chains(_b: Builder) -> Any:
 
 @define(words16, _sums_type)
 def whole_sum(b: Builder, sums: Any) -> Any:
-    """What the chains add up to."""
+    """The sum of the chains."""
     a0, a1, a2, a3 = (b.extract_value(sums, chain) for chain in range(_CHAINS))
     return b.add(b.add(a0, a1), b.add(a2, a3))
 

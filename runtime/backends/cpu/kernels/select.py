@@ -175,7 +175,7 @@ def _write_buckets(buckets: int, chunk: Chunk) -> None:
 
 @numba.njit(nogil=True)
 def _count_up_to(buckets: int, vectors: int, limit: int) -> int:
-    """How many of the buckets, int8 [64 * vectors], are <= limit."""
+    """Number of buckets, int8 [64 * vectors], that are <= limit."""
     total = 0
     for v in range(vectors):
         total += count_bits(bytes_at_most(buckets + 64 * v, numba.int32(limit)))
@@ -205,7 +205,7 @@ def select_random(seed: int, layer: int, position: int, chunk: Chunk) -> None:
 
 @numba.njit(nogil=True)
 def count_hits(x: int, width: int, chosen: int, k: int, keys: int) -> int:
-    """How many of the k chosen channels are among the k largest |x| of the whole row (equals count alike).
+    """Number of the k chosen channels that are among the k largest |x| of the whole row (ties count).
 
     Args:
         x: Address of the row, float32 [K].

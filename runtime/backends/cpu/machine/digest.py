@@ -70,7 +70,7 @@ class _Source:
     """A file of source code."""
 
     digest: bytes
-    """Of its text."""
+    """Digest of its text."""
     size: int
     """Bytes."""
     imports: frozenset[Path]

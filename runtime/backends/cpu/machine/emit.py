@@ -183,7 +183,7 @@ def _dot4_avx2(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
 
 
 def emit_dot4_plain(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
-    """What `emit_dot4` computes, for unsigned bytes up to 255."""
+    """The result of `emit_dot4`, for unsigned bytes up to 255."""
     # Byte i of each 32-bit lane is brought down by shifts: plain lane arithmetic that every target has.
     u, s = b.bitcast(unsigned, WORDS), b.bitcast(signed, WORDS)
     for byte in range(4):

@@ -13,7 +13,7 @@ class LoadedCode:
     """A callable routine."""
 
     address: int
-    """Where it is."""
+    """Its address."""
     engine: Any
     """Owner of its memory."""
 

@@ -28,7 +28,7 @@ _X86 = platform.machine().lower() in ("x86_64", "amd64")
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine()) if sys.platform == "linux" else None
 """Number of Linux's futex system call; None on other systems."""
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129
-"""Of one process."""
+"""Operation flags within one process."""
 
 
 @define(types.int64, types.int64)

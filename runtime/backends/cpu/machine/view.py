@@ -29,7 +29,7 @@ _SCALARS = {
     np.dtype(np.int32): (types.int32, ir.IntType(32)),
     np.dtype(np.float32): (types.float32, ir.FloatType()),
 }
-"""What a field may be besides a record."""
+"""Types of fields other than records."""
 
 
 class ViewType(types.Type):

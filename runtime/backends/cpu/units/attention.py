@@ -273,19 +273,19 @@ def pages_2(i: int, control: int, number: int, scratch: int) -> None:
 
 @compiled_unit
 def pages_4(i: int, control: int, number: int, scratch: int) -> None:
-    """Likewise codes of 4 bits."""
+    """The same for codes of 4 bits."""
     _attend_4(i, control, number, scratch)
 
 
 @compiled_unit
 def pages_8(i: int, control: int, number: int, scratch: int) -> None:
-    """Likewise codes of 8 bits."""
+    """The same for codes of 8 bits."""
     _attend_8(i, control, number, scratch)
 
 
 @compiled_unit
 def pages_planes(i: int, control: int, number: int, scratch: int) -> None:
-    """Likewise two planes of 4 bits, of which a draft reads the upper alone."""
+    """The same for two planes of 4 bits, of which a draft reads only the upper."""
     if parameters_at(control).draft != 0:
         _attend_4(i, control, number, scratch)
     else:
@@ -294,11 +294,11 @@ def pages_planes(i: int, control: int, number: int, scratch: int) -> None:
 
 @compiled_unit
 def corrected_pages_2(i: int, control: int, number: int, scratch: int) -> None:
-    """Likewise codes of 2 bits with GEAR's corrections."""
+    """The same for codes of 2 bits with GEAR's corrections."""
     _attend_corrected_2(i, control, number, scratch)
 
 
 @compiled_unit
 def corrected_pages_4(i: int, control: int, number: int, scratch: int) -> None:
-    """Likewise codes of 4 bits with GEAR's corrections."""
+    """The same for codes of 4 bits with GEAR's corrections."""
     _attend_corrected_4(i, control, number, scratch)

@@ -37,11 +37,11 @@ class Areas(NamedTuple):
     """Positions in a thread's scratch, after the outputs of a row block."""
 
     codes: int
-    """Of a tile's panel, `ENTRY_BYTES` a block."""
+    """Address of a tile's panel, `ENTRY_BYTES` a block."""
     lines: int
-    """Of the residuals of some tiles, `LINE` bytes an input channel."""
+    """Address of the residuals of some tiles, `LINE` bytes an input channel."""
     steps: int
-    """Of float32 [G, 16]."""
+    """Address of float32 [G, 16]."""
     shifts: int
     """Likewise."""
 
@@ -148,17 +148,17 @@ def panel_2(i: int, tile: int, fresh: int, scratch: int) -> None:
 
 @compiled_unit
 def panel_4(i: int, tile: int, fresh: int, scratch: int) -> None:
-    """Likewise with residuals of 4 bits."""
+    """The same for residuals of 4 bits."""
     _build_4(i, tile, fresh, scratch)
 
 
 @compiled_unit
 def panel_8(i: int, tile: int, fresh: int, scratch: int) -> None:
-    """Likewise with residuals of 8 bits."""
+    """The same for residuals of 8 bits."""
     _build_8(i, tile, fresh, scratch)
 
 
 @compiled_unit
 def panel_16(i: int, tile: int, fresh: int, scratch: int) -> None:
-    """Likewise with residuals in half precision."""
+    """The same for residuals in half precision."""
     _build_16(i, tile, fresh, scratch)

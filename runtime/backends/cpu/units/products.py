@@ -233,7 +233,7 @@ def compensate_2(i: int, row: int, first: int, last: int, sums: int) -> None:
 
 @compiled_unit
 def compensate_4(i: int, row: int, first: int, last: int, sums: int) -> None:
-    """Likewise by residuals of 4 bits."""
+    """The same for residuals of 4 bits."""
     linear = linear_at(i)
     out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
     compensate(gather_4, 4, linear.residual, _salient(linear, row), columns, out, sums)
@@ -241,7 +241,7 @@ def compensate_4(i: int, row: int, first: int, last: int, sums: int) -> None:
 
 @compiled_unit
 def compensate_8(i: int, row: int, first: int, last: int, sums: int) -> None:
-    """Likewise by residuals of 8 bits."""
+    """The same for residuals of 8 bits."""
     linear = linear_at(i)
     out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
     compensate(gather_8, 8, linear.residual, _salient(linear, row), columns, out, sums)
@@ -249,7 +249,7 @@ def compensate_8(i: int, row: int, first: int, last: int, sums: int) -> None:
 
 @compiled_unit
 def compensate_16(i: int, row: int, first: int, last: int, sums: int) -> None:
-    """Likewise by residuals in half precision."""
+    """The same for residuals in half precision."""
     linear = linear_at(i)
     out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
     compensate_halves(linear.residual, _salient(linear, row), columns, out, sums)

@@ -31,17 +31,17 @@ def share_2(i: int, rows: int, first: int, last: int, scratch: int) -> None:
 
 @compiled_unit
 def share_4(i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    """Likewise by residuals of 4 bits."""
+    """The same for residuals of 4 bits."""
     _share(_few_4, i, rows, first, last, scratch)
 
 
 @compiled_unit
 def share_8(i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    """Likewise by residuals of 8 bits."""
+    """The same for residuals of 8 bits."""
     _share(_few_8, i, rows, first, last, scratch)
 
 
 @compiled_unit
 def share_16(i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    """Likewise by residuals in half precision."""
+    """The same for residuals in half precision."""
     _share(_few_16, i, rows, first, last, scratch)

@@ -100,7 +100,7 @@ class Next(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a program multiplies, within the kernel."""
+    """Operands of a program, within the kernel."""
 
     x: Any
     """float16 [M, K]."""

@@ -33,7 +33,7 @@ class Form(NamedTuple):
     """Compile-time parameters of the product."""
 
     BITS: int
-    """Of a residual."""
+    """Bits of a residual."""
     ALL: bool
     """Whether the channels are all channels, in order."""
     BLOCK_M: int = BLOCK_M

@@ -76,7 +76,7 @@ class Outliers(NamedTuple):
     indices: int
     """Address of int16 [vectors, 2, half]: their positions in their vectors."""
     vectors: int
-    """How many."""
+    """Number of vectors."""
     half: int
     """Half of a vector's outliers."""
 

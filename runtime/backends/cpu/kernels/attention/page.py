@@ -97,9 +97,9 @@ class Form(NamedTuple):
     key_products: Any
     value_products: Any
     planes: int
-    """Of queries and weights: 1 or 2."""
+    """Planes of queries and weights: 1 or 2."""
     factor: float
-    """What the stored scales are multiplied by."""
+    """Factor of the stored scales."""
     shift: float
     """Scales that are added to the stored zeros."""
     centre: float
@@ -250,7 +250,7 @@ def _sums_of(form: Form) -> Any:
 
 
 def _begin(form: Form) -> Any:
-    """What comes before the first page."""
+    """The function run before the first page."""
     areas_of, corrected = _areas_of(form.planes, form.corrected), form.corrected
 
     @numba.njit(nogil=True)
@@ -264,7 +264,7 @@ def _begin(form: Form) -> Any:
 
 
 def _settle(form: Form) -> Any:
-    """What comes after the last page."""
+    """The function run after the last page."""
     areas_of, corrected = _areas_of(form.planes, form.corrected), form.corrected
 
     @numba.njit(nogil=True)
@@ -321,7 +321,7 @@ packed_2 = _attention(Form(*products_2, 1, 1.0, 0.0, 1.5, 64, 16, corrected=Fals
 packed_4 = _attention(Form(*products_4, 1, 1.0, 0.0, 7.5, 64, 8, corrected=False))
 packed_8 = _attention(Form(*products_8, 2, 1.0, 0.0, 127.5, 128, 8, corrected=False))
 packed_planes = _attention(Form(*products_planes, 2, 1 / 16, -0.5, 127.5, 64, 8, corrected=False))
-"""Of two planes of 4 bits, both; a draft reads the upper alone as `packed_4` does."""
+"""Attention with both of two planes of 4 bits; a draft reads the upper alone, with `packed_4`."""
 corrected_2 = _attention(Form(*products_2, 1, 1.0, 0.0, 1.5, 64, 16, corrected=True))
 """With GEAR's corrections."""
 corrected_4 = _attention(Form(*products_4, 1, 1.0, 0.0, 7.5, 64, 8, corrected=True))

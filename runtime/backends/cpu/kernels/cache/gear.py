@@ -219,7 +219,7 @@ class LowRank(NamedTuple):
     shares: int
     """Address of scratch, float32 [r]."""
     alike: int
-    """How much more an error counts that all channels have alike."""
+    """Extra weight of an error that all channels share."""
 
 
 @numba.njit(nogil=True)

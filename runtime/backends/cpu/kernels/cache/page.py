@@ -60,7 +60,7 @@ class Vectors(NamedTuple):
     """The vectors of a page's keys, or values."""
 
     number: int
-    """How many."""
+    """Number of vectors."""
     count: int
     """n, numbers of each."""
     lanes: int
@@ -68,13 +68,13 @@ class Vectors(NamedTuple):
     group: int
     """Numbers that share a scale."""
     bits: int
-    """Of a plane's code: 2 or 4."""
+    """Bits of a plane's code: 2 or 4."""
     exact_mean: bool
     """Whether a group's zero is fitted once its codes are known."""
 
 
 class Coded(NamedTuple):
-    """What sixteen vectors become: addresses."""
+    """Quantized form of sixteen vectors: addresses."""
 
     scales: int
     """float16 [groups, R]."""
@@ -87,12 +87,12 @@ class Coded(NamedTuple):
 
 
 class Extremes(NamedTuple):
-    """Where the least and the largest number of sixteen vectors are sought."""
+    """Inputs for the minima and maxima of sixteen vectors."""
 
     low: int
     """Address of the numbers, or of a copy without outliers, for the least."""
     high: int
-    """Likewise for the largest."""
+    """The same for the largest."""
     step: int
     """Bytes from number to number."""
 

@@ -70,7 +70,7 @@ def store_half_value(x: int, dim: int, values: int, place: int) -> None:
 
 
 class _Scale(NamedTuple):
-    """How a vector of `dim` numbers is quantized."""
+    """Scale and zero of a vector of `dim` numbers."""
 
     dim: int
     scale: float

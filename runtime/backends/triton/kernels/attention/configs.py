@@ -76,7 +76,7 @@ class Room:
 
 
 class Reading(NamedTuple):
-    """How a program reads a page."""
+    """Access of a program to a page."""
 
     bits: int = 16
     """Bits per number read."""

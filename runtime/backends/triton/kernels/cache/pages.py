@@ -112,7 +112,7 @@ class LayerPages:
     """The cache of one layer on the device. Kernels get each buffer from this layer's first number on."""
 
     kind: CacheKind
-    """What is stored."""
+    """The kind of cache."""
     head_dim: int
     """D."""
     kv_heads: int
