@@ -63,8 +63,8 @@ class GpuLinear:
     group_size: int
     """Input channels that share a scale, a multiple of 32; 0 with a codebook."""
     codes: torch.Tensor
-    """int32 [words]: [K // 512, bits, N, 16], and behind it what is left of K, [whole words, N, 16] and, 16 bits each,
-    [short word, N, 16]; see the module."""
+    """int32 [words]: [K // 512, bits, N, 16], followed by the rest of K, [whole words, N, 16] and, 16 bits each, [short
+    word, N, 16]; see the module."""
     groups: torch.Tensor | None
     """int32 [G, N]: the scale, a half, in the low half of a word, and -(2^bits + zero), a half, in the high one. None
     with a codebook."""

@@ -68,7 +68,7 @@ class GpuModel:
         self.device, self.spec, self.options = device, spec, options
         self._refused: set[str] = set()
         self.problems: tuple[Problem, ...] = ()
-        """Problem with page-locking, and advice."""
+        """Problems with page-locking, with advice."""
         packed = [weights.linear(name) for name in spec.linear_names()]
         self.linears = {
             stored.name: Linear(stored, index, weight)

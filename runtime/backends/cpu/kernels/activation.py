@@ -40,7 +40,7 @@ from runtime.backends.cpu.machine.vector import (
 
 @register_jitable
 def in_registers(side: int) -> bool:
-    """Whether row blocks of so many rows have their codes as tile registers load them."""
+    """Whether row blocks of this many rows have their codes in the order of tile registers."""
     return amx.AVAILABLE and side == amx.SIDE
 
 

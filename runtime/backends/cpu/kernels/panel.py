@@ -112,7 +112,7 @@ def _copy_words(b: Builder, source: Any, to: Any, count: Any) -> None:
 
 @numba.njit(nogil=True)
 def copy_lines(residual: Residual, column: int, channels: int, to: int) -> None:
-    """Copy a line of every row of residuals, one after the other, and nothing from beyond a row's end.
+    """Copy a line of every row of residuals contiguously, without reading beyond a row's end.
 
     Args:
         residual: The residuals.

@@ -84,12 +84,12 @@ def choose_variant(forced: str | None) -> str:
         return available[0]
     if forced not in VARIANTS:
         raise BackendError(
-            f"LOWBIT_CHAT_CPU_VARIANT is {forced!r}; use one of {', '.join(VARIANTS)}, or unset it to choose by itself"
+            f"LOWBIT_CHAT_CPU_VARIANT is {forced!r}; use one of {', '.join(VARIANTS)}, or unset it for the best one"
         )
     if forced not in available:
         raise BackendError(
             f"this processor cannot run the {forced!r} kernels; available here: {', '.join(available)}. "
-            "Unset LOWBIT_CHAT_CPU_VARIANT to choose by itself"
+            "Unset LOWBIT_CHAT_CPU_VARIANT for the best one"
         )
     return forced
 

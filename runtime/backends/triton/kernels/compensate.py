@@ -273,7 +273,7 @@ def compensate(
         positions: int32 [M], position of every row in its sequence, for the random selector.
 
     Raises:
-        ValueError: operands that do not belong together.
+        ValueError: inconsistent operands.
 
     Source: QDEC §4.3, Fig. 10.
     """

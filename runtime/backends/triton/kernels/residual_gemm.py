@@ -132,7 +132,7 @@ def multiply(
         out: float32 [M, N], contiguous, added to.
 
     Raises:
-        BackendError: operands that do not belong together.
+        BackendError: inconsistent operands.
     """
     (M, K), N, (k, words) = x.shape, out.shape[1], staged.shape
     if k != (K if channels is None else channels.numel()) or words * 32 < N * bits or (scales is None) != (bits == 16):

@@ -90,7 +90,7 @@ class Selection:
     """Index of the layer in `ModelSpec.linear_names`, for the random selector."""
 
     def __post_init__(self) -> None:
-        """Check that the numbers belong together.
+        """Check that the parameters are consistent.
 
         Raises:
             ValueError: they do not.
@@ -295,7 +295,7 @@ def select(
         positions: int32 [M], position of every row in its sequence, for the random selector.
 
     Raises:
-        ValueError: shapes or types that do not belong together, or no positions for the random selector.
+        ValueError: inconsistent shapes or types, or no positions for the random selector.
 
     Source: QDEC §4.3, Fig. 8.
     """

@@ -209,7 +209,7 @@ def _correct(x: Rows, left: Factor, right: Factor, out: Out, count: int, factors
         left: The factor that rows are projected on.
         right: The factor that they are expanded by.
         out: What is added to.
-        count: How much of a row is wanted.
+        count: Number of columns to correct.
         factors: Address of scratch, 256 bytes.
     """
     n = 0

@@ -55,7 +55,7 @@ from runtime.backends.cpu.machine.emit import (
 )
 
 _ALONE = 2
-"""Up to so many rows, every field has a sum of its own, for otherwise one addition would wait for the one before."""
+"""Up to this many rows, every field has its own sum; otherwise each addition would wait for the one before."""
 _EIGHT = isa.VECTORS == "avx512"
 """Whether there are registers for the sums of eight rows."""
 

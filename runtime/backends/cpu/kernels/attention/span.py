@@ -85,7 +85,7 @@ def _halves(b: Builder, address: Any) -> Any:
 
 
 def _score_block(queries: int) -> Any:
-    """Intrinsic: scores of so many query vectors with SPAN cached keys, each of which is widened once for all."""
+    """Intrinsic: scores of some query vectors with SPAN cached keys, each of which is converted once for all."""
     together = 4 if queries <= 2 else 2  # tiles, so that eight sums at most are on their way
 
     def emit(b: Builder, q: Any, q_stride: Any, keys: Any, dim: Any, out: Any) -> None:
@@ -110,7 +110,7 @@ def _score_block(queries: int) -> Any:
 
 
 def _weigh_block(queries: int) -> Any:
-    """Intrinsic: add the weighted values of some tokens to the sums of so many heads, with four sums for each."""
+    """Intrinsic: add the weighted values of some tokens to the sums of some heads, with four sums for each."""
 
     def emit(b: Builder, weights: Any, values: Any, count: Any, padded: Any, sums: Any, stride: Any) -> None:
         row = _times(b, padded, 2)

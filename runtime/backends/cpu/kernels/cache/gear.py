@@ -224,7 +224,7 @@ class LowRank(NamedTuple):
 
 @numba.njit(nogil=True)
 def _weigh(b: int, dim: int, padded: int, rank: int, alike: int) -> None:
-    """Add to each factor, float32 [rank, D padded], so many times its mean."""
+    """Add a multiple of its mean to each factor, float32 [rank, D padded]."""
     for r in range(rank):
         total = numba.float32(0.0)
         for i in range(dim):
@@ -281,7 +281,7 @@ def add_low_rank(x: int, rows: int, columns: int, step: int, left: int, right: i
 
 @numba.njit(nogil=True)
 def keep_outliers(x: int, read: int, step: int, places: int, each: int, lanes: int, indices: int, kept: int) -> None:
-    """Store what is missing at the outliers of sixteen vectors: x - read.
+    """Store the quantization error at the outliers of sixteen vectors: x - read.
 
     Args:
         x: Address of the vectors' first numbers, float32.

@@ -246,7 +246,7 @@ def _merge_kernel(
     partial_ptr, used_ptr, x_ptr, sums_ptr, summed, M, splits, rows,
     H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, h) merges the splits of query head h of row m, in a tile of so many rows; partial as `_leave` says.
+    """Program (m, h) merges the splits of query head h of row m, in a tile of `rows` rows; partial as `_leave` says.
 
     x [M, H, D]; sums [M, H, D / 32], of the pieces of x, where they are asked for, and D is a multiple.
     """
