@@ -198,7 +198,7 @@ def describe(planned: MemoryPlan) -> str:
     """The plan in one line."""
     residuals = f"residuals {size(planned.residual_bytes)}" if planned.residual_bytes else ""
     inside = f", {residuals}" if residuals and planned.residuals_beside else ""
-    mapped = f"; outside: {residuals}" if residuals and not planned.residuals_beside else ""
+    mapped = f"; in addition {residuals}, mapped" if residuals and not planned.residuals_beside else ""
     times = f"{planned.contexts} x " if planned.pages is not None and planned.contexts > 1 else ""
     return (
         f"{size(planned.needed_bytes)} (weights {size(planned.weight_bytes)}{inside}, "

@@ -126,7 +126,7 @@ def test_mapped_residuals_are_told_and_not_needed() -> None:
     compensated = plan(spec(), WEIGHTS, memory=free(16_000))
     assert compensated.needed_bytes == plain.needed_bytes
     assert (plain.residual_bytes, compensated.residual_bytes) == (0, 500 * MIB)
-    assert "beside it residuals 500 MiB" in describe(compensated)
+    assert "in addition residuals 500 MiB, mapped" in describe(compensated)
     assert "residuals" not in describe(plain)
 
 
