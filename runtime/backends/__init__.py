@@ -136,13 +136,16 @@ class Backend(Protocol[D]):
         """
         ...
 
-    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
+    def prepare(
+        self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback
+    ) -> None:
         """Do what the first load of such a model takes long for and later ones don't, where it is still to be done.
 
         Args:
             model: The stored model.
             kv: The kind of cache.
             compensated: Whether error compensation will be used.
+            ahead: Whether to do also what `open` would start beside the first answer, which can do without.
             progress: Receives reports of the phase `compile`; none where there is nothing to do. What can't be done
                 is told by `open`.
         """

@@ -119,13 +119,6 @@ class CpuStore:
         link(self._program, self._pool.threads)
         self._pool.step(self._program)
 
-    def prepare(self) -> None:
-        """Compile what cuts off and restores pages, where that is missing, before a conversation waits for it."""
-        if self._kind.windowed:
-            for instruction in (self._flush(0, 0, 0), op.Restore(self._page(0, 0), 0)):
-                op.write(self._program[0], instruction)
-                link(self._program, self._pool.threads)
-
     def use(self, pool: Pool) -> None:
         """Cut off and restore pages with a pool's threads, which have `scratch_bytes` each, instead of the caller's."""
         if self._kind.windowed:
