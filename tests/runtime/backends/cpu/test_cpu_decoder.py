@@ -59,7 +59,7 @@ class Int8Linear(ReferenceLinear):
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way, draft: bool = False) -> torch.Tensor:
         rounded = activation.dequantize(*activation.quantize(x, self._group_size), self._group_size)
-        if way == "together" and self._shared is not None and not self._by_rows:
+        if way == "shared" and self._shared is not None and not self._by_rows:
             channels = self._shared.numpy()
             if x.shape[0] <= FEW_ROWS:
                 return gemv(rounded, self._weight + torch.from_numpy(restored(self._packed, channels)), self._bias)
