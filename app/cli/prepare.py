@@ -17,7 +17,9 @@ def prepare(services: Services, output: Output) -> None:
         SettingsError: a setting is invalid.
         RuntimeFailure: nothing can run the model here.
     """
-    load_plan(services.demo(), LoadChoices(), services, output)
+    plan = load_plan(services.demo(), LoadChoices(), services, output)
+    with output.progress() as progress:
+        plan.prepare(progress, ahead=True)
 
 
 def main() -> None:

@@ -136,13 +136,16 @@ class Backend(Protocol[D]):
         """
         ...
 
-    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
+    def prepare(
+        self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback
+    ) -> None:
         """Do the slow one-time work of a model's first load, such as compilation, if it is still to be done.
 
         Args:
             model: The stored model.
             kv: The kind of cache.
             compensated: Whether error compensation will be used.
+            ahead: Also compile what `open` would otherwise compile in the background.
             progress: Receives reports of the phase `compile`; none if there is nothing to do. Errors are raised later,
                 by `open`.
         """

@@ -37,9 +37,10 @@ class LoadPlan:
     options: DecoderOptions
     """Options of the decoder; without compensation if a budget is applied later."""
 
-    def prepare(self, progress: ProgressCallback) -> None:
+    def prepare(self, progress: ProgressCallback, *, ahead: bool = False) -> None:
         """See `Backend.prepare`."""
-        self.backend.prepare(self.model, self.options.kv, compensated=self.compensation.possible, progress=progress)
+        compensated = self.compensation.possible
+        self.backend.prepare(self.model, self.options.kv, compensated=compensated, ahead=ahead, progress=progress)
 
     def open_decoder(self, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.load.open.open_decoder`."""

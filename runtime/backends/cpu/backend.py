@@ -51,10 +51,12 @@ class CpuBackend:
         residuals = sizes.residual_bytes * (1 + sizes.whole) if compensated else 0
         return Footprint(weight_bytes=sizes.weight_bytes, residual_bytes=residuals, residuals_beside=True)
 
-    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
+    def prepare(
+        self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback
+    ) -> None:
         """See `runtime.backends.Backend.prepare`."""
         try:
-            from runtime.backends.cpu.link import units_of
+            from runtime.backends.cpu.link import paging_units, units_of
             from runtime.backends.cpu.machine.build import build
         except (ImportError, OSError, BackendError):
             return
@@ -64,7 +66,8 @@ class CpuBackend:
             progress(Progress(phase="compile", done=done, total=total, unit="kernels", message=message))
 
         with contextlib.suppress(BackendError):
-            build(units_of(model, KINDS[kv], compensated=compensated), report)
+            later = paging_units(KINDS[kv]) if ahead else []
+            build([*units_of(model, KINDS[kv], compensated=compensated), *later], report)
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.backends.Backend.open`."""

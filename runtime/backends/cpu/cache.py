@@ -120,13 +120,6 @@ class CpuStore:
         link(self._program, self._pool.threads)
         self._pool.step(self._program)
 
-    def prepare(self) -> None:
-        """Compile the flushing and restoring of pages now, rather than in the middle of a conversation."""
-        if self._kind.windowed:
-            for instruction in (self._flush(0, 0, 0), op.Restore(self._page(0, 0), 0)):
-                op.write(self._program[0], instruction)
-                link(self._program, self._pool.threads)
-
     def use(self, pool: Pool) -> None:
         """Flush and restore pages with a pool's threads, each with `scratch_bytes`, instead of the caller's thread."""
         if self._kind.windowed:

@@ -15,6 +15,8 @@ from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
 from runtime.backends.cpu.data.sizes import RUN_ROWS
 from runtime.backends.cpu.data.step import parameters_of
+from runtime.backends.cpu.link import link, paging_units
+from runtime.backends.cpu.machine.build import build_later
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.plan import PlanOperations, Program
 from runtime.backends.cpu.pool import Pool, default_threads
@@ -66,6 +68,8 @@ class CpuDecoder:
         self._threads = threads
         self._make_room(self.cache.store.scratch_bytes)
         self._plan = PlanOperations(model, options, self.cache, self._threads)
+        self._plan.paged = all(unit.is_compiled for unit in paging_units(self.cache.kind))
+        build_later(paging_units(self.cache.kind))
         self._programs: dict[tuple[int, ...], Program] = {}
         self._program = self._recorded(options.k_chunk)
         self._drafts = self._recorded(options.draft_k_chunk)
@@ -73,7 +77,6 @@ class CpuDecoder:
         self._pool = Pool(self._control, threads)
         self._pool.prepare()
         self.cache.store.use(self._pool)
-        self.cache.store.prepare()
         self._selections = 0
         self.kv_bytes = self.cache.capacity_bytes
         self.weight_bytes = self._plan.weight_bytes
@@ -103,6 +106,8 @@ class CpuDecoder:
         for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             array[: values.size] = values
         self.cache.begin(step.slots, step.positions, flush=step.flush)
+        if not self._plan.paged and any(self.cache.paged_length(int(slot)) for slot in np.unique(step.slots)):
+            self._link_pages()
         runs = self._write_runs(step)
         control, parameters = self._control, self._parameters
         parameters["rows"], parameters["wanted_rows"], parameters["runs"] = M, R, runs
@@ -200,6 +205,12 @@ class CpuDecoder:
             self._plan.release()
         self._make_room(self._programs[key].scratch)
         return self._programs[key]
+
+    def _link_pages(self) -> None:
+        """Link programs again, with attention to pages; waits if that is still being compiled."""
+        self._plan.paged = True
+        for program in (*self._programs.values(), self._program, self._drafts, self._prompts):
+            link(program.words, self._threads)
 
     def _make_room(self, scratch: int) -> None:
         """Ensure this many bytes of scratch per thread."""

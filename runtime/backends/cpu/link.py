@@ -22,16 +22,25 @@ _STORED_W4A8 = (units.W4A8, units.REPACK_UNIFORM)
 """Units of a matrix by its bits: its product, and its repacking."""
 
 
+def paging_units(kind: CacheKind) -> list[Unit]:
+    """Units that a cache with windows needs from its first page on, so not for a short answer.
+
+    Args:
+        kind: The kind of cache.
+    """
+    attended = units.page_unit(form_of(kind), kind.rank)
+    return [units.flush_unit(kind.rank), *([attended] if attended else []), units.restore] if kind.windowed else []
+
+
 def needed(kind: CacheKind) -> list[Unit]:
-    """Units needed by every model with a kind of cache; those of its products depend on its weights.
+    """Units needed by every model with a kind of cache, except `paging_units` and those of its products.
 
     Args:
         kind: The kind of cache.
     """
     form = form_of(kind)
-    paged = units.page_unit(form, kind.rank)
+    paged = None if kind.windowed else units.page_unit(form, kind.rank)
     heads = units.heads_unit(form, int(kind.windowed))
-    windowed = [units.flush_unit(kind.rank), units.restore] if kind.windowed else []
     return [
         units.execute,
         units.set_active,
@@ -39,7 +48,6 @@ def needed(kind: CacheKind) -> list[Unit]:
         heads,
         units.attend,
         *([paged] if paged else []),
-        *windowed,
     ]
 
 
@@ -77,9 +85,19 @@ def link(program: npt.NDArray[np.int64], threads: int) -> None:
     link_written(program, [op.read(words) for words in program], threads)
 
 
-def link_written(program: npt.NDArray[np.int64], instructions: Sequence[op.Instruction], threads: int) -> None:
-    """See `link`, for a caller that still has the instructions written into the program."""
+def link_written(
+    program: npt.NDArray[np.int64], instructions: Sequence[op.Instruction], threads: int, *, paged: bool = True
+) -> None:
+    """See `link`, for a caller that still has the instructions written into the program.
+
+    Without `paged`, attention to pages is left out; link the program again before the cache has a page.
+    """
     linked = [_units(instruction) for instruction in instructions]
+    if not paged:
+        linked = [
+            (own, None if isinstance(instruction, op.Attend) else inner)
+            for instruction, (own, inner) in zip(instructions, linked, strict=True)
+        ]
     build([unit for both in linked for unit in both if unit is not None])
     headers = op.headers_of(program)
     headers["unit"] = [own.address for own, _ in linked]

@@ -92,6 +92,8 @@ class PlanOperations:
         self._k_chunk: Mapping[str, int] | int = 0
         self._prompt: Mapping[str, int] | int | None = None
         self._few = False
+        self.paged = True
+        """Whether programs are linked with attention to pages."""
         self._program: list[op.Instruction] = []
         self._kinds: list[str] = []
         self._arena = Arena()
@@ -131,7 +133,7 @@ class PlanOperations:
         words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
         for own, instruction in zip(words, self._program, strict=True):
             op.write(own, instruction)
-        link_written(words, self._program, self._threads)
+        link_written(words, self._program, self._threads, paged=self.paged)
         selections = (self._selections[0], self._selections[1])
         return Program(words, tuple(self._kinds), self._buffers["logits"], most_scratch(words), selections)
 

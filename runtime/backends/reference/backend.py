@@ -40,7 +40,9 @@ class ReferenceBackend:
         weights = 4 * values * (2 if compensated else 1) + 2 * spec.vocab_size * spec.hidden_size
         return Footprint(weight_bytes=weights, residual_bytes=sizes.residual_bytes if compensated else 0)
 
-    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
+    def prepare(
+        self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback
+    ) -> None:
         """See `runtime.backends.Backend.prepare`. There is nothing to prepare."""
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:

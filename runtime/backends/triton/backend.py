@@ -64,7 +64,9 @@ class TritonBackend:
             buffer_bytes=partial(buffer_bytes, spec, token_group=token_group),
         )
 
-    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
+    def prepare(
+        self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback
+    ) -> None:
         """See `runtime.backends.Backend.prepare`.
 
         The kernels of a model are only known once it is loaded: see `open`.

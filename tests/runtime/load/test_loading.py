@@ -81,7 +81,8 @@ def test_a_backend_is_told_whether_it_will_compensate(monkeypatch: pytest.Monkey
         assert sizes.residual_bytes > 0
         return footprint(spec, sizes, compensated=compensated)
 
-    def prepare(model: Any, kv: str, *, compensated: bool, progress: ProgressCallback) -> None:
+    def prepare(model: Any, kv: str, *, compensated: bool, ahead: bool, progress: ProgressCallback) -> None:
+        assert not ahead
         told.append((model.name, kv, compensated, progress))
 
     monkeypatch.setattr(runner, "footprint", weigh)

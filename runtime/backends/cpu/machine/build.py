@@ -6,6 +6,7 @@ its units are compiled later, when their addresses are needed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import logging
@@ -28,6 +29,8 @@ from runtime.system.child import child_command
 logger = logging.getLogger(__name__)
 
 _MAX_PROCESSES: Final = 8
+_BACKGROUND_NICE: Final = 10
+"""Niceness of a process that compiles in the background."""
 
 Report = Callable[[int, int], None]
 """Called with the number of compiled units, and their total."""
@@ -53,6 +56,30 @@ def build(units: Sequence[Unit], report: Report | None = None) -> None:
             unit.prepare()
         if report is not None:
             report(done, len(missing))
+
+
+def build_later(units: Sequence[Unit]) -> None:
+    """Compile units in the background, in one process of low priority.
+
+    A caller that needs a unit earlier waits for it or compiles it, and gets its errors.
+
+    Args:
+        units: As of `build`.
+    """
+    missing = [unit for unit in units if not unit.is_compiled]
+    worker = _start(nice=_BACKGROUND_NICE) if missing else None
+    if worker is None:
+        return
+    waiting: queue.SimpleQueue[Unit] = queue.SimpleQueue()
+    for unit in missing:
+        waiting.put(unit)
+
+    def work() -> None:
+        with worker:
+            _feed(worker, waiting, queue.SimpleQueue())
+
+    atexit.register(worker.kill)
+    threading.Thread(target=work, name="compile", daemon=True).start()
 
 
 def _compiled(missing: Sequence[Unit]) -> Iterator[Unit]:
@@ -88,13 +115,13 @@ def _cores() -> int:
     return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
 
 
-def _start() -> subprocess.Popen[str] | None:
+def _start(nice: int = 0) -> subprocess.Popen[str] | None:
     """Start a compiler process; None if impossible."""
     settings = {"NUMBA_OPT": "0", "LOWBIT_CHAT_CPU_VARIANT": isa.VARIANT}
     settings |= {"LOWBIT_CHAT_KERNEL_CACHE": str(isa.KERNEL_CACHE.parent)}  # if that is temporary, share it
     try:
         return subprocess.Popen(
-            child_command(__spec__.name, str(isa.KERNEL_CACHE)),
+            child_command(__spec__.name, str(isa.KERNEL_CACHE), str(nice)),
             env={**os.environ, **settings},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -126,12 +153,15 @@ def _feed(worker: subprocess.Popen[str], waiting: queue.SimpleQueue[Unit], tried
         tried.put(unit)
 
 
-def serve(folder: str) -> None:
+def serve(folder: str, nice: int) -> None:
     """Main function of a compiler process: compile the units named on standard input.
 
     Args:
         folder: Where machine code is kept.
+        nice: Niceness, on systems that have it.
     """
+    if nice and hasattr(os, "nice"):
+        os.nice(nice)
     isa.KERNEL_CACHE = Path(folder)  # another may have been chosen if the usual one is unusable
     for line in sys.stdin:
         module, name = line.split()
@@ -145,4 +175,4 @@ def serve(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], int(sys.argv[2]))

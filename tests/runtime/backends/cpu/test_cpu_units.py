@@ -28,11 +28,11 @@ from runtime.backends.cpu.data.instructions import SELECT_EXACT
 from runtime.backends.cpu.data.pages import HALF, TWO_PLANES
 from runtime.backends.cpu.data.records import record_of
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.link import is_linked, link, most_scratch, needed, units_of
+from runtime.backends.cpu.link import is_linked, link, most_scratch, needed, paging_units, units_of
 from runtime.backends.cpu.machine import build as building
 from runtime.backends.cpu.machine import code_cache, isa
 from runtime.backends.cpu.machine import digest as digesting
-from runtime.backends.cpu.machine.build import build
+from runtime.backends.cpu.machine.build import build, build_later
 from runtime.backends.cpu.machine.compiler import machine_code
 from runtime.backends.cpu.machine.digest import Sources, digest
 from runtime.backends.cpu.machine.unit import Unit, compiled_unit
@@ -216,10 +216,12 @@ def test_a_cache_needs_its_own_kernels_only() -> None:
     half, int8, hierarchical = (set(needed(KINDS[kind])) for kind in ("fp16", "int8", "hierarchical"))
     assert half - int8 == {attention.heads_to_halves}
     assert int8 - half == {attention.heads_to_codes, attention.pages_8}
-    assert hierarchical - half == {attention.heads_to_window, attention.pages_planes, paging.flush, paging.restore}
-    gear4, kcvt4 = set(needed(KINDS["gear4"])), set(needed(KINDS["kcvt4"]))
-    assert gear4 - kcvt4 == {attention.corrected_pages_4, paging.flush_corrected}
-    assert kcvt4 - gear4 == {attention.pages_4, paging.flush}
+    assert hierarchical - half == {attention.heads_to_window}
+    gear4, kcvt4, planes = (paging_units(KINDS[kind]) for kind in ("gear4", "kcvt4", "hierarchical"))
+    assert gear4 == [paging.flush_corrected, attention.corrected_pages_4, paging.restore]
+    assert kcvt4 == [paging.flush, attention.pages_4, paging.restore]
+    assert planes == [paging.flush, attention.pages_planes, paging.restore]
+    assert paging_units(KINDS["fp16"]) == paging_units(KINDS["int8"]) == []
     assert {unit.name for unit in half & int8} == {
         *("execute", "set_active", "embed", "gather", "check", "norm", "gate", "merge", "attend"),
     }
@@ -528,6 +530,17 @@ def test_units_are_compiled_in_processes_and_counted(
     assert here == []
     assert planted() == []
     build(uncompiled, lambda *_: pytest.fail("there was nothing to do"))
+
+
+def test_units_can_be_compiled_beside_what_goes_on(uncompiled: list[Unit], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = count_compilations(monkeypatch)
+    build_later(uncompiled)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "compile")
+    thread.join(120)
+    assert all(unit.is_compiled for unit in uncompiled)
+    assert here == []
+    build_later(uncompiled)
+    assert "compile" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("trouble", ["none can be started", "they die", "one core"])
