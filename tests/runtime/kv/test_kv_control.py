@@ -237,7 +237,7 @@ def test_impossible_steps_are_refused_before_anything_changes(tiny_spec: Factory
     sut.step({0: (0, 7)})
     bad = [
         ([0, 0], [6, 9], "consecutive"),
-        ([0, 1, 0], [5, 0, 6], "stand together"),
+        ([0, 1, 0], [5, 0, 6], "adjacent"),
         ([0], [8], "has 7 tokens"),
         ([0, 1], [3, 1], "has 0 tokens"),
     ]

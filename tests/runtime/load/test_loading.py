@@ -28,7 +28,7 @@ def room(mib: int = 8 << 10) -> MemoryInfo:
 
 def planned(compensation: Compensation | None = None, **options: Any) -> LoadPlan:
     model = StoredModel.open_folder(demo_path(), "demo")
-    wanted: dict[str, Any] = {"asked": "reference", "memory": room(), **options}
+    wanted: dict[str, Any] = {"backend_name": "reference", "memory": room(), **options}
     return plan_load(model, compensation or Compensation(k_chunk=0), **wanted)
 
 
@@ -38,7 +38,7 @@ def test_the_options_are_what_was_asked_for() -> None:
     assert (options.kv, options.context, options.slots, options.select) == ("int8", 128, 3, "exact")
     assert options.pages == plan.memory.pages == KINDS["int8"].max_pages(128)
     assert options.k_chunk == {**dict.fromkeys(KINDS_OF_LAYERS, 0), "o": 3}
-    assert (plan.asked, plan.backend.name) == ("reference", "reference")
+    assert (plan.backend_name, plan.backend.name) == ("reference", "reference")
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
@@ -62,8 +62,8 @@ def test_a_model_that_does_not_fit_a_card_is_opened_by_the_next_backend(monkeypa
         return planned(backend_name="auto")
 
     small, large = found(100), found(8 << 10)
-    assert (small.backend.name, small.asked, small.memory.available_bytes) == ("reference", "reference", 8 << 30)
-    assert (large.backend.name, large.asked) == ("cpu", "auto")
+    assert (small.backend.name, small.backend_name, small.memory.available_bytes) == ("reference", "reference", 8 << 30)
+    assert (large.backend.name, large.backend_name) == ("cpu", "auto")
 
 
 def test_before_a_budget_is_spent_nothing_is_compensated() -> None:
