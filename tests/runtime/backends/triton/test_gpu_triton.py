@@ -116,8 +116,8 @@ def test_what_does_not_fit_the_card_is_planned_for_main_memory(
         return plan_load(model, Compensation(), backend_name=asked, memory=room)
 
     small, large = planned(1), planned(5)
-    assert (small.asked, small.backend.name, small.memory.available_bytes) == ("auto", "triton", 5 << 30)
-    assert (large.asked, large.backend.name, large.memory.available_bytes) == ("cpu", "cpu", 48 << 30)
+    assert (small.backend_name, small.backend.name, small.memory.available_bytes) == ("auto", "triton", 5 << 30)
+    assert (large.backend_name, large.backend.name, large.memory.available_bytes) == ("cpu", "cpu", 48 << 30)
     with pytest.raises(OutOfMemoryError):
         planned(5, "triton")
     with pytest.raises(OutOfMemoryError):
