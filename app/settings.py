@@ -26,6 +26,8 @@ from runtime.compensation import (
     DEFAULT_BUDGET_PERCENT,
     DEFAULT_PROMPT_BUDGET_PERCENT,
     LARGEST_BUDGET_PERCENT,
+    Compensation,
+    of_settings,
 )
 from runtime.drafting import LARGEST_GAMMA, Drafts, Speculate
 from runtime.kv.kinds import DEFAULT_KV, KVKind
@@ -210,6 +212,24 @@ class Settings:
     def drafts(self) -> Drafts:
         """The request for drafts."""
         return self.speculation or (None if self.speculate == "auto" else False)
+
+    def cache(self, asked: KVKind | None = None) -> KVKind | None:
+        """The kind of cache to load with; None where drafts are forced, which take one of their own.
+
+        Args:
+            asked: the kind that this load was asked for by name, which goes before.
+        """
+        return asked or (None if self.speculation else self.kv)
+
+    def compensation(self, asked: Compensation | None = None, prompt_budget: float | None = None) -> Compensation:
+        """What decides how much is compensated.
+
+        Args:
+            asked: what this load was asked for instead; see `of_settings`.
+            prompt_budget: the percentage for prompts that this load was asked for.
+        """
+        found = of_settings(self.k_chunk, self.budget, asked, prompt_budget=self.prompt_budget)
+        return found if prompt_budget is None else dataclasses.replace(found, prompt_budget_percent=prompt_budget)
 
     def sampling(self, recommended: Mapping[str, float] | None) -> dict[str, float]:
         """How answers are sampled: as set, else as recommended, else by `SAMPLING_DEFAULTS`.

@@ -88,6 +88,28 @@ class Step:
     flush: bool = True
     """Whether pages may be cut off windows before this step; see `KVCache.begin`."""
 
+    @classmethod
+    def of(
+        cls, tokens: npt.ArrayLike, start: int = 0, wanted: npt.ArrayLike | None = None, *, slot: int = 0, **how: bool
+    ) -> Step:
+        """Rows of one slot, one behind the other.
+
+        Args:
+            tokens: [M] token ids.
+            start: Position of the first.
+            wanted: `logit_rows`; None: all rows.
+            slot: The slot.
+            how: The flags of the step.
+        """
+        ids = np.asarray(tokens, np.int32)
+        return cls(
+            tokens=ids,
+            slots=np.full(ids.size, slot, np.int32),
+            positions=np.arange(start, start + ids.size, dtype=np.int32),
+            logit_rows=np.arange(ids.size, dtype=np.int32) if wanted is None else np.asarray(wanted, np.int32),
+            **how,
+        )
+
 
 Way = Literal["none", "rows", "together"]
 

@@ -20,32 +20,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from models.progress import never_cancelled
-from runtime.backends.decoder import Decoder
+from models.progress import ProgressCallback, ignore_progress, never_cancelled
+from runtime.backends.decoder import Decoder, Float32Array
 from runtime.engine.conversations.conversations import Conversations
 from runtime.engine.conversations.saved_folder import SavedCaches
+from runtime.engine.embedding import embed
 from runtime.engine.generation import Piece, Run
-from runtime.engine.rereading import Rereading
+from runtime.engine.inspection import MOST_TOKENS, inspect
 from runtime.engine.scheduling.answer import Answer, Language, Receive
 from runtime.engine.scheduling.request import Request
 from runtime.engine.scheduling.scheduler import Scheduler
-from runtime.engine.scheduling.turns import Turns
-from runtime.engine.speculation.copying import StepTimes
-from runtime.engine.speculation.gamma import Costs, FixedGamma, Gamma, gamma_of
-from runtime.engine.speculation.rounds import Place, Rounds
+from runtime.engine.speculation.drafting import Drafting
+from runtime.engine.speculation.gamma import Costs
+from runtime.engine.speculation.rounds import Rounds
 from runtime.errors import BackendError, ContextOverflowError, RequestError
 from runtime.text.constraint import Constraints
-from runtime.text.sampling import Sampler, SamplingOptions
+from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
+from runtime.wire.inspection import Inspection
 
 LENT_TOKENS = 128
 """Tokens that whoever measures the decoder may put into slot 0, unless more are asked for."""
 
 
-class Engine(Rereading):
+class Engine:
     """A decoder with its tokenizer.
 
-    Thread-safe. `close` releases the decoder.
+    It belongs to one thread at a time, which runs the steps. `close` releases the decoder.
     """
 
     def __init__(
@@ -66,13 +67,10 @@ class Engine(Rereading):
         self.reason = reason
         self._eos = frozenset(eos_token_ids)
         self._constraints = Constraints(tokenizer, vocab_size=decoder.spec.vocab_size, eos=self._eos)
-        self._gamma: Gamma | None = None
-        self._first_gamma = 0
-        self._times: StepTimes | None = StepTimes()
+        self._drafting = Drafting()
         options = decoder.options
         self._conversations = Conversations(decoder.cache, slots=options.slots, context=options.context)
         self._scheduler = Scheduler(decoder, self._conversations)
-        self._turns = Turns(self._scheduler, decoder.session)
 
     @property
     def parallel(self) -> int:
@@ -123,7 +121,7 @@ class Engine(Rereading):
         trim: bool = False,
         chat: str | None = None,
     ) -> Iterator[Piece]:
-        """Answer a prompt. Whoever iterates runs the steps of all requests, or sees another thread do so.
+        """Answer a prompt. Whoever iterates runs the steps of all requests.
 
         Args:
             prompt: Token ids, from `chat_prompt` or `text_prompt`.
@@ -140,7 +138,7 @@ class Engine(Rereading):
         """
         items: deque[Piece | Exception] = deque()
         request = self._request(prompt, options, items.append, cancelled, trim=trim, chat=chat)
-        return self._turns.pieces(request, items)
+        return self._scheduler.pieces(request, items)
 
     def submit(
         self,
@@ -164,11 +162,11 @@ class Engine(Rereading):
             ContextOverflowError: the prompt leaves no room for one more token.
             BackendError: the engine has been closed.
         """
-        self._turns.submit(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
+        self._scheduler.add(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
 
     def step(self) -> bool:
         """Do one step of all requests. Returns whether there is more to do."""
-        return self._turns.step()
+        return self._scheduler.step()
 
     def keep_in(self, saved: SavedCaches) -> None:
         """Write long conversations to disk when the engine is closed, and let prompts go on from what is there.
@@ -176,8 +174,7 @@ class Engine(Rereading):
         Args:
             saved: The saved caches of this very model and kind of cache; of no use where the cache has no `layout`.
         """
-        with self._turns.taken():
-            self._conversations.saved = saved
+        self._conversations.saved = saved
 
     def speculate(self, gamma: int | Costs | None, *, copied: bool = True) -> None:
         """Draft tokens and verify them several at a time, from the next answer on. What comes out is the same.
@@ -190,16 +187,12 @@ class Engine(Rereading):
         Raises:
             RequestError: gamma is out of range.
         """
-        chosen = None if gamma is None else gamma_of(gamma)
-        with self._turns.taken():
-            self._gamma = chosen
-            self._first_gamma = self._gamma.current if self._gamma else 0
-            self._times = StepTimes() if copied and not isinstance(gamma, int) else None
+        self._drafting = Drafting(gamma, copied=copied)
 
     @property
     def speculates(self) -> bool:
         """Whether the model drafts tokens for itself."""
-        return self._gamma is not None
+        return self._drafting.gamma is not None
 
     def forget(self, chat: str | None = None) -> None:
         """Drop cached tokens, those of a chat or all, so that they are computed anew, or come from disk.
@@ -207,35 +200,60 @@ class Engine(Rereading):
         Args:
             chat: The name under which `generate` was given its prompts; None: everything is dropped.
         """
-        with self._turns.taken():
-            self._scheduler.forget(chat)
+        self._scheduler.forget(chat)
 
     @contextmanager
     def lent(self, tokens: int = LENT_TOKENS) -> Iterator[Decoder]:
-        """While entered, the decoder is the caller's, who may put so many tokens into slot 0; requests wait.
+        """While entered, the decoder is the caller's, who may put so many tokens into slot 0.
 
-        Begins when all have ended. Conversations stay: what was in slot 0 moves to another one. Where all are in use,
-        the one unused for longest gives way, and is written to disk first if it is worth a file.
+        Requests are answered to their end before. Conversations stay: what was in slot 0 moves to another one. Where
+        all are in use, the one unused for longest gives way, and is written to disk first if it is worth a file.
         """
-        with self._turns.alone():
-            self._conversations.vacate(0, min(self.context, tokens))
-            try:
-                yield self.decoder
-            finally:
-                self._conversations.clear(0)
+        while self._scheduler.step():
+            pass
+        self._conversations.vacate(0, min(self.context, tokens))
+        try:
+            yield self.decoder
+        finally:
+            self._conversations.clear(0)
+
+    def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled) -> Float32Array:
+        """See `runtime.engine.embedding.embed`; tokens are checked as `submit` does, the decoder is `lent`."""
+        checked = self._checked(tokens)
+        with self.lent(len(checked)) as decoder, decoder.session():
+            return embed(decoder, checked, cancelled)
+
+    def inspect(
+        self,
+        prompt: Sequence[int],
+        answer: str,
+        progress: ProgressCallback = ignore_progress,
+        cancelled: Callable[[], bool] = never_cancelled,
+    ) -> Inspection:
+        """What the model thought at each token of an answer, or of its start; see `runtime.engine.inspection.inspect`.
+
+        Raises:
+            RequestError, ContextOverflowError: as `submit`, of both together.
+        """
+        spoken = self.tokenizer.encode(answer, special=False, most=self.context)[:MOST_TOKENS]
+        if not spoken:
+            raise RequestError("the answer is empty: there is no token to look at")
+        read = self._checked([*prompt, *spoken[:-1]])
+        with self.lent(len(read)) as decoder, decoder.session():
+            about: Any = {"name": self.name, "drafts": self.speculates, "progress": progress, "cancelled": cancelled}
+            return inspect(decoder, self.tokenizer, prompt, spoken, **about)
 
     def abandon(self, error: Exception) -> None:
         """End all requests with an error."""
-        self._turns.end(error)
+        self._scheduler.end(error)
 
     def close(self) -> None:
-        """End all requests, after the step that runs, and release the decoder. Safe to call twice."""
-        self._turns.closed = True
-        self._turns.end()
-        with self._turns.taken():
-            self._conversations.save()
-            self._conversations.forget()
-            self.decoder.close()
+        """End all requests, and release the decoder. Safe to call twice."""
+        self._scheduler.closed = True
+        self._scheduler.end()
+        self._conversations.save()
+        self._conversations.forget()
+        self.decoder.close()
 
     def _request(
         self,
@@ -269,29 +287,13 @@ class Engine(Rereading):
                 f"the prompt has {len(tokens)} tokens and the context holds {self.context}, the answer included: "
                 "shorten the conversation, or load the model with a longer context"
             )
-        if self._turns.closed:
+        if self._scheduler.closed:
             raise BackendError("the model has been unloaded: load it again")
         return tokens
 
     def _rounds(self, run: Run, slot: int) -> Rounds:
-        """The decoding of one answer. With a seed, draws depend neither on timing nor on other requests.
-
-        A draft of the model takes random numbers of its own, and knows no grammar. A copied one takes none.
-        """
-        sampler, gamma = Sampler(run.options, constraint=run.constraint), self._gamma or FixedGamma(0)
-        seeded = run.options.seed is not None and not sampler.greedy
-        if sampler.constrained:
-            gamma = FixedGamma(0)
-        elif seeded:
-            gamma = FixedGamma(self._first_gamma)
-        place = Place(
-            decoder=self.decoder,
-            conversations=self._conversations,
-            slot=slot,
-            company=self._scheduler.company,
-            clock=self._scheduler.clock,
-        )
-        times = None if seeded and gamma.current else self._times
-        rounds = Rounds(place, sampler, gamma, ends=self._eos, alike=seeded, times=times)
-        run.speculation = lambda: rounds.result() if self._gamma is not None or rounds.counts.rounds else None
+        """The decoding of one answer."""
+        place = self._scheduler.place(slot)
+        rounds = self._drafting.rounds(place, run.options, run.constraint, ends=self._eos)
+        run.speculation = lambda: rounds.result() if self.speculates or rounds.counts.rounds else None
         return rounds

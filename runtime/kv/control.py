@@ -9,7 +9,7 @@ shared and copied is decided here, once, and is therefore the same on every back
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from models.spec import ModelSpec
 from runtime.errors import RequestError
-from runtime.kv.kinds import CacheKind, cache_bytes, page_bytes, window_token_bytes
+from runtime.kv.kinds import CacheKind, page_bytes, window_token_bytes
 from runtime.kv.pages import PageTable
 from runtime.kv.transfer import Arrays as Arrays
-from runtime.kv.transfer import SavingStore, checked, chunks
+from runtime.kv.transfer import checked, chunks
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -31,16 +31,6 @@ class KVCache(Protocol):
     @property
     def kind(self) -> CacheKind:
         """What it stores; `kind.has_draft` says whether a draft can read less."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in use: pages that are held, shared ones once, and the tokens in windows."""
-        ...
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of all buffers."""
         ...
 
     def length(self, slot: int) -> int:
@@ -75,27 +65,26 @@ class KVCache(Protocol):
         """Whether enough pages are free for a slot to go on up to `end` tokens, at most the context."""
         ...
 
-    def holds_together(self, ends: Mapping[int, int], more: int = 0) -> bool:
-        """Whether slots can all grow to some lengths, if everything else is dropped.
+    def has_room_beside(self, ends: Mapping[int, int], end: int, *, source: int, shared: int) -> bool:
+        """Whether a further slot can grow to `end` tokens beside others, if everything else is dropped.
 
         Args:
-            ends: What each slot is to grow to, in tokens, at most the context.
-            more: Further pages that are wanted beside.
+            ends: What each of the others is to grow to, in tokens, at most the context.
+            end: Tokens of the further one, at most the context.
+            source: The slot from which it is to be forked.
+            shared: Tokens that it has in common with that.
         """
         ...
 
     @property
-    def layout(self) -> str | None:
-        """How the arrays of `export` are laid out, a name that changes with it; None where there is no `export`."""
+    def layout(self) -> str:
+        """How the arrays of `export` are laid out, a name that changes with it."""
         ...
 
     def export(self, slot: int) -> Iterator[Arrays]:
         """What a slot holds, piece by piece: its window, then a few pages at a time.
 
         A piece may be a view of the cache: use it before the next.
-
-        Raises:
-            RequestError: the cache has no `layout`.
         """
         ...
 
@@ -109,7 +98,7 @@ class KVCache(Protocol):
             pieces: What `export` gave, in a cache of the same kind, model and layout.
 
         Raises:
-            RequestError: the pieces are not those of so many tokens, or the cache has no `layout`.
+            RequestError: the pieces are not those of so many tokens.
             OutOfMemoryError: not enough pages are free.
         """
         ...
@@ -190,6 +179,25 @@ class PageStore(Protocol):
         """Copy a page."""
         ...
 
+    saved_layout: str
+    """Name of the layout of what the following give: the backend, and a version that changes whenever an array does."""
+
+    def read_pages(self, pages: Sequence[int]) -> Arrays:
+        """Some pages, maybe none: all layers, keys and values, codes and scales. Shapes depend on len(pages) alone."""
+        ...
+
+    def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
+        """Set some pages to what `read_pages` gave for as many."""
+        ...
+
+    def read_window(self, slot: int, count: int) -> Arrays:
+        """The first `count` tokens of a window; no arrays where the kind has no window."""
+        ...
+
+    def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
+        """Set the first `count` tokens of a window to what `read_window` gave for as many."""
+        ...
+
 
 class PagedCache:
     """Implements `KVCache` over a backend's `PageStore`.
@@ -221,7 +229,6 @@ class PagedCache:
         self._max_rows = max_rows
         self._page_bytes = page_bytes(kind, spec)
         self._token_bytes = window_token_bytes(kind, spec)
-        self._capacity_bytes = cache_bytes(kind, spec, context=context, slots=slots, max_rows=max_rows, pages=pages)
         self._lengths = [0] * slots
         self.table = PageTable(slots, kind.max_pages(context), pages)
         """Which pages each slot holds."""
@@ -230,17 +237,6 @@ class PagedCache:
     def kind(self) -> CacheKind:
         """See `KVCache.kind`."""
         return self._kind
-
-    @property
-    def nbytes(self) -> int:
-        """See `KVCache.nbytes`."""
-        windows = sum(self.window_length(slot) for slot in range(len(self._lengths)))
-        return self.table.used * self._page_bytes + windows * self._token_bytes
-
-    @property
-    def capacity_bytes(self) -> int:
-        """See `KVCache.capacity_bytes`."""
-        return self._capacity_bytes
 
     def length(self, slot: int) -> int:
         """See `KVCache.length`."""
@@ -279,27 +275,28 @@ class PagedCache:
         """See `KVCache.has_room`."""
         return self._lacking(slot, end) <= self.table.free
 
-    def holds_together(self, ends: Mapping[int, int], more: int = 0) -> bool:
-        """See `KVCache.holds_together`."""
+    def has_room_beside(self, ends: Mapping[int, int], end: int, *, source: int, shared: int) -> bool:
+        """See `KVCache.has_room_beside`."""
         held = {page for slot in ends for page in self.table.held(slot)}
-        lacking = sum(max(0, self._lacking(slot, end)) for slot, end in ends.items())
-        return len(held) + lacking + more <= self.table.capacity
+        lacking = sum(max(0, self._lacking(slot, its_end)) for slot, its_end in ends.items())
+        paged = self.paged_length(source) // self._kind.page if source in ends else 0
+        own = self._kind.stored_pages(end) - min(paged, self._kind.whole_pages(shared))
+        return len(held) + lacking + own <= self.table.capacity
 
     @property
-    def layout(self) -> str | None:
+    def layout(self) -> str:
         """See `KVCache.layout`."""
-        return self._store.saved_layout if isinstance(self._store, SavingStore) else None
+        return self._store.saved_layout
 
     def export(self, slot: int) -> Iterator[Arrays]:
         """See `KVCache.export`."""
-        store = self._saving()
-        yield store.read_window(slot, self.window_length(slot))
+        yield self._store.read_window(slot, self.window_length(slot))
         for pages in chunks(self.table.held(slot)):
-            yield store.read_pages(pages)
+            yield self._store.read_pages(pages)
 
     def load(self, slot: int, length: int, paged: int, pieces: Iterable[Arrays]) -> None:
         """See `KVCache.load`."""
-        store, window, page = self._saving(), length - paged, self._kind.page
+        store, window, page = self._store, length - paged, self._kind.page
         self.clear(slot)
         fits = 0 <= window <= self._kind.window_capacity(self._max_rows) and (not window or paged % page == 0)
         if not (fits and 0 < length <= self._context):
@@ -396,12 +393,6 @@ class PagedCache:
         if not self._kind.windowed and last < count and self.table.references(self.table.held(slot)[last]) > 1:
             needed += 1  # a copy of the page that the next token goes to
         return needed
-
-    def _saving(self) -> SavingStore:
-        """The store, where its numbers can leave it."""
-        if not isinstance(self._store, SavingStore):
-            raise RequestError("this backend's cache cannot be saved")
-        return self._store
 
     def _flush(self, slot: int) -> None:
         """Cut pages off a slot's window while it holds sinks + keep + page tokens or more."""

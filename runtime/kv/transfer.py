@@ -1,10 +1,10 @@
-"""What a backend's store offers so that a sequence can leave the cache and come back. Nothing here imports torch."""
+"""The arrays in which a sequence leaves a cache and comes back. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy.typing as npt
 
@@ -16,32 +16,8 @@ _CHUNK_PAGES = 8
 """Pages that are read or written at once."""
 
 
-@runtime_checkable
-class SavingStore(Protocol):
-    """A `runtime.kv.control.PageStore` whose numbers can leave it and come back, in its own layout."""
-
-    saved_layout: str
-    """Name of the layout: the backend, and a version that changes whenever an array does."""
-
-    def read_pages(self, pages: Sequence[int]) -> Arrays:
-        """Some pages, maybe none: all layers, keys and values, codes and scales. Shapes depend on len(pages) alone."""
-        ...
-
-    def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
-        """Set some pages to what `read_pages` gave for as many."""
-        ...
-
-    def read_window(self, slot: int, count: int) -> Arrays:
-        """The first `count` tokens of a window; no arrays where the kind has no window."""
-        ...
-
-    def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
-        """Set the first `count` tokens of a window to what `read_window` gave for as many."""
-        ...
-
-
 def layout_name(backend: str, places: object) -> str:
-    """A name for `SavingStore.saved_layout` that is another as soon as a place is another.
+    """A name for `runtime.kv.control.PageStore.saved_layout` that is another as soon as a place is another.
 
     Args:
         backend: Whose layout it is, with a version of how the bytes of a place are to be understood.

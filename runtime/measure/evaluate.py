@@ -201,14 +201,7 @@ def _score_steps(
     for at, end, prompt in _steps(decoder, part, as_chat):
         _check(cancelled)
         wanted = np.arange(max(part.first - 1, at), end)
-        step = Step(
-            tokens=text[at:end].astype(np.int32),
-            slots=np.zeros(end - at, np.int32),
-            positions=np.arange(at - part.start, end - part.start, dtype=np.int32),
-            logit_rows=(wanted - at).astype(np.int32),
-            prefill=prompt,
-        )
-        logits = decoder.forward(step)
+        logits = decoder.forward(Step.of(text[at:end], at - part.start, wanted - at, prefill=prompt))
         if wanted.size:
             yield negative_log_likelihood(logits, text[wanted + 1])
 

@@ -273,16 +273,7 @@ class _Runner:
     def _step(self, tokens: Int32Array, start: int, logit_rows: list[int], *, prefill: bool = False) -> int:
         if self._cancelled():
             raise Cancelled("the measurement was stopped")
-        count = len(tokens)
-        logits = self._decoder.forward(
-            Step(
-                tokens=tokens,
-                slots=np.zeros(count, np.int32),
-                positions=np.arange(start, start + count, dtype=np.int32),
-                logit_rows=np.array(logit_rows, np.int32),
-                prefill=prefill,
-            )
-        )
+        logits = self._decoder.forward(Step.of(tokens, start, logit_rows, prefill=prefill))
         return int(logits[0].argmax()) if logit_rows else 0
 
     def _report(self, count: int) -> None:

@@ -33,7 +33,7 @@ _DITHER_BITS = 8
 
 
 class CpuStore:
-    """The numbers of all pages and windows. Implements `PageStore` and `SavingStore` of `runtime.kv`.
+    """The numbers of all pages and windows. Implements `runtime.kv.control.PageStore`.
 
     Args:
         kind: What is stored.
@@ -150,19 +150,19 @@ class CpuStore:
         self.records[:, target] = self.records[:, source]
 
     def read_pages(self, pages: Sequence[int]) -> Arrays:
-        """See `runtime.kv.transfer.SavingStore.read_pages`: records uint8 [layers, pages, H_kv, bytes]."""
+        """See `runtime.kv.control.PageStore.read_pages`: records uint8 [layers, pages, H_kv, bytes]."""
         return {"records": self.records[:, list(pages)]}
 
     def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
-        """See `runtime.kv.transfer.SavingStore.write_pages`."""
+        """See `runtime.kv.control.PageStore.write_pages`."""
         self.records[:, list(pages)] = arrays["records"]
 
     def read_window(self, slot: int, count: int) -> Arrays:
-        """See `runtime.kv.transfer.SavingStore.read_window`: float16 [layers, H_kv, count, D]."""
+        """See `runtime.kv.control.PageStore.read_window`: float16 [layers, H_kv, count, D]."""
         return {part: self.window(part, slot, count) for part in PARTS} if self._kind.windowed else {}
 
     def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
-        """See `runtime.kv.transfer.SavingStore.write_window`."""
+        """See `runtime.kv.control.PageStore.write_window`."""
         if count:
             for part in PARTS:
                 self._write_window(part, slot, arrays[part])
@@ -218,17 +218,6 @@ class CpuCache(PagedCache):
             paged=int(self._paged.ctypes.data),
             window=window,
         )
-
-    @property
-    def nbytes(self) -> int:
-        """See `runtime.kv.control.KVCache.nbytes`."""
-        windows = sum(self.window_length(slot) for slot in range(self._paged.size))
-        return self.table.used * self.store.page_bytes + windows * self._token_bytes
-
-    @property
-    def capacity_bytes(self) -> int:
-        """See `runtime.kv.control.KVCache.capacity_bytes`."""
-        return self.store.nbytes
 
     def stored(self, layer: int) -> op.Stored:
         """What instructions say of a layer."""

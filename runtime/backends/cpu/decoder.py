@@ -74,7 +74,7 @@ class CpuDecoder:
         self.cache.store.use(self._pool)
         self.cache.store.prepare()
         self._selections = 0
-        self.kv_bytes = self.cache.capacity_bytes
+        self.kv_bytes = self.cache.store.nbytes
         self.weight_bytes = self._plan.weight_bytes
 
     @property

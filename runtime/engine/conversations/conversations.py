@@ -39,7 +39,7 @@ class Conversations:
         self._ends: dict[int, int] = {}  # what each busy slot may grow to
         self._forgotten: set[int] = set()  # busy slots that are cleared when they are released
         self.saved: SavedCaches | None = None
-        """Sequences on disk, where a prompt may begin from too; only with a cache that has a layout."""
+        """Sequences on disk, where a prompt may begin from too; only with a cache."""
 
     def tokens(self, slot: int) -> list[int]:
         """What a slot holds; whoever runs a step of the slot appends what has entered the cache."""
@@ -61,9 +61,8 @@ class Conversations:
             return False
         if self._cache is None:
             return True
-        kind, (source, shared) = self._cache.kind, self._longest(prompt[:-1])
-        paged = self._cache.paged_length(source) // kind.page if source in self._ends else 0
-        return self._cache.holds_together(self._ends, kind.stored_pages(end) - min(paged, kind.whole_pages(shared)))
+        source, shared = self._longest(prompt[:-1])
+        return self._cache.has_room_beside(self._ends, end, source=source, shared=shared)
 
     def begin(self, prompt: Sequence[int], chat: str | None = None, *, end: int | None = None) -> tuple[int, int]:
         """Make a slot hold the beginning of a prompt, as much of it as is known; its last token is never counted.

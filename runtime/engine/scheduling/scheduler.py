@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from runtime.backends.decoder import Decoder
 from runtime.engine.conversations.conversations import Conversations
+from runtime.engine.generation import Piece
 from runtime.engine.rows import RowKind, compute
 from runtime.engine.scheduling.request import Request
+from runtime.engine.speculation.rounds import Place
 from runtime.errors import OutOfMemoryError
 
 ROUND: tuple[RowKind, ...] = ("drawn", "decode", "prompt")
@@ -39,7 +42,7 @@ in another way than many, and an answer must not hang on who is beside it."""
 
 
 class Scheduler:
-    """The requests of one decoder. Not thread-safe.
+    """The requests of one decoder, which has a session as long as there are any. Not thread-safe.
 
     Args:
         decoder: Computes.
@@ -54,6 +57,10 @@ class Scheduler:
         """Requests that have a slot."""
         self.most = decoder.options.slots
         """Requests that may run at the same time."""
+        self.closed = False
+        """Whether requests end at once."""
+        self._session = ExitStack()
+        self._in_session = self._stepping = False
         self._full = False  # whether the first that waits has to wait until somebody ends
         self._spent = self._began = 0.0
 
@@ -62,31 +69,93 @@ class Scheduler:
         """Whether there is anything to do."""
         return bool(self.running or self.waiting)
 
-    def clock(self) -> float:
+    def _clock(self) -> float:
         """Seconds, on a clock that stands still between steps; to be asked within one."""
         return self._spent + time.perf_counter() - self._began
 
-    def company(self) -> int:
+    def place(self, slot: int) -> Place:
+        """Where the rounds of a slot take place."""
+        return Place(
+            decoder=self._decoder,
+            conversations=self._conversations,
+            slot=slot,
+            company=self._company,
+            clock=self._clock,
+        )
+
+    def _company(self) -> int:
         """How many requests run."""
         return len(self.running)
 
     def add(self, request: Request) -> None:
         """Take a request."""
         self.waiting.append(request)
+        if self.closed:
+            self._end_all()
 
-    def step(self) -> None:
-        """One round of everybody; see above."""
+    def step(self) -> bool:
+        """Do one round of everybody; see above. Returns whether there is more to do."""
+        if self.busy:
+            if not self._in_session:
+                self._session.enter_context(self._decoder.session())
+                self._in_session = True
+            self._stepping = True
+            try:
+                self._round()
+            finally:
+                self._stepping = False
+        return self._rest()
+
+    def pieces(self, request: Request, items: deque[Piece | Exception]) -> Iterator[Piece]:
+        """Take a request, and run steps until it ends. To be closed.
+
+        Args:
+            request: The request.
+            items: What its receiver fills.
+        """
+        try:
+            self.add(request)
+            while items or not request.answer.ended:
+                if not items:
+                    self.step()
+                while items:
+                    item = items.popleft()
+                    if isinstance(item, Exception):
+                        raise item
+                    yield item
+        finally:
+            if not request.answer.ended:  # nobody wants the rest
+                request.cancelled = lambda: True
+                self._rest()
+
+    def _rest(self) -> bool:
+        """End what was cancelled, and the session where nobody is left. Returns whether somebody is."""
+        if self._stepping:  # a generator that nobody holds any longer was found in the middle of a step
+            return True
+        self._end_cancelled()
+        if self.busy:
+            return True
+        self._in_session = False
+        self._session.close()
+        return False
+
+    def end(self, error: Exception | None = None) -> None:
+        """End all requests, as cancelled or by an error."""
+        self._end_all(error)
+        self._rest()
+
+    def _round(self) -> None:
         self._began = time.perf_counter()
-        self.end_cancelled()
+        self._end_cancelled()
         self._admit()
         while drafts := self._wanting("draft"):
             self._forward(drafts)
         for kind in ROUND:
             if requests := self._wanting(kind):
                 self._forward(requests)
-        self._spent = self.clock()
+        self._spent = self._clock()
 
-    def cancel(self, request: Request) -> None:
+    def _cancel(self, request: Request) -> None:
         """End a request now, wherever it stands."""
         if request in self.waiting:
             self.waiting.remove(request)
@@ -95,12 +164,11 @@ class Scheduler:
             self._retire(request)
         request.answer.end("cancelled")
 
-    def end_all(self, error: Exception | None = None) -> None:
-        """End all requests, as cancelled or by an error."""
+    def _end_all(self, error: Exception | None = None) -> None:
         for request in [*self.running, *self.waiting]:
             if error is not None:
                 request.answer.fail(error)
-            self.cancel(request)
+            self._cancel(request)
 
     def forget(self, chat: str | None) -> None:
         """Drop what is cached of a chat, or everything; of requests that have not ended, when they end."""
@@ -108,11 +176,11 @@ class Scheduler:
         for request in self.waiting:
             request.forgotten = request.forgotten or chat is None or request.run.chat == chat
 
-    def end_cancelled(self) -> None:
+    def _end_cancelled(self) -> None:
         """End the requests that nobody wants any longer."""
         for request in [*self.running, *self.waiting]:
             if request.cancelled():
-                self.cancel(request)
+                self._cancel(request)
 
     def _admit(self) -> None:
         """Let the first that waits begin, if it can."""
@@ -146,7 +214,7 @@ class Scheduler:
         """Rows of a prompt to be run next: to where a step would end if nobody else were there, or a part of that."""
         most = self._decoder.options.max_rows
         full = min(left, most - done % most)
-        return CHUNK if self.company() > 1 and full > CHUNK + REMAINDER else full
+        return CHUNK if self._company() > 1 and full > CHUNK + REMAINDER else full
 
     def _wanting(self, kind: RowKind) -> list[Request]:
         """The requests that need rows of a kind next."""

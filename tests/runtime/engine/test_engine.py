@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, pre_tokenizers
 
 from models.spec import ModelSpec
 from runtime.backends.decoder import DecoderOptions, Step
@@ -27,19 +24,6 @@ from runtime.text.tokenizer import Tokenizer
 
 V = 300
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token a byte: token 40 + b is byte b; 0, 1 and 2 are special."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fast = Fast(models.BPE({letter: 40 + i for i, letter in enumerate(alphabet)}, []))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    fast.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return Tokenizer(folder)
 
 
 class Script:
@@ -256,22 +240,11 @@ def test_one_generation_in_one_slot_and_waiting_can_be_cancelled(spec: ModelSpec
     engine, script = make(spec, tokenizer, "abcdefgh")
     first = engine.generate([50] * 5, greedy())
     next(first)
-    asked = threading.Event()
-
-    def impatient() -> bool:
-        asked.set()
-        return True
-
-    assert [piece.finish_reason for piece in engine.generate([51] * 5, greedy(), impatient)] == ["cancelled"]
-    assert asked.is_set()
-    results: list[str] = []
-    waiting = threading.Thread(target=lambda: results.append(text_of(list(engine.generate([51] * 5, greedy())))))
+    impatient = engine.generate([51] * 5, greedy(), lambda: True)
+    assert [piece.finish_reason for piece in impatient] == ["cancelled"]
     steps = len(script.steps)
-    waiting.start()
-    rest = text_of(list(first))
-    waiting.join(20)
-    assert rest == "bcdefgh"
-    assert results == ["abcdefgh"]
+    assert text_of(list(engine.generate([51] * 5, greedy()))) == "abcdefgh"
+    assert text_of(list(first)) == "bcdefgh"
     tokens = [step.tokens[0] for step in script.steps[steps:]]
     assert tokens.index(51) == tokens.index(script.answer[-1]) + 1  # all of the first answer before any of the second
 
@@ -280,12 +253,8 @@ def test_close_ends_the_running_generation_and_refuses_the_next(spec: ModelSpec,
     engine, script = make(spec, tokenizer, "abcdefgh")
     running = engine.generate([50] * 5, greedy())
     next(running)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    while not engine._turns.closed:
-        pass
+    engine.close()
     assert [piece.finish_reason for piece in running] == ["cancelled"]
-    closing.join(20)
     engine.close()
     assert script.closed == 2
     with pytest.raises(BackendError, match="unloaded"):
@@ -481,15 +450,10 @@ def test_what_is_measured_costs_no_conversation(
     answers = [ask(engine, chat)[0] for chat in CHATS]
     longer = [[*chat, *answer, 5] for chat, answer in zip(CHATS, answers, strict=True)]
     cached = [len(chat) - 2 for chat in longer]
-    busy: list[bool] = []
     with engine.lent() as decoder:
         for position in range(LENT_TOKENS):
             row = np.array([position], np.int32)
             decoder.forward(Step(tokens=row, slots=0 * row, positions=row, logit_rows=0 * row, compensate=True))
-        waiting = threading.Thread(target=lambda: busy.append(not engine._turns._turn.acquire(blocking=False)))
-        waiting.start()
-        waiting.join()
-    assert busy == [True]
     assert engine.decoder.cache is not None
     assert engine.decoder.cache.length(0) == 0, "what was measured holds no pages"
     assert len(list(tmp_path.iterdir())) == {1: 1, 2: 1, 4: 0}[slots], "the one without a place is on disk"
@@ -499,20 +463,11 @@ def test_what_is_measured_costs_no_conversation(
 
 def test_the_decoder_is_lent_when_all_answers_have_ended(spec: ModelSpec, tokenizer: Tokenizer) -> None:
     engine, _ = make(spec, tokenizer, "hello there")
-    answer, entered, running = engine.generate([50] * 5, greedy()), threading.Event(), list[int]()
+    answer = engine.generate([50] * 5, greedy())
     next(answer)
-
-    def borrow() -> None:
-        with engine.lent():
-            running.append(engine.running)
-            entered.set()
-
-    borrower = threading.Thread(target=borrow)
-    borrower.start()
-    assert not entered.wait(0.1)
+    with engine.lent():
+        assert engine.running == 0
     assert list(answer)[-1].finish_reason == "stop"
-    borrower.join(60)
-    assert running == [0]
 
 
 def test_a_measurement_that_fails_gives_the_decoder_back(
