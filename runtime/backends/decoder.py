@@ -38,8 +38,7 @@ class DecoderOptions:
     slots: int = 1
     """Sequences that keep a cache at the same time (B)."""
     pages: int | None = None
-    """Pages of the cache that all slots share; None = as many as `slots` sequences of `context` tokens need. A backend
-    whose `cache` is None has no pages and keeps room for every slot."""
+    """Pages of the cache that all slots share; None = as many as `slots` sequences of `context` tokens need."""
     k_chunk: Mapping[str, int] | int = 0
     """Salient channels compensated per 1024 input channels: one number, or one by layer type (`qkv`, `o`, `gate_up`,
     `down`, `head`; absent = 0). A narrower matrix takes its share, rounded up; 1024 compensates every channel."""
@@ -171,8 +170,8 @@ class Decoder(Protocol):
     """Bytes of weights read for one decoded token, without residuals and without the embedding table."""
 
     @property
-    def cache(self) -> KVCache | None:
-        """The KV cache, to be asked between steps; None where a backend's cache cannot trim and fork by request."""
+    def cache(self) -> KVCache:
+        """The KV cache, to be asked between steps."""
         ...
 
     @property

@@ -130,8 +130,7 @@ class _Reader:
             drafted: Is given the most likely token of a draft at each place, where it is a list.
         """
         decoder, first, end = self._decoder, self._first, len(self._tokens) - 1
-        if decoder.cache is not None:
-            decoder.cache.clear(0)
+        decoder.cache.clear(0)
         for at in range(0, first, decoder.options.max_rows):
             until = min(at + decoder.options.max_rows, first)
             logits = self._forward(at, until, wanted=int(until == first), compensate=compensate, prefill=True)
@@ -149,9 +148,7 @@ class _Reader:
 
     def _most(self, *, drafts: bool) -> int:
         """Tokens of the next step: no more than see what they saw when they were written."""
-        most, cache = self._decoder.options.max_rows, self._decoder.cache
-        if cache is not None:
-            most = min(most, cache.rows_alike(0))
+        most = min(self._decoder.options.max_rows, self._decoder.cache.rows_alike(0))
         return min(most, DRAFTED_ROWS) if drafts else most
 
     def _forward(

@@ -212,11 +212,10 @@ def _steps(decoder: Decoder, part: Window, as_chat: bool) -> Iterator[tuple[int,
     The cache says how far a step may go, so each is to be run before the next is asked for.
     """
     end, most, cache = part.start, decoder.options.max_rows, decoder.cache
-    if cache is not None:
-        cache.clear(0)
+    cache.clear(0)
     while end < part.end - 1:
         at, prompt = end, end < part.prompt
-        until = most if prompt or cache is None else min(most, cache.rows_until_flush(0))
+        until = most if prompt else min(most, cache.rows_until_flush(0))
         rows = 1 if as_chat and not prompt else until
         end = min(at + rows, part.prompt if prompt else part.end - 1)
         yield at, end, prompt

@@ -153,7 +153,7 @@ def measure_at(
     runner, kind = _Runner(decoder, progress, cancelled, decode_tokens), KINDS[decoder.options.kv]
     with decoder.session():
         first = fill(decoder, tokens, seed, cancelled)
-        held = bytes_per_token(kind, decoder.spec) * tokens if decoder.cache is None else decoder.cache.slot_bytes(0)
+        held = decoder.cache.slot_bytes(0)
         runner.decode(first, tokens, min(_WARM_STEPS, decode_tokens))
         runner.done = 0
         steps = runner.decode(first, tokens, decode_tokens)
@@ -190,8 +190,6 @@ def fill(decoder: Decoder, tokens: int, seed: int = 0, cancelled: Callable[[], b
     if tokens <= prompt.size:
         return runner.prefill(prompt)
     cache, rest = decoder.cache, tokens % _FILLED_BY_PREFILL
-    if cache is None:
-        raise RequestError(f"the {decoder.backend} backend's cache cannot be filled without a prompt")
     first = runner.prefill(prompt[:_FILLED_BY_PREFILL])
     cache.lengthen(0, tokens - rest)
     return runner.prefill(prompt[:rest], tokens - rest) if rest else first

@@ -24,22 +24,21 @@ class Conversations:
     """The sequences in a decoder's slots. Not thread-safe: the engine asks between steps.
 
     Args:
-        cache: The decoder's cache; None where it cannot trim and fork by request: slot 0 alone is used then, and
-            a step at a lower position cuts it back.
+        cache: The decoder's cache.
         slots: Slots of the decoder.
         context: Tokens of a slot.
     """
 
-    def __init__(self, cache: KVCache | None, *, slots: int, context: int) -> None:
+    def __init__(self, cache: KVCache, *, slots: int, context: int) -> None:
         self._cache, self._context = cache, context
-        self._tokens: list[list[int]] = [[] for _ in range(1 if cache is None else slots)]
+        self._tokens: list[list[int]] = [[] for _ in range(slots)]
         self._chats: list[str | None] = [None] * len(self._tokens)
         self._used = [0] * len(self._tokens)
         self._clock = 0
         self._ends: dict[int, int] = {}  # what each busy slot may grow to
         self._forgotten: set[int] = set()  # busy slots that are cleared when they are released
         self.saved: SavedCaches | None = None
-        """Sequences on disk, where a prompt may begin from too; only with a cache."""
+        """Sequences on disk, where a prompt may begin from too."""
 
     def tokens(self, slot: int) -> list[int]:
         """What a slot holds; whoever runs a step of the slot appends what has entered the cache."""
@@ -59,8 +58,6 @@ class Conversations:
         """
         if self.busy == len(self._tokens):
             return False
-        if self._cache is None:
-            return True
         source, shared = self._longest(prompt[:-1])
         return self._cache.has_room_beside(self._ends, end, source=source, shared=shared)
 
@@ -108,7 +105,7 @@ class Conversations:
         Where nobody is left to be dropped, the step itself is refused.
         """
         cache = self._cache
-        if cache is None or cache.has_room(slot, end):
+        if cache.has_room(slot, end):
             return
         for other in sorted(self._idle(but=slot), key=self._used.__getitem__):
             self.clear(other)
@@ -137,17 +134,13 @@ class Conversations:
         self._forgotten.discard(slot)
         self._tokens[slot] = []
         self._chats[slot] = None
-        if self._cache is not None:
-            self._cache.clear(slot)
+        self._cache.clear(slot)
 
     def vacate(self, slot: int, room: int) -> None:
         """Empty a slot for somebody who writes up to `room` tokens into it. What it held moves to another slot.
 
         Where all are taken, the one unused for longest is dropped, on disk first if it is worth a file.
         """
-        if self._cache is None:
-            self.clear(slot)
-            return
         if self._tokens[slot]:
             self.cut(slot, len(self._tokens[slot]))
             others = [other for other in range(len(self._tokens)) if other != slot]
@@ -168,7 +161,7 @@ class Conversations:
 
     def _save(self, slots: Sequence[int]) -> None:
         """Write to disk what is worth it of some slots, the most important first."""
-        if self.saved is None or self._cache is None:
+        if self.saved is None:
             return
         for slot in slots:
             self.cut(slot, len(self._tokens[slot]))
@@ -186,7 +179,7 @@ class Conversations:
 
     def _is_exact(self, slot: int, length: int) -> bool:
         """Whether a slot can be cut back to a length without opening a quantized page."""
-        return self._cache is None or length >= self._cache.exact_from(slot)
+        return length >= self._cache.exact_from(slot)
 
     def _spare(self, source: int | None) -> int:
         """An idle slot: an empty one, or the one unused for longest; not `source` where there are others."""
@@ -199,18 +192,16 @@ class Conversations:
 
     def _fork(self, source: int, target: int, length: int) -> None:
         """Let a slot begin as another does."""
-        if self._cache is not None:
-            if length:
-                self._cache.fork(source, target, length)
-            else:
-                self._cache.clear(target)
+        if length:
+            self._cache.fork(source, target, length)
+        else:
+            self._cache.clear(target)
         self._tokens[target] = self._tokens[source][:length]
         self._chats[target] = None
 
     def _restore(self, found: SavedSequence, slot: int) -> None:
         """Let a slot hold what is in a file, or nothing where that cannot be used."""
         assert self.saved is not None
-        assert self._cache is not None
         self.clear(slot)
         self.make_room(slot, len(found.tokens))
         if not self._cache.has_room(slot, len(found.tokens)):
@@ -222,7 +213,7 @@ class Conversations:
     def cut(self, slot: int, length: int) -> None:
         """Drop what a slot holds behind its first `length` tokens, and what a draft or a failed step has left there."""
         del self._tokens[slot][length:]
-        if self._cache is not None and self._cache.length(slot) > length:
+        if self._cache.length(slot) > length:
             self._cache.trim(slot, length)
 
     def _touch(self, slot: int) -> None:

@@ -18,9 +18,11 @@ from runtime.engine.conversations.saved_folder import SavedCaches, forget
 from runtime.engine.engine import LENT_TOKENS, Engine
 from runtime.engine.generation import Piece
 from runtime.errors import BackendError, ContextOverflowError, InvalidActivationError, RequestError
+from runtime.kv.control import PagedCache
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.text.sampling import Draw, Drawn, SamplingOptions
 from runtime.text.tokenizer import Tokenizer
+from tests.runtime.engine.nowhere import Nowhere
 
 V = 300
 EOS = 2
@@ -32,11 +34,12 @@ class Script:
     backend = "reference"
     kv_bytes = weight_bytes = 0
     recall = None
-    cache = None
 
     def __init__(self, spec: ModelSpec, answer: list[int], prompt: int, **options: Any) -> None:
         self.spec = spec
         self.options = DecoderOptions(**{"context": 64, "max_rows": 8, **options})
+        sizes = {"context": self.options.context, "slots": self.options.slots, "max_rows": self.options.max_rows}
+        self.cache = PagedCache(KINDS[self.options.kv], spec, Nowhere(), **sizes)
         self.answer, self.prompt = answer, prompt
         self.steps: list[Step] = []
         self.closed = self.sessions = 0
@@ -51,6 +54,7 @@ class Script:
             self.sessions -= 1
 
     def forward(self, step: Step) -> np.ndarray:
+        self.cache.begin(step.slots, step.positions, flush=step.flush)
         if self.fail_at is not None and len(self.steps) >= self.fail_at:
             raise InvalidActivationError("broken")
         self.steps.append(step)
@@ -454,7 +458,6 @@ def test_what_is_measured_costs_no_conversation(
         for position in range(LENT_TOKENS):
             row = np.array([position], np.int32)
             decoder.forward(Step(tokens=row, slots=0 * row, positions=row, logit_rows=0 * row, compensate=True))
-    assert engine.decoder.cache is not None
     assert engine.decoder.cache.length(0) == 0, "what was measured holds no pages"
     assert len(list(tmp_path.iterdir())) == {1: 1, 2: 1, 4: 0}[slots], "the one without a place is on disk"
     found = [ask(engine, chat)[1] for chat in longer]

@@ -174,7 +174,6 @@ def test_saved_caches_come_back(tmp_path: Path) -> None:
 
     def saved(engine: Engine) -> SavedCaches:
         cache = engine.decoder.cache
-        assert cache is not None
         about = About.of(cache, model.spec, model="demo", recipe=model.recipe.to_json(), prompts=0)
         return SavedCaches(tmp_path, about, smallest=256)
 
