@@ -1,15 +1,15 @@
-"""The engine: prompts go in, pieces of text come out. It knows tokens, text and time; decoders know neither.
+"""The engine: turns prompts into streams of text. It handles tokens, text and timing, so that decoders need not.
 
-As many generations run at once as the decoder has slots, step by step (`runtime.engine.scheduling`); others wait. What
-the last few conversations left in the cache stays while slots and pages are free, and a prompt goes on from the one
-that begins as it does; so switching between chats, regenerating and branching compute only what is new.
+It runs as many generations at once as the decoder has slots, step by step (`runtime.engine.scheduling`); further
+requests wait. The KV cache of recent conversations is kept while slots and pages are free, and a prompt reuses the
+longest matching prefix. Switching between chats, regenerating and branching therefore compute only new tokens.
 
-What is reused is not always what a prefill of the same tokens would give. Tokens that were generated keep the cache
-entries of decoding, which are compensated row by row, where those of a prompt are compensated together; where a kind of
-cache quantizes whole pages, a branch inside a page goes on from what the page reads back as; a prompt that is prefilled
-in pieces sees pages where one in a single piece would see the window. So a reply may depend on what was said before it,
-on what was dropped for want of room, and on what was saved to disk. But a decoder that was loaded afresh gives the same
-replies to the same requests in the same order with the same seeds, where it finds the same saved caches.
+Reused entries are not always those that a prefill of the same tokens would give. Generated tokens keep the cache
+entries of decoding, which compensates each row by itself, whereas the rows of a prompt are compensated together. Where
+a cache quantizes whole pages, a branch inside a page continues from the dequantized page, and a prompt that is
+prefilled in pieces reads pages where a single pass would read the window. A reply may therefore depend on earlier
+conversations, on evictions, and on saved caches. A freshly loaded decoder with the same saved caches gives the same
+replies to the same requests in the same order with the same seeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from runtime.engine.conversations.conversations import Conversations
 from runtime.engine.conversations.saved_folder import SavedCaches
 from runtime.engine.embedding import embed
 from runtime.engine.generation import Piece, Run
-from runtime.engine.inspection import MOST_TOKENS, inspect
+from runtime.engine.inspection import MAX_TOKENS, inspect
 from runtime.engine.scheduling.answer import Answer, Language, Receive
 from runtime.engine.scheduling.request import Request
 from runtime.engine.scheduling.scheduler import Scheduler
@@ -39,8 +39,8 @@ from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 from runtime.wire.inspection import Inspection
 
-LENT_TOKENS = 128
-"""Tokens that whoever measures the decoder may put into slot 0, unless more are asked for."""
+BORROWED_TOKENS = 128
+"""Default number of tokens that a borrower of the decoder may write into slot 0."""
 
 
 class Engine:
@@ -52,7 +52,7 @@ class Engine:
     def __init__(
         self, decoder: Decoder, tokenizer: Tokenizer, *, name: str, eos_token_ids: Sequence[int], reason: str = ""
     ) -> None:
-        """Put an engine together.
+        """Create an engine.
 
         Args:
             decoder: The loaded model; the engine uses all its slots and closes it.
@@ -68,13 +68,12 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._constraints = Constraints(tokenizer, vocab_size=decoder.spec.vocab_size, eos=self._eos)
         self._drafting = Drafting()
-        options = decoder.options
-        self._conversations = Conversations(decoder.cache, slots=options.slots, context=options.context)
+        self._conversations = Conversations(decoder.cache, slots=decoder.options.slots, context=self.context)
         self._scheduler = Scheduler(decoder, self._conversations)
 
     @property
     def parallel(self) -> int:
-        """Requests that are answered at the same time; as many as the decoder has slots, if not set."""
+        """Most requests answered at the same time; defaults to the decoder's slots."""
         return self._scheduler.most
 
     @parallel.setter
@@ -83,22 +82,22 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests that are being answered; may be asked in any thread, as `waiting`."""
+        """Requests being answered. Thread-safe, as `waiting` is."""
         return len(self._scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot, or for room in the cache."""
+        """Requests waiting for a slot or for room in the cache."""
         return len(self._scheduler.waiting)
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """Most tokens of a prompt and its answer together."""
         return self.decoder.options.context
 
     @property
     def chat_stops(self) -> tuple[str, ...]:
-        """Stop strings that chat answers need beside the caller's own (see `Tokenizer.chat_stops`)."""
+        """Stop strings for chat answers, in addition to the caller's own (see `Tokenizer.chat_stops`)."""
         return self.tokenizer.chat_stops
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
@@ -106,7 +105,7 @@ class Engine:
         return self.tokenizer.chat(messages, most=self.context, **options)
 
     def text_prompt(self, text: str) -> list[int]:
-        """Tokens of a text to be continued. An empty text gives the beginning-of-sequence token, where there is one."""
+        """Tokens of a text to be continued. An empty text gives the beginning-of-sequence token, if there is one."""
         tokens = self.tokenizer.encode(text, most=self.context)
         if not tokens and self.decoder.spec.bos_token_id is not None:
             tokens = [self.decoder.spec.bos_token_id]
@@ -121,20 +120,21 @@ class Engine:
         trim: bool = False,
         chat: str | None = None,
     ) -> Iterator[Piece]:
-        """Answer a prompt. Whoever iterates runs the steps of all requests.
+        """Answer a prompt. Iterating runs the steps of all requests.
 
         Args:
             prompt: Token ids, from `chat_prompt` or `text_prompt`.
-            options: How to draw and when to end.
-            cancelled: Asked between steps; True ends the answer with `finish_reason` "cancelled".
-            trim: Whether white space at the beginning of the answer is left out, as for a new chat message.
-            chat: The conversation that this belongs to, by a name of the caller's, for `forget`.
+            options: Sampling and stopping options.
+            cancelled: Polled between steps; True ends the answer with `finish_reason` "cancelled".
+            trim: Whether to strip leading white space from the answer, as for a new chat message.
+            chat: The caller's name for the conversation, for `forget`.
 
         Returns:
-            Pieces as they come; the last has `finish_reason` and `usage`. Closing the iterator ends the work.
+            Pieces as they are generated; the last has `finish_reason` and `usage`. Closing the iterator cancels the
+            request.
 
         Raises:
-            RuntimeFailure: as `submit`; while iterating, what `submit` gives to its receiver.
+            RuntimeFailure: as `submit`; while iterating, any error that `submit` would pass to its receiver.
         """
         items: deque[Piece | Exception] = deque()
         request = self._request(prompt, options, items.append, cancelled, trim=trim, chat=chat)
@@ -150,39 +150,40 @@ class Engine:
         trim: bool = False,
         chat: str | None = None,
     ) -> None:
-        """Let a prompt be answered by the calls of `step` that follow. Arguments are as for `generate`, but for one.
+        """Queue a prompt, to be answered by later calls of `step`. Arguments are those of `generate`, plus `receive`.
 
-        `receive` gets the pieces in the thread that runs the steps. The last has `finish_reason` and `usage`; or an
-        error comes in its place: an InvalidActivationError where the model's numbers broke down, an OutOfMemoryError
-        where the cache is too small.
+        `receive` is called with each piece, in the thread that runs the steps. The last piece has `finish_reason` and
+        `usage`; or an error takes its place: an InvalidActivationError if the model computed NaN or infinity, an
+        OutOfMemoryError if the cache is too small.
 
         Raises:
-            RequestError: the prompt is empty or holds a token that the model does not have, or the answer cannot be
-                constrained as asked.
+            RequestError: the prompt is empty or holds a token that the model does not have, or the requested constraint
+                is not supported.
             ContextOverflowError: the prompt leaves no room for one more token.
             BackendError: the engine has been closed.
         """
         self._scheduler.add(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
 
     def step(self) -> bool:
-        """Do one step of all requests. Returns whether there is more to do."""
+        """Run one step of all requests. Returns whether work remains."""
         return self._scheduler.step()
 
-    def keep_in(self, saved: SavedCaches) -> None:
-        """Write long conversations to disk when the engine is closed, and let prompts go on from what is there.
+    def save_to(self, saved: SavedCaches) -> None:
+        """Save long conversations to disk on close, and let prompts continue from saved ones.
 
         Args:
-            saved: The saved caches of this very model and kind of cache; of no use where the cache has no `layout`.
+            saved: The saved caches of this very model and kind of cache; unused if the cache has no `layout`.
         """
         self._conversations.saved = saved
 
     def speculate(self, gamma: int | Costs | None, *, copied: bool = True) -> None:
-        """Draft tokens and verify them several at a time, from the next answer on. What comes out is the same.
+        """Speculate from the next answer on: draft tokens and verify several at a time. The output is unchanged.
 
         Args:
-            gamma: Tokens that the model drafts in each round, compensated by the decoder's `draft_k_chunk`, and none is
-                copied; or what steps cost, and the best number is found while answers go on; None: it drafts none.
-            copied: Whether drafts are copied from the text where that pays, as they are in a new engine.
+            gamma: Tokens that the model drafts in each round, with the decoder's `draft_k_chunk` of compensation, and
+                nothing is copied; or measured costs, from which the best number is found while answering; None: the
+                model drafts nothing.
+            copied: Whether drafts are copied from the text where that pays, as in a new engine.
 
         Raises:
             RequestError: gamma is out of range.
@@ -191,23 +192,23 @@ class Engine:
 
     @property
     def speculates(self) -> bool:
-        """Whether the model drafts tokens for itself."""
+        """Whether the model drafts for itself."""
         return self._drafting.gamma is not None
 
     def forget(self, chat: str | None = None) -> None:
-        """Drop cached tokens, those of a chat or all, so that they are computed anew, or come from disk.
+        """Drop the cached tokens of one chat or of all; they are then recomputed, or loaded from disk.
 
         Args:
-            chat: The name under which `generate` was given its prompts; None: everything is dropped.
+            chat: The name that was given to `generate`; None: drop everything.
         """
         self._scheduler.forget(chat)
 
     @contextmanager
-    def lent(self, tokens: int = LENT_TOKENS) -> Iterator[Decoder]:
-        """While entered, the decoder is the caller's, who may put so many tokens into slot 0.
+    def borrow(self, tokens: int = BORROWED_TOKENS) -> Iterator[Decoder]:
+        """Borrow the decoder: the caller may write this many tokens into slot 0.
 
-        Requests are answered to their end before. Conversations stay: what was in slot 0 moves to another one. Where
-        all are in use, the one unused for longest gives way, and is written to disk first if it is worth a file.
+        Runs all requests to their end first. Conversations are kept: slot 0 moves to another slot. If all slots are in
+        use, the least recently used one is evicted, and saved to disk first if it is worth a file.
         """
         while self._scheduler.step():
             pass
@@ -218,9 +219,9 @@ class Engine:
             self._conversations.clear(0)
 
     def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled) -> Float32Array:
-        """See `runtime.engine.embedding.embed`; tokens are checked as `submit` does, the decoder is `lent`."""
+        """See `runtime.engine.embedding.embed`; tokens are checked as `submit` does, the decoder is borrowed."""
         checked = self._checked(tokens)
-        with self.lent(len(checked)) as decoder, decoder.session():
+        with self.borrow(len(checked)) as decoder, decoder.session():
             return embed(decoder, checked, cancelled)
 
     def inspect(
@@ -230,16 +231,16 @@ class Engine:
         progress: ProgressCallback = ignore_progress,
         cancelled: Callable[[], bool] = never_cancelled,
     ) -> Inspection:
-        """What the model thought at each token of an answer, or of its start; see `runtime.engine.inspection.inspect`.
+        """Inspect the tokens of an answer, or of its beginning; see `runtime.engine.inspection.inspect`.
 
         Raises:
             RequestError, ContextOverflowError: as `submit`, of both together.
         """
-        spoken = self.tokenizer.encode(answer, special=False, most=self.context)[:MOST_TOKENS]
+        spoken = self.tokenizer.encode(answer, special=False, most=self.context)[:MAX_TOKENS]
         if not spoken:
             raise RequestError("the answer is empty: there is no token to look at")
         read = self._checked([*prompt, *spoken[:-1]])
-        with self.lent(len(read)) as decoder, decoder.session():
+        with self.borrow(len(read)) as decoder, decoder.session():
             about: Any = {"name": self.name, "drafts": self.speculates, "progress": progress, "cancelled": cancelled}
             return inspect(decoder, self.tokenizer, prompt, spoken, **about)
 
@@ -265,7 +266,7 @@ class Engine:
         trim: bool,
         chat: str | None,
     ) -> Request:
-        """What the scheduler is given; see `submit`."""
+        """Build a request for the scheduler; see `submit`."""
         tokens = self._checked(prompt)
         room = self.context - len(tokens)
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
@@ -276,7 +277,7 @@ class Engine:
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
-        """Tokens that the model can read, with room for one more."""
+        """Check a prompt: known tokens only, and room for at least one more."""
         tokens, V = [int(token) for token in prompt], self.decoder.spec.vocab_size
         if not tokens:
             raise RequestError("the prompt is empty: give at least one token")
@@ -293,7 +294,6 @@ class Engine:
 
     def _rounds(self, run: Run, slot: int) -> Rounds:
         """The decoding of one answer."""
-        place = self._scheduler.place(slot)
-        rounds = self._drafting.rounds(place, run.options, run.constraint, ends=self._eos)
+        rounds = self._drafting.rounds(self._scheduler.context(slot), run.options, run.constraint, ends=self._eos)
         run.speculation = lambda: rounds.result() if self.speculates or rounds.counts.rounds else None
         return rounds

@@ -1,4 +1,4 @@
-"""The arrays in which a sequence leaves a cache and comes back. Nothing here imports torch."""
+"""Export and import of cached sequences, for saving them to disk. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import numpy.typing as npt
 from runtime.errors import RequestError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-"""Named arrays in main memory, in whatever layout a backend keeps them."""
+"""Named arrays in main memory, in the backend's own layout."""
 _CHUNK_PAGES = 8
-"""Pages that are read or written at once."""
+"""Pages read or written at a time."""
 
 
 def layout_name(backend: str, places: object) -> str:
-    """A name for `runtime.kv.control.PageStore.saved_layout` that is another as soon as a place is another.
+    """A name for `runtime.kv.control.PageStore.saved_layout` that changes with the layout.
 
     Args:
-        backend: Whose layout it is, with a version of how the bytes of a place are to be understood.
-        places: What stands where; its `repr` counts.
+        backend: The backend, with a version of its byte format.
+        places: The layout; its `repr` is hashed.
     """
     return f"{backend}-{hashlib.sha256(repr(places).encode()).hexdigest()[:12]}"
 
 
 def chunks(pages: list[int]) -> Iterator[list[int]]:
-    """The pages of a slot, a few at a time."""
+    """A slot's pages in small batches."""
     for start in range(0, len(pages), _CHUNK_PAGES):
         yield pages[start : start + _CHUNK_PAGES]
 
 
 def checked(arrays: Arrays, like: Arrays) -> Arrays:
-    """Arrays that came from outside, with the names, types and shapes that they should have.
+    """Check untrusted arrays against the expected names, dtypes and shapes.
 
     Raises:
-        RequestError: one has not.
+        RequestError: they differ.
     """
     found, wanted = ({name: (x.dtype, x.shape) for name, x in each.items()} for each in (arrays, like))
     if found != wanted:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from runtime.engine.speculation.copying import StepTimes
 from runtime.engine.speculation.gamma import Costs, FixedGamma, Gamma, gamma_of
-from runtime.engine.speculation.rounds import Place, Rounds
+from runtime.engine.speculation.rounds import DecodeContext, Rounds
 from runtime.text.constraint import Constraint
 from runtime.text.sampling import Sampler, SamplingOptions
 
@@ -30,14 +30,14 @@ class Drafting:
         self._times = StepTimes() if copied and not isinstance(gamma, int) else None
 
     def rounds(
-        self, place: Place, options: SamplingOptions, constraint: Constraint | None, *, ends: Collection[int]
+        self, context: DecodeContext, options: SamplingOptions, constraint: Constraint | None, *, ends: Collection[int]
     ) -> Rounds:
         """The decoding of one answer. With a seed, draws depend neither on timing nor on other requests.
 
         A draft of the model takes random numbers of its own, and knows no grammar. A copied one takes none.
 
         Args:
-            place: Where.
+            context: Where.
             options: How tokens are drawn.
             constraint: What they must keep to.
             ends: Tokens behind which nothing is drafted.
@@ -49,4 +49,4 @@ class Drafting:
         elif seeded:
             gamma = FixedGamma(self._first)
         times = None if seeded and gamma.current else self._times
-        return Rounds(place, sampler, gamma, ends=ends, alike=seeded, times=times)
+        return Rounds(context, sampler, gamma, ends=ends, alike=seeded, times=times)
