@@ -172,7 +172,7 @@ class Engine:
         """Save long conversations to disk on close, and let prompts continue from saved ones.
 
         Args:
-            saved: The saved caches of this very model and kind of cache; unused if the cache has no `layout`.
+            saved: The saved caches of this very model and kind of cache.
         """
         self._conversations.saved = saved
 

@@ -85,7 +85,7 @@ class Scheduler:
         )
 
     def _concurrent(self) -> int:
-        """How many requests run."""
+        """Number of running requests."""
         return len(self.running)
 
     def add(self, request: Request) -> None:
@@ -95,7 +95,7 @@ class Scheduler:
             self._end_all()
 
     def step(self) -> bool:
-        """Do one round of everybody; see above. Returns whether there is more to do."""
+        """Run one round of all requests; see the module's docstring. Returns whether work remains."""
         if self.busy:
             if not self._in_session:
                 self._session.enter_context(self._decoder.session())
@@ -108,11 +108,11 @@ class Scheduler:
         return self._rest()
 
     def pieces(self, request: Request, items: deque[Piece | Exception]) -> Iterator[Piece]:
-        """Take a request, and run steps until it ends. To be closed.
+        """Queue a request and run steps until it ends. Close the generator.
 
         Args:
             request: The request.
-            items: What its receiver fills.
+            items: Filled by the request's receiver.
         """
         try:
             self.add(request)
@@ -125,13 +125,13 @@ class Scheduler:
                         raise item
                     yield item
         finally:
-            if not request.answer.ended:  # nobody wants the rest
+            if not request.answer.ended:  # the rest is not wanted
                 request.cancelled = lambda: True
                 self._rest()
 
     def _rest(self) -> bool:
-        """End what was cancelled, and the session where nobody is left. Returns whether somebody is."""
-        if self._stepping:  # a generator that nobody holds any longer was found in the middle of a step
+        """End cancelled requests, and the session if none is left. Returns whether any is left."""
+        if self._stepping:  # an abandoned generator was collected in the middle of a step
             return True
         self._end_cancelled()
         if self.busy:
