@@ -25,7 +25,7 @@ from runtime.backends.cpu.scratch import scratch_of
 from runtime.backends.cpu.tiles import padded
 from runtime.backends.decoder import DecoderOptions
 from runtime.kv.control import Int32Array, PagedCache
-from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, window_token_bytes
+from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
 from runtime.kv.low_rank import start
 from runtime.kv.transfer import Arrays
 
@@ -199,7 +199,6 @@ class CpuCache(PagedCache):
         )
         self.max_splits = max(1, min(8, 2 * threads))
         """Most splits of one head's context."""
-        self._token_bytes = window_token_bytes(kind, spec)
         self._windows = set(spec.windows)
         self._paged = aligned_zeros((options.slots,), np.int32)
         self._dither = aligned_zeros((kind.page,), np.float32)
