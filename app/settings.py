@@ -4,22 +4,21 @@ A value comes from the first source that has it: a command-line flag, an environ
 settings file (TOML), the default. An invalid value is one error that names the key, where it was found, and what is
 allowed.
 
-There is no validation library on purpose: importing one costs 0.1 s of the 0.5 s within which the terminal UI must
-paint, and there are only a few dozen flat values to check.
+What a field allows is its annotation; the codec of `runtime.wire` reads it, as it reads those of records. There is no
+validation library on purpose: importing pydantic takes 40 ms of the 0.5 s within which the terminal UI must paint.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from app import paths
 from runtime.compensation import (
@@ -27,9 +26,12 @@ from runtime.compensation import (
     DEFAULT_BUDGET_PERCENT,
     DEFAULT_PROMPT_BUDGET_PERCENT,
     LARGEST_BUDGET_PERCENT,
+    Compensation,
+    of_settings,
 )
 from runtime.drafting import LARGEST_GAMMA, Drafts, Speculate
-from runtime.kv.kinds import DEFAULT_KV, KINDS, KVKind
+from runtime.kv.kinds import DEFAULT_KV, KVKind
+from runtime.wire.codec import OneOf, Within, from_json
 
 Value = str | int | float | None
 ENV_PREFIX = "LOWBIT_CHAT_"
@@ -51,36 +53,38 @@ class SettingsError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The values that a setting allows."""
+    """The values that a setting allows, as its annotation says, and its meaning."""
 
+    annotation: Any
+    """The field's, as `runtime.wire.codec` reads it."""
     kind: type
     """`str`, `int` or `float`."""
+    limit: Within | OneOf | None
+    """Which of these."""
+    optional: bool
+    """Whether `auto` (None) is allowed."""
     meaning: str
     """The meaning for the user, as half a sentence."""
-    choices: tuple[str, ...] = ()
-    """The only allowed texts; empty for any."""
-    low: float = -math.inf
-    high: float = math.inf
-    above_low: bool = False
-    """Whether `low` itself is excluded."""
-    optional: bool = False
-    """Whether `auto` (None) is allowed."""
     secret: bool = False
     """Whether listings hide its value."""
     reload: bool = False
     """Whether a change takes effect only after a reload of the model."""
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The only allowed texts; empty for any."""
+        return self.limit.values if isinstance(self.limit, OneOf) else ()
+
+    @property
     def allowed(self) -> str:
         """The allowed values, in words."""
-        if self.choices:
-            words = ", ".join(self.choices)
-        elif self.kind is str:
-            words = "any text"
-        else:
+        if isinstance(self.limit, Within):
+            low, high = self.limit.low, self.limit.high
             noun = "a whole number" if self.kind is int else "a number"
-            words = f"{noun} {'above' if self.above_low else 'from'} {self.low:g} to {self.high:g}"
-            words = words if self.high < 1e6 else f"{noun} from {self.low:g}"
+            words = f"{noun} {'above' if self.limit.above else 'from'} {low:g}"
+            words = words if high >= 1e6 else f"{words} to {high:g}"
+        else:
+            words = ", ".join(self.choices) or "any text"
         return f"{words}, or {UNSET}" if self.optional else words
 
     def parse(self, value: object) -> Value:
@@ -89,26 +93,31 @@ class Rule:
         Raises:
             ValueError: the value is invalid.
         """
-        if self.optional and (value is None or value == UNSET):
+        if self.optional and value == UNSET:
             return None
-        if self.kind is str:
-            if not isinstance(value, str) or (self.choices and value not in self.choices):
-                raise ValueError
-            return value
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise ValueError
-        number: int | float = float(value)
-        if self.kind is int:
-            if not math.isfinite(number) or number != int(number):
-                raise ValueError
-            number = int(number)
-        if not self.low <= number <= self.high or (self.above_low and number == self.low):
-            raise ValueError
-        return number
+        if self.kind is not str and isinstance(value, str):
+            value = float(value)
+        if self.kind is int and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        read: Value = from_json(self.annotation, value)
+        return read
 
 
-def _setting(default: Value, kind: type, meaning: str, **limits: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"rule": Rule(kind=kind, meaning=meaning, **limits)})
+def _rule(annotation: Any, about: Mapping[str, Any]) -> Rule:
+    """The rule of a field that `_setting` made."""
+    members = [kind for kind in get_args(annotation) if kind is not NoneType]
+    optional = get_origin(annotation) in (Union, UnionType)
+    kind = members[0] if optional else annotation
+    limit: Within | OneOf | None = None
+    if get_origin(kind) is Literal:
+        kind, limit = str, OneOf(get_args(kind))
+    elif get_origin(kind) is Annotated:
+        kind, limit = get_args(kind)
+    return Rule(annotation=annotation, kind=kind, limit=limit, optional=optional, **about)
+
+
+def _setting(meaning: str, default: Value = None, **about: bool) -> Any:
+    return dataclasses.field(default=default, metadata={"meaning": meaning, **about})
 
 
 SAMPLING_DEFAULTS: Mapping[str, float] = MappingProxyType(
@@ -117,120 +126,78 @@ SAMPLING_DEFAULTS: Mapping[str, float] = MappingProxyType(
 """Sampling where neither the settings nor the model's maker name a value."""
 
 
-def _sampling(key: str, kind: type, meaning: str, **limits: Any) -> Any:
-    default = f"auto: as the model's maker recommends, else {SAMPLING_DEFAULTS[key]:g}"
-    return _setting(None, kind, f"{meaning}; {default}", optional=True, **limits)
+def _sampling(key: str, meaning: str) -> Any:
+    return _setting(f"{meaning}; auto: as the model's maker recommends, else {SAMPLING_DEFAULTS[key]:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All settings. `None` means that the program chooses."""
 
-    model: str | None = _setting(None, str, "model to load at start", optional=True)
-    kv: KVKind = _setting(  # noqa: RUF009 -- makes a field
-        DEFAULT_KV, str, "precision of the key-value cache", choices=tuple(KINDS), reload=True
+    model: str | None = _setting("model to load at start")
+    kv: KVKind = _setting("precision of the key-value cache", DEFAULT_KV, reload=True)  # noqa: RUF009 -- makes a field
+    context: Annotated[int, Within(1, 10_000_000)] | None = _setting("context length in tokens", reload=True)
+    budget: Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)] | None = _setting(
+        f"slowdown that compensation may cost, in percent; 0 is off; auto: {DEFAULT_BUDGET_PERCENT:g}"
     )
-    context: int | None = _setting(
-        None, int, "context length in tokens", low=1, high=10_000_000, optional=True, reload=True
-    )
-    budget: float | None = _setting(
-        None,
-        float,
-        f"slowdown that compensation may cost, in percent; 0 is off; auto: {DEFAULT_BUDGET_PERCENT:g}",
-        low=0,
-        high=LARGEST_BUDGET_PERCENT,
-        optional=True,
-    )
-    prompt_budget: float | None = _setting(
-        None,
-        float,
+    prompt_budget: Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)] | None = _setting(
         "delay of the first token that compensating the prompt may cost, in percent; 0 is off; "
-        f"auto: {DEFAULT_PROMPT_BUDGET_PERCENT:g}",
-        low=0,
-        high=LARGEST_BUDGET_PERCENT,
-        optional=True,
+        f"auto: {DEFAULT_PROMPT_BUDGET_PERCENT:g}"
     )
-    k_chunk: int | None = _setting(
-        None,
-        int,
-        "compensated channels per 1024; 0 is none; auto: what the budget allows",
-        low=0,
-        high=CHUNK,
-        optional=True,
+    k_chunk: Annotated[int, Within(0, CHUNK)] | None = _setting(
+        "compensated channels per 1024; 0 is none; auto: what the budget allows"
     )
-    speculate: str = _setting(
-        "auto",
-        str,
+    speculate: Annotated[str, OneOf(("auto", "off", "on"))] = _setting(
         "draft tokens and verify several at a time; auto: drafts copied from the text where they pay, and by the model "
         "with a hierarchical cache where tune-device found that it pays; on: by the model always, with that cache",
-        choices=("auto", "off", "on"),
+        "auto",
         reload=True,
     )
-    gamma: int | None = _setting(
-        None,
-        int,
-        "tokens that the model drafts per round of speculation; auto: the fastest number",
-        low=1,
-        high=LARGEST_GAMMA,
-        optional=True,
-        reload=True,
+    gamma: Annotated[int, Within(1, LARGEST_GAMMA)] | None = _setting(
+        "tokens that the model drafts per round of speculation; auto: the fastest number", reload=True
     )
-    num_parallel: int | None = _setting(
-        None,
-        int,
-        "requests answered at the same time; auto: up to 4, as memory allows",
-        low=1,
-        high=64,
-        optional=True,
-        reload=True,
+    num_parallel: Annotated[int, Within(1, 64)] | None = _setting(
+        "requests answered at the same time; auto: up to 4, as memory allows", reload=True
     )
-    backend: str = _setting(
-        "auto", str, "what runs the model", choices=("auto", "triton", "cpu", "reference"), reload=True
+    backend: Annotated[str, OneOf(("auto", "triton", "cpu", "reference"))] = _setting(
+        "what runs the model", "auto", reload=True
     )
-    idle_unload: int | None = _setting(
-        None,
-        int,
-        f"minutes without a request after which the model is unloaded until needed; 0 is never; auto: "
-        f"{DEFAULT_IDLE_MINUTES}; from the next start",
-        low=0,
-        high=100_000,
-        optional=True,
+    idle_unload: Annotated[int, Within(0, 100_000)] | None = _setting(
+        "minutes without a request after which the model is unloaded until needed; 0 is never; auto: "
+        f"{DEFAULT_IDLE_MINUTES}; from the next start"
     )
-    temperature: float | None = _sampling("temperature", float, "sampling temperature; 0 is greedy", low=0, high=2)
-    top_p: float | None = _sampling(
-        "top_p", float, "cumulative probability sampled from; 1 is all", low=0, high=1, above_low=True
+    temperature: Annotated[float, Within(0, 2)] | None = _sampling("temperature", "sampling temperature; 0 is greedy")
+    top_p: Annotated[float, Within(0, 1, above=True)] | None = _sampling(
+        "top_p", "cumulative probability sampled from; 1 is all"
     )
-    top_k: int | None = _sampling("top_k", int, "number of tokens sampled from; 0 is all", low=0, high=10_000_000)
-    min_p: float | None = _sampling(
-        "min_p", float, "minimum probability relative to the best token; 0 is off", low=0, high=1
+    top_k: Annotated[int, Within(0, 10_000_000)] | None = _sampling("top_k", "number of tokens sampled from; 0 is all")
+    min_p: Annotated[float, Within(0, 1)] | None = _sampling(
+        "min_p", "minimum probability relative to the best token; 0 is off"
     )
-    repetition_penalty: float | None = _sampling(
-        "repetition_penalty", float, "penalty for repeated tokens; 1 is off, more breaks loops", low=1, high=2
+    repetition_penalty: Annotated[float, Within(1, 2)] | None = _sampling(
+        "repetition_penalty", "penalty for repeated tokens; 1 is off, more breaks loops"
     )
-    max_tokens: int | None = _setting(
-        None, int, "maximum length of an answer in tokens; auto: what fits", low=1, high=10_000_000, optional=True
+    max_tokens: Annotated[int, Within(1, 10_000_000)] | None = _setting(
+        "maximum length of an answer in tokens; auto: what fits"
     )
-    system_prompt: str = _setting("", str, "instructions to the model before every chat")
-    overflow: str = _setting(
-        "drop",
-        str,
+    system_prompt: str = _setting("instructions to the model before every chat", "")
+    overflow: Annotated[str, OneOf(("drop", "summarize", "ask"))] = _setting(
         "what happens when a chat exceeds the context: its oldest messages are dropped, are "
         "summarized, or you are asked each time",
-        choices=("drop", "summarize", "ask"),
+        "drop",
     )
-    history: str = _setting("on", str, "whether chats are saved on this machine", choices=("on", "off"))
+    history: Annotated[str, OneOf(("on", "off"))] = _setting("whether chats are saved on this machine", "on")
     endpoint: str | None = _setting(
-        None,
-        str,
-        "address of an OpenAI-compatible server to use instead of this machine; auto: this machine",
-        optional=True,
+        "address of an OpenAI-compatible server to use instead of this machine; auto: this machine"
     )
-    endpoint_token: str = _setting("", str, "token for that server", secret=True)
-    sidebar: str = _setting(
-        "on", str, "whether the list of chats is shown next to the chat, if there is room", choices=("on", "off")
+    endpoint_token: str = _setting("token for that server", "", secret=True)
+    sidebar: Annotated[str, OneOf(("on", "off"))] = _setting(
+        "whether the list of chats is shown next to the chat, if there is room", "on"
     )
-    keys: str = _setting("", str, "other keys for actions: chat.new=f9, app.help=ctrl+x; F1 lists the actions")
-    theme: str = _setting("dark", str, "colours of the terminal UI", choices=("dark", "light", "contrast", "terminal"))
+    keys: str = _setting("other keys for actions: chat.new=f9, app.help=ctrl+x; F1 lists the actions", "")
+    theme: Annotated[str, OneOf(("dark", "light", "contrast", "terminal"))] = _setting(
+        "colours of the terminal UI", "dark"
+    )
 
     def __post_init__(self) -> None:
         for key, rule in RULES.items():
@@ -245,6 +212,24 @@ class Settings:
     def drafts(self) -> Drafts:
         """The request for drafts."""
         return self.speculation or (None if self.speculate == "auto" else False)
+
+    def cache(self, asked: KVKind | None = None) -> KVKind | None:
+        """The kind of cache to load with; None where drafts are forced, which take one of their own.
+
+        Args:
+            asked: the kind that this load was asked for by name, which goes before.
+        """
+        return asked or (None if self.speculation else self.kv)
+
+    def compensation(self, asked: Compensation | None = None, prompt_budget: float | None = None) -> Compensation:
+        """What decides how much is compensated.
+
+        Args:
+            asked: what this load was asked for instead; see `of_settings`.
+            prompt_budget: the percentage for prompts that this load was asked for.
+        """
+        found = of_settings(self.k_chunk, self.budget, asked, prompt_budget=self.prompt_budget)
+        return found if prompt_budget is None else dataclasses.replace(found, prompt_budget_percent=prompt_budget)
 
     def sampling(self, recommended: Mapping[str, float] | None) -> dict[str, float]:
         """How answers are sampled: as set, else as recommended, else by `SAMPLING_DEFAULTS`.
@@ -275,7 +260,10 @@ class Settings:
         return dataclasses.replace(self, **{key: check(key, value) for key, value in changes.items()})  # type: ignore[arg-type]
 
 
-RULES: Mapping[str, Rule] = {field.name: field.metadata["rule"] for field in dataclasses.fields(Settings)}
+_ANNOTATIONS = get_type_hints(Settings, include_extras=True)
+RULES: Mapping[str, Rule] = {
+    field.name: _rule(_ANNOTATIONS[field.name], field.metadata) for field in dataclasses.fields(Settings)
+}
 """The rule of every setting, by key, in display order."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.cli import options
@@ -56,22 +56,16 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         SettingsError: a setting is invalid.
         RuntimeFailure: the choices conflict, or there is not enough memory.
     """
-    from runtime.compensation import of_settings
     from runtime.kv.kinds import cache_for
     from runtime.load.memory import DEFAULT_CONTEXT
     from runtime.load.plan import plan_load
 
     settings = _settings(choices)
-    compensation = of_settings(
-        settings.k_chunk, settings.budget, choices.compensation, prompt_budget=settings.prompt_budget
-    )
-    if choices.prompt_budget is not None:
-        compensation = replace(compensation, prompt_budget_percent=choices.prompt_budget)
     maximum = model.spec.max_context
     plan = plan_load(
         model,
-        compensation,
-        kv=cache_for(choices.kv if settings.speculation else settings.kv, drafts=settings.speculation is not None),
+        settings.compensation(choices.compensation, choices.prompt_budget),
+        kv=cache_for(settings.cache(choices.kv), drafts=settings.speculation is not None),
         # A context on the command line is binding; one in the settings is reduced to the model's maximum.
         context=choices.context or (settings.context and min(settings.context, maximum)),
         backend_name=settings.backend,

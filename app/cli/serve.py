@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -56,20 +55,16 @@ def serve(
     output, services = Output(), services_of(ctx)
 
     from app.settings import load
-    from runtime.compensation import of_settings
     from runtime.server import serve as server
     from runtime.server.store.loading import LoadDefaults
     from runtime.wire.requests import LoadRequest
 
     speculate = options.speculate_setting(speculation)
     settings = load({"model": model, "kv": kv, "context": context, "speculate": speculate, "gamma": gamma})
-    compensation = of_settings(settings.k_chunk, settings.budget, asked, prompt_budget=settings.prompt_budget)
-    if prompt_budget is not None:
-        compensation = replace(compensation, prompt_budget_percent=prompt_budget)
     defaults = LoadDefaults(
-        compensation=compensation,
+        compensation=settings.compensation(asked, prompt_budget),
         speculation=settings.drafts,
-        kv=kv if settings.speculation else settings.kv,  # model drafts use a cache of their own unless one is named
+        kv=settings.cache(kv),
         context=settings.context,
         backend=settings.backend,
         num_parallel=settings.num_parallel,

@@ -37,10 +37,9 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
     from runtime.backends.decoder import DecoderOptions
     from runtime.budget.profile_key import profile_key
     from runtime.budget.tuning import obstacle, tuning_of
-    from runtime.compensation import of_settings
     from runtime.errors import BackendError
 
-    compensation = of_settings(settings.k_chunk, settings.budget, prompt_budget=settings.prompt_budget)
+    compensation = settings.compensation()
     budget = compensation.budget_percent
     report: dict[str, Any] = {
         "model": name,

@@ -26,7 +26,6 @@ from app.tui.recent import Recent
 from app.tui.runtime import ClientLike, SupervisorLike
 from app.tui.tally import Tally
 from app.tui.work import Work
-from runtime.compensation import Compensation, of_settings
 
 if TYPE_CHECKING:
     from app.history.store import Chat
@@ -266,20 +265,15 @@ class Session:
         await self._ask_status()
         return loaded
 
-    def _compensation(self) -> Compensation:
-        """The compensation that the settings ask for."""
-        settings = self.settings
-        return of_settings(settings.k_chunk, settings.budget, prompt_budget=settings.prompt_budget)
-
     def _load_request(self, name: str) -> LoadRequest:
         """The request that loads a model with the current settings."""
         from runtime.wire.requests import LoadRequest
 
         settings = self.settings
-        wanted = self._compensation()
+        wanted = settings.compensation()
         return LoadRequest(
             model=name,
-            kv=None if settings.speculation else settings.kv,
+            kv=settings.cache(),
             speculate=None if settings.drafts is None else bool(settings.drafts),
             gamma=settings.gamma,
             k_chunk=wanted.k_chunk,
@@ -338,7 +332,7 @@ class Session:
         if client is None or not self.ready:
             return False
         waits = "waiting for the answer to end" if self.generating else ""
-        wanted = self._compensation()
+        wanted = self.settings.compensation()
         request = TuneRequest(
             k_chunk=wanted.k_chunk,
             budget=wanted.budget_percent,

@@ -38,8 +38,7 @@ class DecoderOptions:
     slots: int = 1
     """Number of sequences in the cache (B)."""
     pages: int | None = None
-    """Pages of the cache, shared by all slots; None = enough for `slots` sequences of `context` tokens. A backend whose
-    `cache` is None has no pages, and reserves room for every slot."""
+    """Pages of the cache that all slots share; None = as many as `slots` sequences of `context` tokens need."""
     k_chunk: Mapping[str, int] | int = 0
     """Salient channels compensated per 1024 input channels: one number, or one by layer type (`qkv`, `o`, `gate_up`,
     `down`, `head`; absent = 0). A narrower matrix gets its share, rounded up; 1024 compensates every channel."""
@@ -85,6 +84,28 @@ class Step:
     reads only the upper plane of the pages if the cache has two (`CacheKind.has_draft`), otherwise everything."""
     flush: bool = True
     """Whether pages may be flushed from windows before this step; see `KVCache.begin`."""
+
+    @classmethod
+    def of(
+        cls, tokens: npt.ArrayLike, start: int = 0, wanted: npt.ArrayLike | None = None, *, slot: int = 0, **how: bool
+    ) -> Step:
+        """Rows of one slot, one behind the other.
+
+        Args:
+            tokens: [M] token ids.
+            start: Position of the first.
+            wanted: `logit_rows`; None: all rows.
+            slot: The slot.
+            how: The flags of the step.
+        """
+        ids = np.asarray(tokens, np.int32)
+        return cls(
+            tokens=ids,
+            slots=np.full(ids.size, slot, np.int32),
+            positions=np.arange(start, start + ids.size, dtype=np.int32),
+            logit_rows=np.arange(ids.size, dtype=np.int32) if wanted is None else np.asarray(wanted, np.int32),
+            **how,
+        )
 
 
 Way = Literal["none", "rows", "shared"]
@@ -147,8 +168,8 @@ class Decoder(Protocol):
     """Bytes of weights read per decoded token, without residuals and the embedding table."""
 
     @property
-    def cache(self) -> KVCache | None:
-        """The KV cache, for use between steps; None if the backend's cache cannot trim and fork on request."""
+    def cache(self) -> KVCache:
+        """The KV cache, for use between steps."""
         ...
 
     @property

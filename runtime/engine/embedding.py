@@ -33,12 +33,5 @@ def embed(decoder: Decoder, tokens: Sequence[int], cancelled: Callable[[], bool]
         if cancelled():
             raise Cancelled("the embedding was cancelled")
         part = tokens[at : at + decoder.options.max_rows]
-        step = Step(
-            tokens=np.array(part, np.int32),
-            slots=np.zeros(len(part), np.int32),
-            positions=np.arange(at, at + len(part), dtype=np.int32),
-            logit_rows=np.empty(0, np.int32),
-            prefill=True,
-        )
-        total += decoder.hidden(step).sum(axis=0, dtype=np.float64)
+        total += decoder.hidden(Step.of(part, at, [], prefill=True)).sum(axis=0, dtype=np.float64)
     return (total / np.linalg.norm(total)).astype(np.float32)

@@ -20,32 +20,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from models.progress import never_cancelled
-from runtime.backends.decoder import Decoder
+from models.progress import ProgressCallback, ignore_progress, never_cancelled
+from runtime.backends.decoder import Decoder, Float32Array
 from runtime.engine.conversations.conversations import Conversations
 from runtime.engine.conversations.saved_folder import SavedCaches
+from runtime.engine.embedding import embed
 from runtime.engine.generation import Piece, Run
-from runtime.engine.rereading import Rereading
+from runtime.engine.inspection import MAX_TOKENS, inspect
 from runtime.engine.scheduling.answer import Answer, Language, Receive
 from runtime.engine.scheduling.request import Request
 from runtime.engine.scheduling.scheduler import Scheduler
-from runtime.engine.scheduling.shared_scheduler import SharedScheduler
-from runtime.engine.speculation.copying import StepTimes
-from runtime.engine.speculation.gamma import Costs, FixedGamma, Gamma, gamma_of
-from runtime.engine.speculation.rounds import DecodeContext, Rounds
+from runtime.engine.speculation.drafting import Drafting
+from runtime.engine.speculation.gamma import Costs
+from runtime.engine.speculation.rounds import Rounds
 from runtime.errors import BackendError, ContextOverflowError, RequestError
 from runtime.text.constraint import Constraints
-from runtime.text.sampling import Sampler, SamplingOptions
+from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
+from runtime.wire.inspection import Inspection
 
 BORROWED_TOKENS = 128
 """Default number of tokens that a borrower of the decoder may write into slot 0."""
 
 
-class Engine(Rereading):
+class Engine:
     """A decoder with its tokenizer.
 
-    Thread-safe. `close` releases the decoder.
+    It belongs to one thread at a time, which runs the steps. `close` releases the decoder.
     """
 
     def __init__(
@@ -66,13 +67,9 @@ class Engine(Rereading):
         self.reason = reason
         self._eos = frozenset(eos_token_ids)
         self._constraints = Constraints(tokenizer, vocab_size=decoder.spec.vocab_size, eos=self._eos)
-        self._gamma: Gamma | None = None
-        self._first_gamma = 0
-        self._times: StepTimes | None = StepTimes()
-        options = decoder.options
-        self._conversations = Conversations(decoder.cache, slots=options.slots, context=options.context)
+        self._drafting = Drafting()
+        self._conversations = Conversations(decoder.cache, slots=decoder.options.slots, context=self.context)
         self._scheduler = Scheduler(decoder, self._conversations)
-        self._shared = SharedScheduler(self._scheduler, decoder.session)
 
     @property
     def parallel(self) -> int:
@@ -123,7 +120,7 @@ class Engine(Rereading):
         trim: bool = False,
         chat: str | None = None,
     ) -> Iterator[Piece]:
-        """Answer a prompt. Iterating runs the steps of all requests, or waits while another thread runs them.
+        """Answer a prompt. Iterating runs the steps of all requests.
 
         Args:
             prompt: Token ids, from `chat_prompt` or `text_prompt`.
@@ -141,7 +138,7 @@ class Engine(Rereading):
         """
         items: deque[Piece | Exception] = deque()
         request = self._request(prompt, options, items.append, cancelled, trim=trim, chat=chat)
-        return self._shared.pieces(request, items)
+        return self._scheduler.pieces(request, items)
 
     def submit(
         self,
@@ -165,20 +162,19 @@ class Engine(Rereading):
             ContextOverflowError: the prompt leaves no room for one more token.
             BackendError: the engine has been closed.
         """
-        self._shared.submit(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
+        self._scheduler.add(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
 
     def step(self) -> bool:
         """Run one step of all requests. Returns whether work remains."""
-        return self._shared.step()
+        return self._scheduler.step()
 
     def save_to(self, saved: SavedCaches) -> None:
         """Save long conversations to disk on close, and let prompts continue from saved ones.
 
         Args:
-            saved: The saved caches of this very model and kind of cache; unused if the cache has no `layout`.
+            saved: The saved caches of this very model and kind of cache.
         """
-        with self._shared.paused():
-            self._conversations.saved = saved
+        self._conversations.saved = saved
 
     def speculate(self, gamma: int | Costs | None, *, copied: bool = True) -> None:
         """Speculate from the next answer on: draft tokens and verify several at a time. The output is unchanged.
@@ -192,16 +188,12 @@ class Engine(Rereading):
         Raises:
             RequestError: gamma is out of range.
         """
-        chosen = None if gamma is None else gamma_of(gamma)
-        with self._shared.paused():
-            self._gamma = chosen
-            self._first_gamma = self._gamma.current if self._gamma else 0
-            self._times = StepTimes() if copied and not isinstance(gamma, int) else None
+        self._drafting = Drafting(gamma, copied=copied)
 
     @property
     def speculates(self) -> bool:
         """Whether the model drafts for itself."""
-        return self._gamma is not None
+        return self._drafting.gamma is not None
 
     def forget(self, chat: str | None = None) -> None:
         """Drop the cached tokens of one chat or of all; they are then recomputed, or loaded from disk.
@@ -209,35 +201,60 @@ class Engine(Rereading):
         Args:
             chat: The name that was given to `generate`; None: drop everything.
         """
-        with self._shared.paused():
-            self._scheduler.forget(chat)
+        self._scheduler.forget(chat)
 
     @contextmanager
     def borrow(self, tokens: int = BORROWED_TOKENS) -> Iterator[Decoder]:
-        """Borrow the decoder: the caller may write this many tokens into slot 0 while requests wait.
+        """Borrow the decoder: the caller may write this many tokens into slot 0.
 
-        Waits until all requests have ended. Conversations are kept: slot 0 moves to another slot. If all slots are in
+        Runs all requests to their end first. Conversations are kept: slot 0 moves to another slot. If all slots are in
         use, the least recently used one is evicted, and saved to disk first if it is worth a file.
         """
-        with self._shared.drained():
-            self._conversations.vacate(0, min(self.context, tokens))
-            try:
-                yield self.decoder
-            finally:
-                self._conversations.clear(0)
+        while self._scheduler.step():
+            pass
+        self._conversations.vacate(0, min(self.context, tokens))
+        try:
+            yield self.decoder
+        finally:
+            self._conversations.clear(0)
+
+    def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled) -> Float32Array:
+        """See `runtime.engine.embedding.embed`; tokens are checked as `submit` does, the decoder is borrowed."""
+        checked = self._checked(tokens)
+        with self.borrow(len(checked)) as decoder, decoder.session():
+            return embed(decoder, checked, cancelled)
+
+    def inspect(
+        self,
+        prompt: Sequence[int],
+        answer: str,
+        progress: ProgressCallback = ignore_progress,
+        cancelled: Callable[[], bool] = never_cancelled,
+    ) -> Inspection:
+        """Inspect the tokens of an answer, or of its beginning; see `runtime.engine.inspection.inspect`.
+
+        Raises:
+            RequestError, ContextOverflowError: as `submit`, of both together.
+        """
+        spoken = self.tokenizer.encode(answer, special=False, most=self.context)[:MAX_TOKENS]
+        if not spoken:
+            raise RequestError("the answer is empty: there is no token to look at")
+        read = self._checked([*prompt, *spoken[:-1]])
+        with self.borrow(len(read)) as decoder, decoder.session():
+            about: Any = {"name": self.name, "drafts": self.speculates, "progress": progress, "cancelled": cancelled}
+            return inspect(decoder, self.tokenizer, prompt, spoken, **about)
 
     def abandon(self, error: Exception) -> None:
         """End all requests with an error."""
-        self._shared.end(error)
+        self._scheduler.end(error)
 
     def close(self) -> None:
-        """End all requests after the current step, and release the decoder. Safe to call twice."""
-        self._shared.closed = True
-        self._shared.end()
-        with self._shared.paused():
-            self._conversations.save()
-            self._conversations.forget()
-            self.decoder.close()
+        """End all requests, and release the decoder. Safe to call twice."""
+        self._scheduler.closed = True
+        self._scheduler.end()
+        self._conversations.save()
+        self._conversations.forget()
+        self.decoder.close()
 
     def _request(
         self,
@@ -271,29 +288,12 @@ class Engine(Rereading):
                 f"the prompt has {len(tokens)} tokens and the context holds {self.context}, the answer included: "
                 "shorten the conversation, or load the model with a longer context"
             )
-        if self._shared.closed:
+        if self._scheduler.closed:
             raise BackendError("the model has been unloaded: load it again")
         return tokens
 
     def _rounds(self, run: Run, slot: int) -> Rounds:
-        """The decoding of one answer. With a seed, samples depend neither on timing nor on other requests.
-
-        Drafts by the model use random numbers of their own and ignore grammars. Copied drafts use none.
-        """
-        sampler, gamma = Sampler(run.options, constraint=run.constraint), self._gamma or FixedGamma(0)
-        seeded = run.options.seed is not None and not sampler.greedy
-        if sampler.constrained:
-            gamma = FixedGamma(0)
-        elif seeded:
-            gamma = FixedGamma(self._first_gamma)
-        context = DecodeContext(
-            decoder=self.decoder,
-            conversations=self._conversations,
-            slot=slot,
-            concurrent=self._scheduler.concurrent,
-            clock=self._scheduler.clock,
-        )
-        times = None if seeded and gamma.current else self._times
-        rounds = Rounds(context, sampler, gamma, ends=self._eos, alike=seeded, times=times)
-        run.speculation = lambda: rounds.result() if self._gamma is not None or rounds.counts.rounds else None
+        """The decoding of one answer."""
+        rounds = self._drafting.rounds(self._scheduler.context(slot), run.options, run.constraint, ends=self._eos)
+        run.speculation = lambda: rounds.result() if self.speculates or rounds.counts.rounds else None
         return rounds

@@ -19,7 +19,7 @@ from runtime.backends.decoder import Decoder, Float32Array, Step
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import Cancelled
 from runtime.text.tokenizer import Detokenizer, Tokenizer
-from runtime.wire.inspection import Candidate, InspectedToken
+from runtime.wire.inspection import Candidate, InspectedToken, Inspection
 
 ALTERNATIVES = 6
 """Most likely tokens reported at each place."""
@@ -58,10 +58,11 @@ def inspect(
     prompt: Sequence[int],
     answer: Sequence[int],
     *,
+    name: str,
     drafts: bool,
     progress: ProgressCallback,
     cancelled: Callable[[], bool],
-) -> list[InspectedToken]:
+) -> Inspection:
     """Re-read an answer.
 
     Args:
@@ -69,12 +70,13 @@ def inspect(
         tokenizer: The model's.
         prompt: Tokens before the answer, at least one.
         answer: Tokens of the answer, at least one.
+        name: The model's.
         drafts: Whether to also draft each token.
         progress: Called after each step.
-        cancelled: Polled before each step.
+        cancelled: Checked before each step.
 
     Returns:
-        One record for each token of the answer.
+        The tokens of the answer, which is complete if it has fewer than `MAX_TOKENS`.
 
     Raises:
         Cancelled: `cancelled` said so.
@@ -82,7 +84,7 @@ def inspect(
     """
     reader = _Reader(decoder, [*prompt, *answer], len(prompt), progress, cancelled)
     base: list[_View] = []
-    if compensates(decoder):
+    if _compensates(decoder):
         reader.readings += 1
         base = [_view(row, token) for row, token in zip(reader.read(compensate=False), answer, strict=True)]
     drafted: list[int | None] = []
@@ -91,13 +93,14 @@ def inspect(
     detokenizer = Detokenizer(tokenizer, prompt[-CONTEXT_TOKENS:])
     texts = [detokenizer.add(token) for token in answer]
     texts[-1] += detokenizer.flush()
-    return [
+    told = [
         _told(tokenizer, text, token, view, base[at] if base else None, drafted[at] if drafts else None)
         for at, (text, token, view) in enumerate(zip(texts, answer, found, strict=True))
     ]
+    return Inspection(tokens=told, model=name, compensated=bool(base), complete=len(answer) < MAX_TOKENS)
 
 
-def compensates(decoder: Decoder) -> bool:
+def _compensates(decoder: Decoder) -> bool:
     """Whether a decoder compensates anything."""
     options = decoder.options
     return any(any(k_chunk_by_type(each).values()) for each in (options.k_chunk, options.prompt_k_chunk))
@@ -127,8 +130,7 @@ class _Reader:
             drafted: Receives the most likely draft token at each place, unless None.
         """
         decoder, first, end = self._decoder, self._first, len(self._tokens) - 1
-        if decoder.cache is not None:
-            decoder.cache.clear(0)
+        decoder.cache.clear(0)
         for at in range(0, first, decoder.options.max_rows):
             until = min(at + decoder.options.max_rows, first)
             logits = self._forward(at, until, wanted=int(until == first), compensate=compensate, prefill=True)
@@ -145,10 +147,8 @@ class _Reader:
             at = until
 
     def _most(self, *, drafts: bool) -> int:
-        """Rows of the next step: as many as see exactly what they saw when they were generated."""
-        most, cache = self._decoder.options.max_rows, self._decoder.cache
-        if cache is not None:
-            most = min(most, cache.rows_alike(0))
+        """Tokens of the next step: no more than see what they saw when they were written."""
+        most = min(self._decoder.options.max_rows, self._decoder.cache.rows_alike(0))
         return min(most, DRAFTED_ROWS) if drafts else most
 
     def _forward(
@@ -158,11 +158,10 @@ class _Reader:
             raise Cancelled("the inspection was cancelled")
         count = until - at
         logits = self._decoder.forward(
-            Step(
-                tokens=np.array(self._tokens[at:until], np.int32),
-                slots=np.zeros(count, np.int32),
-                positions=np.arange(at, until, dtype=np.int32),
-                logit_rows=np.arange(count - wanted, count, dtype=np.int32),
+            Step.of(
+                self._tokens[at:until],
+                at,
+                range(count - wanted, count),
                 compensate=compensate,
                 prefill=prefill,
                 draft=draft,

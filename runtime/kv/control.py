@@ -9,7 +9,7 @@ window into a page is decided here, so it is the same on every backend.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from models.spec import ModelSpec
 from runtime.errors import RequestError
-from runtime.kv.kinds import CacheKind, cache_bytes, page_bytes, window_token_bytes
+from runtime.kv.kinds import CacheKind, page_bytes, window_token_bytes
 from runtime.kv.pages import PageTable
 from runtime.kv.transfer import Arrays as Arrays
-from runtime.kv.transfer import SavingStore, checked, chunks
+from runtime.kv.transfer import checked, chunks
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -31,16 +31,6 @@ class KVCache(Protocol):
     @property
     def kind(self) -> CacheKind:
         """The kind of cache; `kind.has_draft` says whether a draft can read less."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in use: allocated pages (shared ones once), and the tokens in windows."""
-        ...
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of all buffers."""
         ...
 
     def length(self, slot: int) -> int:
@@ -75,27 +65,26 @@ class KVCache(Protocol):
         """Whether enough pages are free for a slot to grow to `end` tokens, at most the context."""
         ...
 
-    def has_room_for_all(self, ends: Mapping[int, int], more: int = 0) -> bool:
-        """Whether slots can all grow to the given lengths if everything else is dropped.
+    def has_room_beside(self, ends: Mapping[int, int], end: int, *, source: int, shared: int) -> bool:
+        """Whether one more slot can grow to `end` tokens beside others if everything else is dropped.
 
         Args:
-            ends: The length each slot is to reach, in tokens, at most the context.
-            more: Additional pages needed.
+            ends: The length each of the others is to reach, in tokens, at most the context.
+            end: The length it is to reach, at most the context.
+            source: The slot from which it is to be forked.
+            shared: Tokens it shares with that slot.
         """
         ...
 
     @property
-    def layout(self) -> str | None:
-        """Name of the layout of the arrays of `export`, which changes with it; None if `export` is not supported."""
+    def layout(self) -> str:
+        """Name of the layout of the arrays of `export`, which changes with it."""
         ...
 
     def export(self, slot: int) -> Iterator[Arrays]:
         """The contents of a slot in pieces: its window, then a few pages at a time.
 
         A piece may be a view of the cache: use it before the next.
-
-        Raises:
-            RequestError: the cache has no `layout`.
         """
         ...
 
@@ -109,7 +98,7 @@ class KVCache(Protocol):
             pieces: Pieces from `export`, of a cache of the same kind, model and layout.
 
         Raises:
-            RequestError: the pieces do not match the number of tokens, or the cache has no `layout`.
+            RequestError: the pieces do not match the number of tokens.
             OutOfMemoryError: not enough pages are free.
         """
         ...
@@ -191,6 +180,25 @@ class PageStore(Protocol):
         """Copy a page."""
         ...
 
+    saved_layout: str
+    """Name of the layout of what the following give: the backend, and a version that changes whenever an array does."""
+
+    def read_pages(self, pages: Sequence[int]) -> Arrays:
+        """Some pages, maybe none: all layers, keys and values, codes and scales. Shapes depend on len(pages) alone."""
+        ...
+
+    def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
+        """Set some pages to what `read_pages` gave for as many."""
+        ...
+
+    def read_window(self, slot: int, count: int) -> Arrays:
+        """The first `count` tokens of a window; no arrays where the kind has no window."""
+        ...
+
+    def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
+        """Set the first `count` tokens of a window to what `read_window` gave for as many."""
+        ...
+
 
 class PagedCache:
     """Implements `KVCache` over a backend's `PageStore`.
@@ -222,7 +230,6 @@ class PagedCache:
         self._max_rows = max_rows
         self._page_bytes = page_bytes(kind, spec)
         self._token_bytes = window_token_bytes(kind, spec)
-        self._capacity_bytes = cache_bytes(kind, spec, context=context, slots=slots, max_rows=max_rows, pages=pages)
         self._lengths = [0] * slots
         self.table = PageTable(slots, kind.max_pages(context), pages)
         """The pages of each slot."""
@@ -231,17 +238,6 @@ class PagedCache:
     def kind(self) -> CacheKind:
         """See `KVCache.kind`."""
         return self._kind
-
-    @property
-    def nbytes(self) -> int:
-        """See `KVCache.nbytes`."""
-        windows = sum(self.window_length(slot) for slot in range(len(self._lengths)))
-        return self.table.used * self._page_bytes + windows * self._token_bytes
-
-    @property
-    def capacity_bytes(self) -> int:
-        """See `KVCache.capacity_bytes`."""
-        return self._capacity_bytes
 
     def length(self, slot: int) -> int:
         """See `KVCache.length`."""
@@ -280,27 +276,28 @@ class PagedCache:
         """See `KVCache.has_room`."""
         return self._lacking(slot, end) <= self.table.free
 
-    def has_room_for_all(self, ends: Mapping[int, int], more: int = 0) -> bool:
-        """See `KVCache.has_room_for_all`."""
+    def has_room_beside(self, ends: Mapping[int, int], end: int, *, source: int, shared: int) -> bool:
+        """See `KVCache.has_room_beside`."""
         held = {page for slot in ends for page in self.table.held(slot)}
-        lacking = sum(max(0, self._lacking(slot, end)) for slot, end in ends.items())
-        return len(held) + lacking + more <= self.table.capacity
+        lacking = sum(max(0, self._lacking(slot, its_end)) for slot, its_end in ends.items())
+        paged = self.paged_length(source) // self._kind.page if source in ends else 0
+        own = self._kind.stored_pages(end) - min(paged, self._kind.whole_pages(shared))
+        return len(held) + lacking + own <= self.table.capacity
 
     @property
-    def layout(self) -> str | None:
+    def layout(self) -> str:
         """See `KVCache.layout`."""
-        return self._store.saved_layout if isinstance(self._store, SavingStore) else None
+        return self._store.saved_layout
 
     def export(self, slot: int) -> Iterator[Arrays]:
         """See `KVCache.export`."""
-        store = self._saving()
-        yield store.read_window(slot, self.window_length(slot))
+        yield self._store.read_window(slot, self.window_length(slot))
         for pages in chunks(self.table.held(slot)):
-            yield store.read_pages(pages)
+            yield self._store.read_pages(pages)
 
     def load(self, slot: int, length: int, paged: int, pieces: Iterable[Arrays]) -> None:
         """See `KVCache.load`."""
-        store, window, page = self._saving(), length - paged, self._kind.page
+        store, window, page = self._store, length - paged, self._kind.page
         self.clear(slot)
         fits = 0 <= window <= self._kind.window_capacity(self._max_rows) and (not window or paged % page == 0)
         if not (fits and 0 < length <= self._context):
@@ -397,12 +394,6 @@ class PagedCache:
         if not self._kind.windowed and last < count and self.table.references(self.table.held(slot)[last]) > 1:
             needed += 1  # a copy of the page that the next token is written to
         return needed
-
-    def _saving(self) -> SavingStore:
-        """The store, if it supports saving."""
-        if not isinstance(self._store, SavingStore):
-            raise RequestError("this backend's cache cannot be saved")
-        return self._store
 
     def _flush(self, slot: int) -> None:
         """Flush pages from a slot's window while it holds sinks + keep + page tokens or more."""

@@ -235,10 +235,14 @@ def packed_bytes(count: int, bits: int) -> int:
     return -(-count * bits // 8)
 
 
+def record_bytes(kind: CacheKind, part: Part, head_dim: int) -> int:
+    """Bytes of what a page keeps for one layer and key-value head, of keys or of values."""
+    return sum(field.nbytes for field in page_fields(kind, part, head_dim))
+
+
 def page_bytes(kind: CacheKind, spec: ModelSpec) -> int:
     """Bytes of a page: keys and values of all layers and key-value heads."""
-    record = sum(field.nbytes for part in PARTS for field in page_fields(kind, part, spec.head_dim))
-    return spec.num_layers * spec.num_kv_heads * record
+    return spec.num_layers * spec.num_kv_heads * sum(record_bytes(kind, part, spec.head_dim) for part in PARTS)
 
 
 def window_token_bytes(kind: CacheKind, spec: ModelSpec) -> int:

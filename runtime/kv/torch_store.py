@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from models.spec import ModelSpec
-from runtime.kv.kinds import PARTS, CacheKind, Part, page_fields
+from runtime.kv.kinds import PARTS, CacheKind, Part, page_fields, record_bytes
 from runtime.kv.oracle import correction
 from runtime.kv.oracle.page import LowRank, Stored, dequantize, quantize
 from runtime.kv.transfer import Arrays, layout_name
 
 
 class TorchStore:
-    """Storage of all pages and windows. Implements `PageStore` and `SavingStore`.
+    """Storage of all pages and windows. Implements `PageStore`.
 
     A page has one record for each layer, head and half: codes first, then scales and zeros.
 
@@ -38,10 +38,10 @@ class TorchStore:
         L, H_kv, D = spec.num_layers, spec.num_kv_heads, spec.head_dim
         fields = {part: page_fields(kind, part, D) for part in PARTS}
         self.saved_layout = layout_name(self.backend, fields)
-        """See `SavingStore.saved_layout`."""
-        records = {part: sum(field.nbytes for field in fields[part]) for part in PARTS}
+        """See `PageStore.saved_layout`."""
         self.pools: dict[Part, torch.Tensor] = {
-            part: torch.zeros((pages, L, H_kv, records[part]), dtype=torch.uint8, device=device) for part in PARTS
+            part: torch.zeros((pages, L, H_kv, record_bytes(kind, part, D)), dtype=torch.uint8, device=device)
+            for part in PARTS
         }
         """uint8 [pages, layers, H_kv, record bytes]."""
         self.windows: dict[Part, torch.Tensor] = {
@@ -90,22 +90,22 @@ class TorchStore:
             pool[target] = pool[source]
 
     def read_pages(self, pages: Sequence[int]) -> Arrays:
-        """See `SavingStore.read_pages`: records uint8 [pages, layers, H_kv, bytes]."""
+        """See `PageStore.read_pages`: records uint8 [pages, layers, H_kv, bytes]."""
         return {part: pool[list(pages)].cpu().numpy() for part, pool in self.pools.items()}
 
     def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
-        """See `SavingStore.write_pages`."""
+        """See `PageStore.write_pages`."""
         for part, pool in self.pools.items():
             pool[list(pages)] = torch.tensor(arrays[part], device=pool.device)
 
     def read_window(self, slot: int, count: int) -> Arrays:
-        """See `SavingStore.read_window`: float16 [layers, H_kv, count, D]."""
+        """See `PageStore.read_window`: float16 [layers, H_kv, count, D]."""
         if not self._kind.windowed:
             return {}
         return {part: windows[slot, :, :, :count].cpu().contiguous().numpy() for part, windows in self.windows.items()}
 
     def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
-        """See `SavingStore.write_window`."""
+        """See `PageStore.write_window`."""
         if self._kind.windowed:
             for part, windows in self.windows.items():
                 windows[slot, :, :, :count] = torch.tensor(arrays[part], device=windows.device)

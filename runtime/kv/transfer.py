@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy.typing as npt
 
@@ -16,32 +16,8 @@ _CHUNK_PAGES = 8
 """Pages read or written at a time."""
 
 
-@runtime_checkable
-class SavingStore(Protocol):
-    """A `runtime.kv.control.PageStore` that can export and import its contents, in its own layout."""
-
-    saved_layout: str
-    """Name of the layout: the backend, and a version that changes with any array."""
-
-    def read_pages(self, pages: Sequence[int]) -> Arrays:
-        """Export some pages, maybe none: all layers, keys and values. Shapes depend on len(pages) only."""
-        ...
-
-    def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
-        """Import pages exported by `read_pages`."""
-        ...
-
-    def read_window(self, slot: int, count: int) -> Arrays:
-        """Export the first `count` tokens of a window; no arrays if the kind has no window."""
-        ...
-
-    def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
-        """Import the first `count` tokens of a window, exported by `read_window`."""
-        ...
-
-
 def layout_name(backend: str, places: object) -> str:
-    """A name for `SavingStore.saved_layout` that changes with the layout.
+    """A name for `runtime.kv.control.PageStore.saved_layout` that changes with the layout.
 
     Args:
         backend: The backend, with a version of its byte format.

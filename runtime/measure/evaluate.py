@@ -201,14 +201,7 @@ def _score_steps(
     for at, end, prompt in _steps(decoder, part, as_chat):
         _check(cancelled)
         wanted = np.arange(max(part.first - 1, at), end)
-        step = Step(
-            tokens=text[at:end].astype(np.int32),
-            slots=np.zeros(end - at, np.int32),
-            positions=np.arange(at - part.start, end - part.start, dtype=np.int32),
-            logit_rows=(wanted - at).astype(np.int32),
-            prefill=prompt,
-        )
-        logits = decoder.forward(step)
+        logits = decoder.forward(Step.of(text[at:end], at - part.start, wanted - at, prefill=prompt))
         if wanted.size:
             yield negative_log_likelihood(logits, text[wanted + 1])
 
@@ -219,11 +212,10 @@ def _steps(decoder: Decoder, part: Window, as_chat: bool) -> Iterator[tuple[int,
     The cache limits each step, so run each before requesting the next.
     """
     end, most, cache = part.start, decoder.options.max_rows, decoder.cache
-    if cache is not None:
-        cache.clear(0)
+    cache.clear(0)
     while end < part.end - 1:
         at, prompt = end, end < part.prompt
-        until = most if prompt or cache is None else min(most, cache.rows_until_flush(0))
+        until = most if prompt else min(most, cache.rows_until_flush(0))
         rows = 1 if as_chat and not prompt else until
         end = min(at + rows, part.prompt if prompt else part.end - 1)
         yield at, end, prompt

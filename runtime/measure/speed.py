@@ -153,7 +153,7 @@ def measure_at(
     runner, kind = _Runner(decoder, progress, cancelled, decode_tokens), KINDS[decoder.options.kv]
     with decoder.session():
         first = fill(decoder, tokens, seed, cancelled)
-        held = bytes_per_token(kind, decoder.spec) * tokens if decoder.cache is None else decoder.cache.slot_bytes(0)
+        held = decoder.cache.slot_bytes(0)
         runner.decode(first, tokens, min(_WARM_STEPS, decode_tokens))
         runner.done = 0
         steps = runner.decode(first, tokens, decode_tokens)
@@ -190,8 +190,6 @@ def fill(decoder: Decoder, tokens: int, seed: int = 0, cancelled: Callable[[], b
     if tokens <= prompt.size:
         return runner.prefill(prompt)
     cache, rest = decoder.cache, tokens % _FILLED_BY_PREFILL
-    if cache is None:
-        raise RequestError(f"the {decoder.backend} backend's cache cannot be filled without a prompt")
     first = runner.prefill(prompt[:_FILLED_BY_PREFILL])
     cache.lengthen(0, tokens - rest)
     return runner.prefill(prompt[:rest], tokens - rest) if rest else first
@@ -273,16 +271,7 @@ class _Runner:
     def _step(self, tokens: Int32Array, start: int, logit_rows: list[int], *, prefill: bool = False) -> int:
         if self._cancelled():
             raise Cancelled("the measurement was stopped")
-        count = len(tokens)
-        logits = self._decoder.forward(
-            Step(
-                tokens=tokens,
-                slots=np.zeros(count, np.int32),
-                positions=np.arange(start, start + count, dtype=np.int32),
-                logit_rows=np.array(logit_rows, np.int32),
-                prefill=prefill,
-            )
-        )
+        logits = self._decoder.forward(Step.of(tokens, start, logit_rows, prefill=prefill))
         return int(logits[0].argmax()) if logit_rows else 0
 
     def _report(self, count: int) -> None:

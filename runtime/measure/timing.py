@@ -14,8 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from models.progress import never_cancelled
 from runtime.backends.decoder import Decoder, Step
 from runtime.errors import Cancelled
@@ -109,7 +107,4 @@ class DecodeTimer:
 
     def _step(self, position: int) -> None:
         token = (7919 * position + 17) % self._decoder.spec.vocab_size
-        row = np.zeros(1, np.int32)
-        self._decoder.forward(
-            Step(tokens=row + token, slots=row, positions=row + position, logit_rows=row, compensate=True)
-        )
+        self._decoder.forward(Step.of([token], position))

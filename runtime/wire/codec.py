@@ -47,9 +47,12 @@ class Within:
 
     low: float
     high: float = math.inf
+    above: bool = False
+    """Whether `low` itself is excluded."""
 
     def __contains__(self, value: Any) -> bool:
-        return self.low <= (len(value) if isinstance(value, str | list | tuple) else value) <= self.high
+        size = len(value) if isinstance(value, str | list | tuple) else value
+        return self.low <= size <= self.high and not (self.above and size == self.low)
 
     def __str__(self) -> str:
         return f"{self.low:g} or more" if self.high == math.inf else f"{self.low:g} to {self.high:.12g}"

@@ -10,6 +10,7 @@ import pytest
 
 from app import paths, settings
 from app.settings import RULES, SAMPLING_DEFAULTS, Settings, SettingsError
+from runtime.compensation import Compensation
 
 
 @pytest.fixture(autouse=True)
@@ -196,3 +197,16 @@ def test_home_variable_moves_everything(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "x").exists()
     monkeypatch.delenv("LOWBIT_CHAT_HOME")
     assert not any(place.is_relative_to(tmp_path) for place in (paths.home(), paths.cache_dir(), paths.settings_file()))
+
+
+def test_forced_drafts_take_a_cache_of_their_own_unless_one_is_named() -> None:
+    plain, forced = Settings(kv="int8"), Settings(kv="int8", speculate="on")
+    assert (plain.cache(), plain.cache("fp16")) == ("int8", "fp16")
+    assert (forced.cache(), forced.cache("hierarchical")) == (None, "hierarchical")
+
+
+def test_what_a_load_is_asked_for_beats_the_compensation_of_the_settings() -> None:
+    settings = Settings(k_chunk=7, budget=20, prompt_budget=9)
+    assert settings.compensation() == Compensation(k_chunk=7, prompt_budget_percent=9)
+    asked = settings.compensation(Compensation(budget_percent=3), 4)
+    assert asked == Compensation(budget_percent=3, prompt_budget_percent=4)

@@ -147,17 +147,8 @@ class Run:
 
     def step(self, tokens: list[int], position: int, **how: Any) -> int:
         """Run rows of slot 0, and note the logits of the last two. Returns the likeliest next token."""
-        count = len(tokens)
-        rows = np.arange(count, dtype=np.int32)
-        logits = self.decoder.forward(
-            Step(
-                tokens=np.array(tokens, np.int32),
-                slots=np.zeros(count, np.int32),
-                positions=rows + np.int32(position),
-                logit_rows=rows[-2:],
-                **how,
-            )
-        )
+        last = range(max(0, len(tokens) - 2), len(tokens))
+        logits = self.decoder.forward(Step.of(tokens, position, last, **how))
         self.digests.append(hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()[:_DIGITS])
         self.tokens.append(int(logits[-1].argmax()))
         return self.tokens[-1]

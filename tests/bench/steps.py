@@ -97,13 +97,8 @@ def operations(spec: ModelSpec, way: Way, rows: int) -> int:
 def step_of(decoder: Decoder, way: Way, rows: int) -> Step:
     """A step of some rows of slot 0, of which the last one's logits are wanted."""
     positions = np.arange(_FIRST, _FIRST + rows, dtype=np.int32)
-    return Step(
-        tokens=(7919 * positions + 17) % decoder.spec.vocab_size,
-        slots=np.zeros(rows, np.int32),
-        positions=positions,
-        logit_rows=np.array([rows - 1], np.int32),
-        prefill=way.together,
-    )
+    tokens = (7919 * positions + 17) % decoder.spec.vocab_size
+    return Step.of(tokens, _FIRST, [rows - 1], prefill=way.together)
 
 
 def measured(name: str, model: Weights, sizes: Sequence[int], rounds: int) -> list[Row]:
@@ -114,10 +109,7 @@ def measured(name: str, model: Weights, sizes: Sequence[int], rounds: int) -> li
     times: dict[tuple[Way, int], list[float]] = {(way, rows): [] for way in WAYS for rows in sizes}
     product = Product(*SHAPES["1.1B gate_up"], 4, 128)
     with decoder.session():
-        prefix = np.arange(_FIRST, dtype=np.int32)
-        decoder.forward(
-            Step(tokens=prefix, slots=0 * prefix, positions=prefix, logit_rows=prefix[:1], compensate=False)
-        )
+        decoder.forward(Step.of(range(_FIRST), 0, [0], compensate=False))
         for turn in range(rounds + 1):
             for way in WAYS if turn % 2 else WAYS[::-1]:
                 decoder.set_k_chunk(way.k_chunk)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -26,20 +23,9 @@ from models.recipe import Recipe
 from models.spec import LAYER_TYPES
 from models.store import Store
 from tests.close import assert_close
+from tests.models.random_models import random_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def _oracle_cases() -> ModuleType:
-    """The random models of every family that the decoder's own test makes."""
-    name = "oracle_cases_of_awq"
-    if name not in sys.modules:
-        specification = importlib.util.spec_from_file_location(name, Path(__file__).with_name("test_oracle.py"))
-        assert specification is not None
-        assert specification.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(specification)
-        specification.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 CASES = ("llama2", "llama-biases", "mistral-head-dim", "qwen2", "qwen2-tied", "qwen3-biases-tied", "phi3-partial")
@@ -53,7 +39,7 @@ def random_scales(spec: architecture.ModelSpec, kind: str, seed: int) -> np.ndar
 @pytest.mark.parametrize("kind", LAYER_TYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_block_computes_the_same_with_scales_folded(case: str, kind: str, tmp_path: Path) -> None:
-    _oracle_cases().random_model(case).save_pretrained(tmp_path)
+    random_case(case).save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     x = torch.randn(2, 9, checkpoint.spec.hidden_size, generator=torch.Generator().manual_seed(1))
     seen: dict[str, torch.Tensor] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,10 @@ from models.quantize import fisher
 from models.quantize.work import Work
 from models.store.durable import private_folder
 from tests.close import assert_close
+from tests.models.random_models import SIZES, random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 67,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 0.01,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
@@ -46,24 +33,6 @@ MODULES = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
     "down": ("mlp.down_proj",),
 }
-
-
-def random_model(case: str) -> Any:
-    import transformers
-
-    family, changes = CASES[case]
-    torch.manual_seed(sum(map(ord, case)))
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.normal_(1.0, 0.3)
-            elif parameter.ndim == 1:
-                parameter.normal_(0.0, 0.5)
-            else:
-                parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[1]))
-    return model
 
 
 def text(seed: int = 0) -> list[torch.Tensor]:
@@ -113,7 +82,8 @@ def everything(work: Work, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("case", CASES)
 def test_every_layer_has_what_autograd_gives(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fisher, "_LOGITS", 2000)  # pieces of the vocabulary that do not divide it
-    model = random_model(case)
+    family, changes = CASES[case]
+    model = random_model(family, seed=case, **changes)
     model.save_pretrained(tmp_path / "checkpoint")
     checkpoint, work = Checkpoint.open(tmp_path / "checkpoint"), work_in(tmp_path / "work")
     shares: list[float] = []

@@ -16,102 +16,10 @@ from models.checkpoint import Checkpoint
 from models.families import spec_from_config
 from models.oracle import Oracle
 from tests.close import assert_close
+from tests.models.random_models import CASES, SIZES, random_case
 
 TOLERANCE = 1e-4
 """Largest difference of a logit in fp32. Logits of the random models are of the order of 1."""
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 67,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 0.01,  # large enough to be seen in the logits
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-
-def longrope(pairs: int, **more: float) -> dict[str, Any]:
-    """Rotary parameters of Phi-3.5's kind for a head with `pairs` rotating pairs of channels."""
-    return {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0 + 0.05 * i for i in range(pairs)],
-        "long_factor": [1.5 + 0.7 * i for i in range(pairs)],
-        **more,
-    }
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("Llama", {"num_key_value_heads": 4}),
-    "llama3": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
-    "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16, "eos_token_id": [2, 5]}),
-    "llama3.2": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16, "tie_word_embeddings": True}),
-    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "mistral-window": ("Mistral", {"sliding_window": 5}),
-    "mistral-head-dim": ("Mistral", {"sliding_window": 4, "head_dim": 12}),
-    "qwen2": ("Qwen2", {"sliding_window": 5}),
-    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
-    "qwen2-layer-types": (
-        "Qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "qwen3-window": ("Qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
-    "qwen3-biases-tied": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
-    "phi3": ("Phi3", {}),
-    "phi3-window": ("Phi3", {"sliding_window": 5}),
-    "phi3-partial": ("Phi3", {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
-    "phi3.5-longrope": ("Phi3", {"rope_parameters": longrope(4), "original_max_position_embeddings": 16}),
-    "phi4-mini": (
-        "Phi3",
-        {
-            "head_dim": 16,
-            "hidden_size": 64,
-            "rope_parameters": longrope(6, partial_rotary_factor=0.75),
-            "original_max_position_embeddings": 16,
-            "sliding_window": 100,
-        },
-    ),
-}
-
-
-def random_model(case: str) -> Any:
-    """A small model of transformers whose every parameter matters: biases and norms too are random."""
-    import transformers
-
-    family, changes = CASES[case]
-    torch.manual_seed(sum(map(ord, case)))
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.normal_(1.0, 0.3)
-            elif parameter.ndim == 1:
-                parameter.normal_(0.0, 0.5)
-            else:
-                parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[1]))
-    return model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,7 +34,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Checkpoint]:
     """A random model of transformers, and the same as read from the folder that transformers wrote."""
-    model = random_model(request.param)
+    model = random_case(request.param)
     folder = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(folder)
     return model, Checkpoint.open(folder)
@@ -206,7 +114,7 @@ def test_older_spelling_of_the_config_means_the_same(pair: tuple[Any, Checkpoint
 
 @pytest.mark.parametrize("case", ["llama3.2", "qwen2-window", "phi3.5-longrope"])
 def test_sharded_checkpoint_reads_the_same(case: str, tmp_path: Path) -> None:
-    model = random_model(case)
+    model = random_case(case)
     model.save_pretrained(tmp_path, max_shard_size="12KB")
     checkpoint = Checkpoint.open(tmp_path)
     assert len(checkpoint.files.weights) > 3
@@ -216,7 +124,7 @@ def test_sharded_checkpoint_reads_the_same(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["llama3.1", "qwen3", "phi4-mini"])
 def test_bfloat16_is_as_good_as_that_of_transformers(case: str, tmp_path: Path) -> None:
-    model = random_model(case)
+    model = random_case(case)
     tokens = tokens_of(23)
     exact = theirs(model, tokens).logits
     model = model.to(torch.bfloat16)
@@ -231,7 +139,7 @@ def test_bfloat16_is_as_good_as_that_of_transformers(case: str, tmp_path: Path) 
 
 
 def test_bfloat16_norms_are_computed_in_float32(tmp_path: Path) -> None:
-    random_model("llama3").to(torch.bfloat16).save_pretrained(tmp_path)
+    random_case("llama3").to(torch.bfloat16).save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     x = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     seen: dict[str, torch.Tensor] = {}
@@ -372,7 +280,7 @@ def test_resident_weights_are_read_once(pair: tuple[Any, Checkpoint]) -> None:
 def test_head_converted_in_parts_gives_the_same_logits(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    random_model(case).to(torch.bfloat16).save_pretrained(tmp_path)
+    random_case(case).to(torch.bfloat16).save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     expected = Oracle(checkpoint).logits(tokens_of(5))
     monkeypatch.setattr("models.oracle._HEAD_ROWS", 16)

@@ -31,7 +31,7 @@ from runtime.measure.evaluate import perplexity
 from runtime.text.tokenizer import Tokenizer
 from tests.close import assert_close
 from tests.models.conftest import TEXT, write_checkpoint
-from tests.models.test_smooth import CASES, _oracle_cases
+from tests.models.random_models import CASES, random_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,7 +80,7 @@ def prepared(checkpoint: Checkpoint, recipe: Recipe, tokens: torch.Tensor) -> _P
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("step", [*ALL, "all"])
 def test_logits_are_unchanged_before_rounding(case: str, step: str, tmp_path: Path) -> None:
-    model = _oracle_cases().random_model(case)
+    model = random_case(case)
     model.save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     on = dict.fromkeys(QOQ_STEPS, False) | dict.fromkeys(ALL if step == "all" else (step,), True)

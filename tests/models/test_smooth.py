@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -26,25 +23,11 @@ from models.recipe import Recipe
 from models.spec import ModelSpec, RopeSpec
 from models.store import Store
 from tests.close import Tolerance, assert_close
+from tests.models.random_models import CASES, random_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs!\n" * 8
-
-
-def _oracle_cases() -> ModuleType:
-    """The random models of every family that the decoder's own test makes."""
-    name = "oracle_cases_of_smooth"
-    if name not in sys.modules:
-        specification = importlib.util.spec_from_file_location(name, Path(__file__).with_name("test_oracle.py"))
-        assert specification is not None
-        assert specification.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(specification)
-        specification.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-CASES: dict[str, object] = _oracle_cases().CASES
 
 
 def spec_of(
@@ -80,7 +63,7 @@ def nothing() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_block_computes_the_same_with_even_keys(case: str, tmp_path: Path) -> None:
-    _oracle_cases().random_model(case).save_pretrained(tmp_path)
+    random_case(case).save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     spec = checkpoint.spec
     generator = torch.Generator().manual_seed(1)

@@ -7,16 +7,16 @@ python -m tests.peers.make_gguf FOLDER --source MODEL.gguf     the last two, of 
 from __future__ import annotations
 
 import argparse
-import ctypes
 from pathlib import Path
 
 import gguf
 import llama_cpp
 import numpy as np
 
+from tests.bench.quality.llama_worker import quantize
 from tests.peers.shape import llama_1b
 
-KINDS = {"Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, "Q3_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q3_K_M}
+KINDS = ("Q4_K_M", "Q3_K_M")
 
 
 def write_half_precision(path: Path) -> None:
@@ -73,17 +73,11 @@ def main() -> None:
     source: Path = arguments.source or folder / "f16.gguf"
     if not source.exists():
         write_half_precision(source)
-    for name, kind in KINDS.items():
+    for name in KINDS:
         target = folder / f"{name}.gguf"
         if target.exists():
             continue
-        parameters = llama_cpp.llama_model_quantize_default_params()
-        parameters.ftype = kind
-        parameters.nthread = 2
-        parameters.allow_requantize = True
-        status = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
-        if status:
-            raise SystemExit(f"llama.cpp could not quantize to {name}: status {status}")
+        quantize(source, target, name, {})
 
 
 if __name__ == "__main__":

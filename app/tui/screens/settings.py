@@ -24,7 +24,6 @@ from app.tui.widgets.offer_row import OfferRow
 from app.tui.widgets.progress_panel import ProgressPanel
 from app.tui.widgets.saved_row import SavedRow, cache_effect
 from app.tui.widgets.setting_row import SettingRow
-from runtime.compensation import of_settings
 
 if TYPE_CHECKING:
     from runtime.wire.answers import Caches
@@ -176,7 +175,7 @@ class SettingsScreen(Screen[None]):
         )
         settings, caches = session.settings, self._caches
         found = self._report.tuning if self._report is not None and session.ready else None
-        wanted = of_settings(settings.k_chunk, settings.budget).budget_percent
+        wanted = settings.compensation().budget_percent
         self.query_one(BudgetRow).show_effect(lines, () if found is None else found.bought, wanted)
         self.query_one(OfferRow).show(None if found is None else found.offer, settings)
         words = cache_effect(caches.kinds if caches is not None else {}, settings.kv, settings.context, session.status)

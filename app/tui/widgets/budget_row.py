@@ -16,7 +16,7 @@ from app.tui.plain import Plain
 from app.tui.widgets.quality_chart import QualityChart
 from app.tui.widgets.setting_row import SettingRow
 from app.tui.widgets.toggles import Choice
-from runtime.compensation import DEFAULT_BUDGET_PERCENT, of_settings
+from runtime.compensation import DEFAULT_BUDGET_PERCENT
 
 if TYPE_CHECKING:
     from runtime.wire.answers import Status
@@ -112,7 +112,7 @@ def effect(
     if status is None:
         return ["Its effect is shown here once a model is loaded."]
     lines = []
-    wanted = of_settings(settings.k_chunk, settings.budget)
+    wanted = settings.compensation()
     if wanted.budget_percent is None:
         lines.append(f"k_chunk {wanted.k_chunk}, set below, overrides the budget.")
     elif tuning:

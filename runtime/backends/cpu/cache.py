@@ -25,7 +25,7 @@ from runtime.backends.cpu.scratch import scratch_of
 from runtime.backends.cpu.tiles import padded
 from runtime.backends.decoder import DecoderOptions
 from runtime.kv.control import Int32Array, PagedCache
-from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part, window_token_bytes
+from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
 from runtime.kv.low_rank import start
 from runtime.kv.transfer import Arrays
 
@@ -33,7 +33,7 @@ _DITHER_BITS = 8
 
 
 class CpuStore:
-    """Storage of all pages and windows. Implements `PageStore` and `SavingStore` of `runtime.kv`.
+    """The numbers of all pages and windows. Implements `runtime.kv.control.PageStore`.
 
     Args:
         kind: The kind of cache.
@@ -144,19 +144,19 @@ class CpuStore:
         self.records[:, target] = self.records[:, source]
 
     def read_pages(self, pages: Sequence[int]) -> Arrays:
-        """See `runtime.kv.transfer.SavingStore.read_pages`: records uint8 [layers, pages, H_kv, bytes]."""
+        """See `runtime.kv.control.PageStore.read_pages`: records uint8 [layers, pages, H_kv, bytes]."""
         return {"records": self.records[:, list(pages)]}
 
     def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
-        """See `runtime.kv.transfer.SavingStore.write_pages`."""
+        """See `runtime.kv.control.PageStore.write_pages`."""
         self.records[:, list(pages)] = arrays["records"]
 
     def read_window(self, slot: int, count: int) -> Arrays:
-        """See `runtime.kv.transfer.SavingStore.read_window`: float16 [layers, H_kv, count, D]."""
+        """See `runtime.kv.control.PageStore.read_window`: float16 [layers, H_kv, count, D]."""
         return {part: self.window(part, slot, count) for part in PARTS} if self._kind.windowed else {}
 
     def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
-        """See `runtime.kv.transfer.SavingStore.write_window`."""
+        """See `runtime.kv.control.PageStore.write_window`."""
         if count:
             for part in PARTS:
                 self._write_window(part, slot, arrays[part])
@@ -199,7 +199,6 @@ class CpuCache(PagedCache):
         )
         self.max_splits = max(1, min(8, 2 * threads))
         """Most splits of one head's context."""
-        self._token_bytes = window_token_bytes(kind, spec)
         self._windows = set(spec.windows)
         self._paged = aligned_zeros((options.slots,), np.int32)
         self._dither = aligned_zeros((kind.page,), np.float32)
@@ -212,17 +211,6 @@ class CpuCache(PagedCache):
             paged=int(self._paged.ctypes.data),
             window=window,
         )
-
-    @property
-    def nbytes(self) -> int:
-        """See `runtime.kv.control.KVCache.nbytes`."""
-        windows = sum(self.window_length(slot) for slot in range(self._paged.size))
-        return self.table.used * self.store.page_bytes + windows * self._token_bytes
-
-    @property
-    def capacity_bytes(self) -> int:
-        """See `runtime.kv.control.KVCache.capacity_bytes`."""
-        return self.store.nbytes
 
     def stored(self, layer: int) -> op.Stored:
         """The addresses of a layer, for instructions."""

@@ -78,7 +78,7 @@ class CpuDecoder:
         self._pool.prepare()
         self.cache.store.use(self._pool)
         self._selections = 0
-        self.kv_bytes = self.cache.capacity_bytes
+        self.kv_bytes = self.cache.store.nbytes
         self.weight_bytes = self._plan.weight_bytes
 
     @property

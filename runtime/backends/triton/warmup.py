@@ -67,6 +67,4 @@ def steps_of(decoder: TritonDecoder) -> Iterator[Step]:
 
 
 def _step(start: int, M: int, *, prefill: bool) -> Step:
-    zeros = np.zeros(M, np.int32)
-    positions = np.arange(start, start + M, dtype=np.int32)
-    return Step(tokens=zeros, slots=zeros, positions=positions, logit_rows=np.array([M - 1], np.int32), prefill=prefill)
+    return Step.of(np.zeros(M, np.int32), start, [M - 1], prefill=prefill)

@@ -24,22 +24,21 @@ class Conversations:
     """The sequences in a decoder's slots. Not thread-safe: the engine calls it between steps.
 
     Args:
-        cache: The decoder's cache; None if it cannot trim and fork on request. Then only slot 0 is used, and a step at
-            a lower position truncates it.
+        cache: The decoder's cache.
         slots: Slots of the decoder.
         context: Tokens of a slot.
     """
 
-    def __init__(self, cache: KVCache | None, *, slots: int, context: int) -> None:
+    def __init__(self, cache: KVCache, *, slots: int, context: int) -> None:
         self._cache, self._context = cache, context
-        self._tokens: list[list[int]] = [[] for _ in range(1 if cache is None else slots)]
+        self._tokens: list[list[int]] = [[] for _ in range(slots)]
         self._chats: list[str | None] = [None] * len(self._tokens)
         self._used = [0] * len(self._tokens)
         self._clock = 0
         self._ends: dict[int, int] = {}  # the length each busy slot may reach
         self._forgotten: set[int] = set()  # busy slots that are cleared when they are released
         self.saved: SavedCaches | None = None
-        """Saved sequences from which a prompt may also begin; only for a cache that has a layout."""
+        """Saved sequences from which a prompt may also begin."""
 
     def tokens(self, slot: int) -> list[int]:
         """The tokens a slot holds. Whoever runs a step of the slot appends the tokens that entered the cache."""
@@ -59,11 +58,8 @@ class Conversations:
         """
         if self.busy == len(self._tokens):
             return False
-        if self._cache is None:
-            return True
-        kind, (source, shared) = self._cache.kind, self._longest(prompt[:-1])
-        paged = self._cache.paged_length(source) // kind.page if source in self._ends else 0
-        return self._cache.has_room_for_all(self._ends, kind.stored_pages(end) - min(paged, kind.whole_pages(shared)))
+        source, shared = self._longest(prompt[:-1])
+        return self._cache.has_room_beside(self._ends, end, source=source, shared=shared)
 
     def begin(self, prompt: Sequence[int], chat: str | None = None, *, end: int | None = None) -> tuple[int, int]:
         """Assign a slot to a prompt and reuse as much of its prefix as is cached. The last token is always recomputed.
@@ -109,7 +105,7 @@ class Conversations:
         If nothing is left to evict, the step itself fails.
         """
         cache = self._cache
-        if cache is None or cache.has_room(slot, end):
+        if cache.has_room(slot, end):
             return
         for other in sorted(self._idle(but=slot), key=self._used.__getitem__):
             self.clear(other)
@@ -138,17 +134,13 @@ class Conversations:
         self._forgotten.discard(slot)
         self._tokens[slot] = []
         self._chats[slot] = None
-        if self._cache is not None:
-            self._cache.clear(slot)
+        self._cache.clear(slot)
 
     def vacate(self, slot: int, room: int) -> None:
         """Empty a slot for a caller that writes up to `room` tokens into it. Its contents move to another slot.
 
         If all slots are in use, the least recently used one is evicted, and saved to disk first if it is worth a file.
         """
-        if self._cache is None:
-            self.clear(slot)
-            return
         if self._tokens[slot]:
             self.cut(slot, len(self._tokens[slot]))
             others = [other for other in range(len(self._tokens)) if other != slot]
@@ -169,7 +161,7 @@ class Conversations:
 
     def _save(self, slots: Sequence[int]) -> None:
         """Save those of the given slots that are worth a file, most important first."""
-        if self.saved is None or self._cache is None:
+        if self.saved is None:
             return
         for slot in slots:
             self.cut(slot, len(self._tokens[slot]))
@@ -187,7 +179,7 @@ class Conversations:
 
     def _is_exact(self, slot: int, length: int) -> bool:
         """Whether a slot can be truncated to a length without reopening a quantized page."""
-        return self._cache is None or length >= self._cache.exact_from(slot)
+        return length >= self._cache.exact_from(slot)
 
     def _spare(self, source: int | None) -> int:
         """An idle slot: an empty one, or the least recently used; `source` only if there is no other."""
@@ -200,18 +192,16 @@ class Conversations:
 
     def _fork(self, source: int, target: int, length: int) -> None:
         """Start a slot from another one's first `length` tokens."""
-        if self._cache is not None:
-            if length:
-                self._cache.fork(source, target, length)
-            else:
-                self._cache.clear(target)
+        if length:
+            self._cache.fork(source, target, length)
+        else:
+            self._cache.clear(target)
         self._tokens[target] = self._tokens[source][:length]
         self._chats[target] = None
 
     def _restore(self, found: SavedSequence, slot: int) -> None:
         """Load a saved file into a slot; leaves the slot empty if the file cannot be used."""
         assert self.saved is not None
-        assert self._cache is not None
         self.clear(slot)
         self.make_room(slot, len(found.tokens))
         if not self._cache.has_room(slot, len(found.tokens)):
@@ -223,7 +213,7 @@ class Conversations:
     def cut(self, slot: int, length: int) -> None:
         """Truncate a slot to its first `length` tokens, including anything left there by a draft or a failed step."""
         del self._tokens[slot][length:]
-        if self._cache is not None and self._cache.length(slot) > length:
+        if self._cache.length(slot) > length:
             self._cache.trim(slot, length)
 
     def _touch(self, slot: int) -> None:

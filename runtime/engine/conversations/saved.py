@@ -80,17 +80,12 @@ class About:
         """The identity of a cache's sequences.
 
         Args:
-            cache: The cache, which must have a layout.
+            cache: The cache.
             spec: The model's architecture.
             model: Content id of the model.
             recipe: Its recipe.
             prompts: How its prompts are compensated, as in `DecoderOptions.prompt_k_chunk`.
-
-        Raises:
-            RequestError: the cache has no layout.
         """
-        if cache.layout is None:
-            raise RequestError("this backend's cache cannot be saved")
         plain = json.loads(json.dumps({"recipe": dict(recipe), "spec": asdict(spec), "kind": asdict(cache.kind)}))
         return cls(
             model=model,

@@ -21,13 +21,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from runtime.backends.decoder import Decoder
 from runtime.engine.conversations.conversations import Conversations
+from runtime.engine.generation import Piece
 from runtime.engine.rows import RowKind, compute
 from runtime.engine.scheduling.request import Request
+from runtime.engine.speculation.rounds import DecodeContext
 from runtime.errors import OutOfMemoryError
 
 ROUND: tuple[RowKind, ...] = ("drawn", "decode", "prompt")
@@ -40,7 +43,7 @@ attention, differently from many, and an answer must not depend on concurrent re
 
 
 class Scheduler:
-    """The requests of one decoder. Not thread-safe.
+    """The requests of one decoder, which has a session as long as there are any. Not thread-safe.
 
     Args:
         decoder: The model.
@@ -54,8 +57,12 @@ class Scheduler:
         self.running: list[Request] = []
         """Requests that have a slot."""
         self.most = decoder.options.slots
-        """Most requests running at the same time."""
-        self._full = False  # whether the first waiting request must wait until a running one ends
+        """Requests that may run at the same time."""
+        self.closed = False
+        """Whether requests end at once."""
+        self._session = ExitStack()
+        self._in_session = self._stepping = False
+        self._full = False  # whether the first that waits has to wait until somebody ends
         self._spent = self._began = 0.0
 
     @property
@@ -63,32 +70,94 @@ class Scheduler:
         """Whether any request is running or waiting."""
         return bool(self.running or self.waiting)
 
-    def clock(self) -> float:
+    def _clock(self) -> float:
         """Time in seconds, on a clock that stops between steps; call it within a step."""
         return self._spent + time.perf_counter() - self._began
 
-    def concurrent(self) -> int:
+    def context(self, slot: int) -> DecodeContext:
+        """The context of decoding in a slot."""
+        return DecodeContext(
+            decoder=self._decoder,
+            conversations=self._conversations,
+            slot=slot,
+            concurrent=self._concurrent,
+            clock=self._clock,
+        )
+
+    def _concurrent(self) -> int:
         """Number of running requests."""
         return len(self.running)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.waiting.append(request)
+        if self.closed:
+            self._end_all()
 
-    def step(self) -> None:
-        """Run one round of all requests; see the module's docstring."""
+    def step(self) -> bool:
+        """Run one round of all requests; see the module's docstring. Returns whether work remains."""
+        if self.busy:
+            if not self._in_session:
+                self._session.enter_context(self._decoder.session())
+                self._in_session = True
+            self._stepping = True
+            try:
+                self._round()
+            finally:
+                self._stepping = False
+        return self._rest()
+
+    def pieces(self, request: Request, items: deque[Piece | Exception]) -> Iterator[Piece]:
+        """Queue a request and run steps until it ends. Close the generator.
+
+        Args:
+            request: The request.
+            items: Filled by the request's receiver.
+        """
+        try:
+            self.add(request)
+            while items or not request.answer.ended:
+                if not items:
+                    self.step()
+                while items:
+                    item = items.popleft()
+                    if isinstance(item, Exception):
+                        raise item
+                    yield item
+        finally:
+            if not request.answer.ended:  # the rest is not wanted
+                request.cancelled = lambda: True
+                self._rest()
+
+    def _rest(self) -> bool:
+        """End cancelled requests, and the session if none is left. Returns whether any is left."""
+        if self._stepping:  # an abandoned generator was collected in the middle of a step
+            return True
+        self._end_cancelled()
+        if self.busy:
+            return True
+        self._in_session = False
+        self._session.close()
+        return False
+
+    def end(self, error: Exception | None = None) -> None:
+        """End all requests, as cancelled or by an error."""
+        self._end_all(error)
+        self._rest()
+
+    def _round(self) -> None:
         self._began = time.perf_counter()
-        self.end_cancelled()
+        self._end_cancelled()
         self._admit()
         while drafts := self._wanting("draft"):
             self._forward(drafts)
         for kind in ROUND:
             if requests := self._wanting(kind):
                 self._forward(requests)
-        self._spent = self.clock()
+        self._spent = self._clock()
 
-    def cancel(self, request: Request) -> None:
-        """End a request now, in whatever state it is."""
+    def _cancel(self, request: Request) -> None:
+        """End a request now, wherever it stands."""
         if request in self.waiting:
             self.waiting.remove(request)
             self._full = False
@@ -96,12 +165,11 @@ class Scheduler:
             self._retire(request)
         request.answer.end("cancelled")
 
-    def end_all(self, error: Exception | None = None) -> None:
-        """End all requests, as cancelled or with an error."""
+    def _end_all(self, error: Exception | None = None) -> None:
         for request in [*self.running, *self.waiting]:
             if error is not None:
                 request.answer.fail(error)
-            self.cancel(request)
+            self._cancel(request)
 
     def forget(self, chat: str | None) -> None:
         """Drop the cached tokens of a chat, or of all; those of running requests when they end."""
@@ -109,11 +177,11 @@ class Scheduler:
         for request in self.waiting:
             request.forgotten = request.forgotten or chat is None or request.run.chat == chat
 
-    def end_cancelled(self) -> None:
-        """End cancelled requests."""
+    def _end_cancelled(self) -> None:
+        """End the requests that nobody wants any longer."""
         for request in [*self.running, *self.waiting]:
             if request.cancelled():
-                self.cancel(request)
+                self._cancel(request)
 
     def _admit(self) -> None:
         """Start the first waiting request if possible."""
@@ -147,7 +215,7 @@ class Scheduler:
         """Prompt rows to run next: up to the end of the step that an idle scheduler would run, or part of that."""
         most = self._decoder.options.max_rows
         full = min(left, most - done % most)
-        return CHUNK if self.concurrent() > 1 and full > CHUNK + REMAINDER else full
+        return CHUNK if self._concurrent() > 1 and full > CHUNK + REMAINDER else full
 
     def _wanting(self, kind: RowKind) -> list[Request]:
         """The requests whose next rows are of a kind."""

@@ -97,14 +97,7 @@ def measure_costs(
 def _timed(decoder: Decoder, start: int, count: int, *, draft: bool = False, prefill: bool = False) -> float:
     """Seconds of a step of `count` rows from a position on, computing all their logits."""
     positions = np.arange(start, start + count, dtype=np.int32)
-    step = Step(
-        tokens=(7919 * positions + 17) % decoder.spec.vocab_size,
-        slots=np.zeros(count, np.int32),
-        positions=positions,
-        logit_rows=np.arange(count, dtype=np.int32),
-        draft=draft,
-        prefill=prefill,
-    )
+    step = Step.of((7919 * positions + 17) % decoder.spec.vocab_size, start, draft=draft, prefill=prefill)
     began = time.perf_counter()
     decoder.forward(step)
     return time.perf_counter() - began

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from models.progress import never_cancelled
 from runtime.backends.decoder import Decoder, Float32Array, Step
 from runtime.engine.conversations.conversations import Conversations
@@ -157,14 +155,7 @@ def _prefill(decoder: Decoder, prompt: Sequence[int], check: Callable[[], None])
     for start in range(0, len(prompt), rows):
         check()
         end = min(start + rows, len(prompt))
-        logits = decoder.forward(
-            Step(
-                tokens=np.array(prompt[start:end], np.int32),
-                slots=np.zeros(end - start, np.int32),
-                positions=np.arange(start, end, dtype=np.int32),
-                logit_rows=np.array([end - start - 1] if end == len(prompt) else [], np.int32),
-                prefill=True,
-            )
-        )
+        last_row = [end - start - 1] if end == len(prompt) else []
+        logits = decoder.forward(Step.of(prompt[start:end], start, last_row, prefill=True))
     last: Float32Array = logits[0]
     return last

@@ -156,8 +156,7 @@ class Rounds:
             return 0
         decoder, conversations, slot = self._context.decoder, self._context.conversations, self._context.slot
         conversations.cut(slot, len(conversations.tokens(slot)))
-        alike = gamma + 1 if decoder.cache is None else decoder.cache.rows_alike(slot)
-        return max(0, min(gamma, remaining - 1, alike - 1, self._most_rows() - 1))
+        return max(0, min(gamma, remaining - 1, decoder.cache.rows_alike(slot) - 1, self._most_rows() - 1))
 
     def _most_rows(self) -> int:
         """Most rows of a verification."""

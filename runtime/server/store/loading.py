@@ -145,7 +145,7 @@ class StoreLoader:
         from runtime.engine.conversations.saved import About
 
         cache = engine.decoder.cache
-        if self._chats is not None and cache is not None and cache.layout is not None:
+        if self._chats is not None:
             about = About.of(
                 cache,
                 model.spec,

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+import torch
 from typer.testing import CliRunner
 
 from app.cli.main import app
@@ -19,79 +18,17 @@ from models.catalogue import KnownModel
 from models.progress import Cancelled, ProgressCallback
 from models.recipe import Recipe
 from models.store import Store, StoredModel, StoredModelInfo
+from tests.models import conftest as checkpoints
 from tests.models.gguf.making import random_model, write_gguf
 from tuner.bandwidth import ReadBandwidth
 from tuner.detect import MemoryInfo
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,;:!?'\n"
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs!\n" * 8
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A tokenizer of single characters."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    words = ["<unk>", "<s>", "</s>", *ALPHABET]
-    words += [f"<{index}>" for index in range(len(words), 96)]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def write_checkpoint(folder: Path, seed: int = 0) -> Path:
     """A random llama of two blocks with a context of 256."""
-    folder.mkdir(parents=True)
-    random = np.random.default_rng(seed)
-
-    def weight(*shape: int) -> np.ndarray:
-        return (random.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float16)
-
-    tensors = {"model.embed_tokens.weight": weight(96, 64), "model.norm.weight": np.ones(64, np.float16)}
-    for layer in range(2):
-        prefix = f"model.layers.{layer}"
-        for name, rows, width in (
-            ("self_attn.q_proj", 64, 64),
-            ("self_attn.k_proj", 32, 64),
-            ("self_attn.v_proj", 32, 64),
-            ("self_attn.o_proj", 64, 64),
-            ("mlp.gate_proj", 96, 64),
-            ("mlp.up_proj", 96, 64),
-            ("mlp.down_proj", 64, 96),
-        ):
-            tensors[f"{prefix}.{name}.weight"] = weight(rows, width)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}.{norm}.weight"] = np.ones(64, np.float16)
-    save_file(tensors, folder / "model.safetensors")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 96,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "float16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    write_tokenizer(folder)
-    return folder
+    return checkpoints.write_checkpoint(folder, dtype=torch.float16, max_position_embeddings=256, seed=seed)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from app.conversation import Conversation
 from app.history.store import History
 from app.tui.background_history import BackgroundHistory
 from app.tui.screens.chats import ChatsScreen, ChatTable, when
+from tests.app.tui.kept import keep_chats
 
 Stage = Callable[..., Any]
 
@@ -21,15 +22,8 @@ Stage = Callable[..., Any]
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """Two chats that were had before."""
-    path = tmp_path / "history.db"
-    history = History(path)
-    for question, answer in (("Why is the sky blue?", "Rayleigh scattering."), ("A trip to Porto", "Take the tram.")):
-        conversation = Conversation()
-        conversation.add("user", question, parent=None)
-        conversation.add("assistant", answer, parent=conversation.head, model="tiny-3bit")
-        history.record(conversation.id, conversation.head, conversation.path())
-    history.close()
-    return path
+    chats = (("Why is the sky blue?", "Rayleigh scattering."), ("A trip to Porto", "Take the tram."))
+    return keep_chats(tmp_path / "history.db", chats, model="tiny-3bit")
 
 
 async def told(s: Any, text: str) -> None:

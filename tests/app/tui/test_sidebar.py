@@ -11,10 +11,10 @@ import pytest
 from textual.widgets import Input, OptionList
 
 from app import settings
-from app.conversation import Conversation
 from app.history.store import Chat, History
 from app.tui.screens.chats import ChatsScreen
 from app.tui.screens.sidebar import Sidebar, grouped_by_day
+from tests.app.tui.kept import keep_chats
 
 Stage = Callable[..., Any]
 WIDE = (120, 30)
@@ -23,15 +23,8 @@ WIDE = (120, 30)
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """Two chats that were had before."""
-    path = tmp_path / "history.db"
-    history = History(path)
-    for question, answer in (("Why is the sky blue?", "Rayleigh scattering."), ("A trip to Porto 日本語", "Tram.")):
-        conversation = Conversation()
-        conversation.add("user", question, parent=None)
-        conversation.add("assistant", answer, parent=conversation.head, model="demo")
-        history.record(conversation.id, conversation.head, conversation.path())
-    history.close()
-    return path
+    chats = (("Why is the sky blue?", "Rayleigh scattering."), ("A trip to Porto 日本語", "Tram."))
+    return keep_chats(tmp_path / "history.db", chats)
 
 
 def titles(path: Path) -> list[str]:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.conversation import Conversation
-from app.history.store import History
 from app.tui.messages import QuantizeAsked
 from runtime.wire.requests import QuantizeRequest
+from tests.app.tui.kept import keep_chats
 from tests.grid import grid
 
 SIZES = [(120, 40), (80, 24), (40, 15)]
@@ -42,15 +41,9 @@ in_every_look = pytest.mark.parametrize(
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """Chats that were had before, long ago."""
-    history = History(tmp_path / "history.db")
-    for day, question in enumerate(("Why is the sky blue?", "A trip to Porto 日本語", "git review of the new cache")):
-        conversation = Conversation(lambda day=day: datetime(2024, 5, 3 - day, 10, 42, tzinfo=UTC))  # type: ignore[misc]
-        conversation.add("user", question, parent=None)
-        conversation.add("assistant", "Because.", parent=conversation.head, model="demo")
-        path = conversation.path()
-        history.record(conversation.id, conversation.head, path, updated=path[-1].created)
-    history.close()
-    return tmp_path / "history.db"
+    questions = ("Why is the sky blue?", "A trip to Porto 日本語", "git review of the new cache")
+    days = [datetime(2024, 5, day, 10, 42, tzinfo=UTC) for day in (3, 2, 1)]
+    return keep_chats(tmp_path / "history.db", [(question, "Because.") for question in questions], begun=days)
 
 
 class Play:

@@ -95,14 +95,7 @@ def rows(decoder: ReferenceDecoder, tokens: Sequence[int], start: int) -> npt.ND
 def _run(
     decoder: ReferenceDecoder, tokens: Sequence[int], start: int, wanted: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.float32]:
-    positions = np.arange(start, start + len(tokens), dtype=np.int32)
-    step = Step(
-        tokens=np.asarray(tokens, np.int32),
-        slots=np.zeros_like(positions),
-        positions=positions,
-        logit_rows=wanted,
-    )
-    return decoder.forward(step).copy()
+    return decoder.forward(Step.of(tokens, start, wanted)).copy()
 
 
 def keys_and_values(checkpoint: Checkpoint, tokens: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -11,7 +11,6 @@ all: every cell is computed and stored, and no time goes into attention over all
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import json
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from tests.bench.quality.llama_worker import quantize, write_gguf
+from tests.bench.quality.llama_worker import load, quantize, start, write_gguf
 
 _PIECE = 512
 _TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0, "q4_0": llama_cpp.GGML_TYPE_Q4_0}
@@ -128,16 +127,10 @@ def main() -> None:
     from tests.bench.caches.shape_sizes import described
 
     path, threads, tokens, steps, *kinds = sys.argv[1:]
-    silent = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
-    llama_cpp.llama_log_set(silent, ctypes.c_void_p())
-    llama_cpp.llama_backend_init()
+    start()
     if not Path(path).is_file():
         make(Path(path), described())
-    choices = llama_cpp.llama_model_default_params()
-    choices.n_gpu_layers = 0
-    model = llama_cpp.llama_model_load_from_file(path.encode(), choices)
-    if not model:
-        raise SystemExit(f"llama.cpp could not load {path}")
+    model = load(Path(path))
     contexts = {kind: Context(model, kind, int(threads), int(tokens), int(steps)) for kind in kinds}
     print(json.dumps({"version": importlib.metadata.version("llama-cpp-python")}), flush=True)
     for line in sys.stdin:

@@ -10,7 +10,7 @@ from models.spec import ModelSpec, RopeSpec
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.kv.control import PagedCache
-from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
+from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind, window_token_bytes
 from tests.bench.caches.extent import ORDER
 from tests.bench.caches.laboratory import Notebook
 from tests.bench.reporting.results import digest
@@ -78,7 +78,8 @@ def _sizes(name: KVKind, head_dim: int) -> dict[str, Any]:
             cache, page, buffers = _cache(backend, kind, spec, length)
             _fill(cache, length)
             found[f"{backend} page"] = round(100 * page / (kind.page * token), 2)
-            found[f"{backend} {length}"] = round(100 * cache.nbytes / (length * token), 2)
+            used = cache.table.used * page + cache.window_length(0) * window_token_bytes(kind, spec)
+            found[f"{backend} {length}"] = round(100 * used / (length * token), 2)
             found[f"{backend} {length} buffers"] = round(100 * buffers / (length * token), 2)
     return found
 

@@ -68,11 +68,4 @@ def compared(model: RandomModel, kv: KVKind, amount: Amount, device: torch.devic
 
 
 def _step(tokens: list[int], start: int, *, prefill: bool) -> Step:
-    count = len(tokens)
-    return Step(
-        tokens=np.array(tokens, np.int32),
-        slots=np.zeros(count, np.int32),
-        positions=np.arange(start, start + count, dtype=np.int32),
-        logit_rows=np.array([count - 1], np.int32),
-        prefill=prefill,
-    )
+    return Step.of(tokens, start, [len(tokens) - 1], prefill=prefill)

@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from runtime.backends.triton.kernels.attention import kernel as kernels
 from runtime.backends.triton.kernels.attention.configs import launch_config
 from runtime.backends.triton.kernels.attention.kernel import attend
-from runtime.backends.triton.kernels.cache.pages import LayerPages, Rows, record_bytes
+from runtime.backends.triton.kernels.cache.pages import LayerPages, Rows
 from runtime.backends.triton.workspace import Workspace
-from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
+from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind, record_bytes
 from tests.bench.gpu.bandwidth import copy_gb_s
 from tests.bench.gpu.clock import copies_past_cache, race
 from tests.bench.gpu.peers import Peer

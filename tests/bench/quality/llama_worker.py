@@ -69,13 +69,14 @@ def quantize(source: Path, target: Path, kind: str, importance: dict[str, np.nda
     """Let llama.cpp quantize a file.
 
     Args:
-        source: GGUF in float32.
+        source: GGUF, full precision or low-bit.
         target: GGUF to make.
         kind: One of `FILE_TYPES`.
         importance: Mean squares of each tensor's inputs, float32 [K], by GGUF's names; empty for none.
     """
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype, parameters.nthread = FILE_TYPES[kind], os.cpu_count() or 1
+    parameters.allow_requantize = True
     if importance:
         kept = [np.ascontiguousarray(values, np.float32) for values in importance.values()]
         table = (llama_cpp.llama_model_imatrix_data * (len(kept) + 1))()
@@ -86,6 +87,29 @@ def quantize(source: Path, target: Path, kind: str, importance: dict[str, np.nda
     status = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
     if status:
         raise SystemExit(f"llama.cpp could not quantize to {kind}: status {status}")
+
+
+@llama_cpp.llama_log_callback
+def _say_nothing(_level: Any, _text: Any, _data: Any) -> None:
+    """What llama.cpp logs through."""
+
+
+def start() -> None:
+    """Make llama.cpp ready, and silent."""
+    llama_cpp.llama_log_set(_say_nothing, ctypes.c_void_p())
+    llama_cpp.llama_backend_init()
+
+
+def load(path: Path, **choices: Any) -> Any:
+    """The model of a file, on the processor; `choices` are fields of llama.cpp's parameters."""
+    parameters = llama_cpp.llama_model_default_params()
+    parameters.n_gpu_layers = 0
+    for name, value in choices.items():
+        setattr(parameters, name, value)
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+    if not model:
+        raise SystemExit(f"llama.cpp could not load {path.name}")
+    return model
 
 
 def sizes(path: Path) -> list[dict[str, Any]]:
@@ -110,12 +134,7 @@ class Model:
     """
 
     def __init__(self, path: Path, window: int) -> None:
-        choices = llama_cpp.llama_model_default_params()
-        choices.n_gpu_layers = 0
-        choices.use_extra_bufts = False  # repacked weights crash on some virtual machines with AMX
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), choices)
-        if not self._model:
-            raise SystemExit(f"llama.cpp could not load {path.name}")
+        self._model = load(path, use_extra_bufts=False)  # repacked weights crash on some virtual machines with AMX
         options = llama_cpp.llama_context_default_params()
         options.n_ctx = options.n_batch = options.n_ubatch = max(window, 32)
         options.n_threads = options.n_threads_batch = os.cpu_count() or 1
@@ -160,9 +179,7 @@ class Model:
 def main() -> None:
     """Answer one request."""
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    silent = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
-    llama_cpp.llama_log_set(silent, ctypes.c_void_p())
-    llama_cpp.llama_backend_init()
+    start()
     with np.load(request["tensors"]) as file:
         tensors = {name: file[name] for name in file.files}
     with np.load(request["importance"]) as file:

@@ -11,38 +11,23 @@ import gguf
 import numpy as np
 import torch
 
+from tests.models import random_models
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3"}
 """`general.architecture` by `model_type`."""
 SIZES: dict[str, Any] = {
+    **random_models.SIZES,
     "vocab_size": 64,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 0.01,  # large enough to be seen in the logits
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 
 
 def random_model(family: str, **changes: Any) -> Any:
-    """A small model of transformers whose every parameter matters: biases and norms too are random."""
-    import transformers
-
-    torch.manual_seed(sum(map(ord, family)))
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.normal_(1.0, 0.3)
-            else:
-                parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[1]))
-    return model
+    """A random model whose sizes GGUF's blocks divide."""
+    return random_models.random_model(family, **{**SIZES, **changes})
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:

@@ -39,7 +39,6 @@ class Prefiller:
 
     backend = "cpu"
     recall = None
-    cache = None
 
     def __init__(self, spec: Any, clock: Clock, *, context: int = 600, refused: int = 2000) -> None:
         self.spec, self.options = spec, DecoderOptions(context=context, k_chunk=3)

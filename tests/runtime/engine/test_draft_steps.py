@@ -24,14 +24,7 @@ PROMPT = np.random.default_rng(3).integers(0, 96, 280).tolist()
 
 def rows(start: int, count: int, **how: Any) -> Step:
     """Tokens of the prompt, and the logits of all."""
-    positions = np.arange(start, start + count, dtype=np.int32)
-    return Step(
-        tokens=np.array(PROMPT[start : start + count], np.int32),
-        slots=np.zeros(count, np.int32),
-        positions=positions,
-        logit_rows=np.arange(count, dtype=np.int32),
-        **how,
-    )
+    return Step.of(PROMPT[start : start + count], start, **how)
 
 
 def rms(x: np.ndarray[Any, Any]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, pre_tokenizers
 
 from models.spec import ModelSpec
 from runtime.backends.decoder import DecoderOptions, Step
@@ -21,25 +18,14 @@ from runtime.engine.conversations.saved_folder import SavedCaches, forget
 from runtime.engine.engine import BORROWED_TOKENS, Engine
 from runtime.engine.generation import Piece
 from runtime.errors import BackendError, ContextOverflowError, InvalidActivationError, RequestError
+from runtime.kv.control import PagedCache
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.text.sampling import Draw, Drawn, SamplingOptions
 from runtime.text.tokenizer import Tokenizer
+from tests.runtime.engine.nowhere import Nowhere
 
 V = 300
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token a byte: token 40 + b is byte b; 0, 1 and 2 are special."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fast = Fast(models.BPE({letter: 40 + i for i, letter in enumerate(alphabet)}, []))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    fast.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return Tokenizer(folder)
 
 
 class Script:
@@ -48,11 +34,12 @@ class Script:
     backend = "reference"
     kv_bytes = weight_bytes = 0
     recall = None
-    cache = None
 
     def __init__(self, spec: ModelSpec, answer: list[int], prompt: int, **options: Any) -> None:
         self.spec = spec
         self.options = DecoderOptions(**{"context": 64, "max_rows": 8, **options})
+        sizes = {"context": self.options.context, "slots": self.options.slots, "max_rows": self.options.max_rows}
+        self.cache = PagedCache(KINDS[self.options.kv], spec, Nowhere(), **sizes)
         self.answer, self.prompt = answer, prompt
         self.steps: list[Step] = []
         self.closed = self.sessions = 0
@@ -67,6 +54,7 @@ class Script:
             self.sessions -= 1
 
     def forward(self, step: Step) -> np.ndarray:
+        self.cache.begin(step.slots, step.positions, flush=step.flush)
         if self.fail_at is not None and len(self.steps) >= self.fail_at:
             raise InvalidActivationError("broken")
         self.steps.append(step)
@@ -256,22 +244,11 @@ def test_one_generation_in_one_slot_and_waiting_can_be_cancelled(spec: ModelSpec
     engine, script = make(spec, tokenizer, "abcdefgh")
     first = engine.generate([50] * 5, greedy())
     next(first)
-    asked = threading.Event()
-
-    def impatient() -> bool:
-        asked.set()
-        return True
-
-    assert [piece.finish_reason for piece in engine.generate([51] * 5, greedy(), impatient)] == ["cancelled"]
-    assert asked.is_set()
-    results: list[str] = []
-    waiting = threading.Thread(target=lambda: results.append(text_of(list(engine.generate([51] * 5, greedy())))))
+    impatient = engine.generate([51] * 5, greedy(), lambda: True)
+    assert [piece.finish_reason for piece in impatient] == ["cancelled"]
     steps = len(script.steps)
-    waiting.start()
-    rest = text_of(list(first))
-    waiting.join(20)
-    assert rest == "bcdefgh"
-    assert results == ["abcdefgh"]
+    assert text_of(list(engine.generate([51] * 5, greedy()))) == "abcdefgh"
+    assert text_of(list(first)) == "bcdefgh"
     tokens = [step.tokens[0] for step in script.steps[steps:]]
     assert tokens.index(51) == tokens.index(script.answer[-1]) + 1  # all of the first answer before any of the second
 
@@ -280,12 +257,8 @@ def test_close_ends_the_running_generation_and_refuses_the_next(spec: ModelSpec,
     engine, script = make(spec, tokenizer, "abcdefgh")
     running = engine.generate([50] * 5, greedy())
     next(running)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    while not engine._shared.closed:
-        pass
+    engine.close()
     assert [piece.finish_reason for piece in running] == ["cancelled"]
-    closing.join(20)
     engine.close()
     assert script.closed == 2
     with pytest.raises(BackendError, match="unloaded"):
@@ -481,16 +454,10 @@ def test_what_is_measured_costs_no_conversation(
     answers = [ask(engine, chat)[0] for chat in CHATS]
     longer = [[*chat, *answer, 5] for chat, answer in zip(CHATS, answers, strict=True)]
     cached = [len(chat) - 2 for chat in longer]
-    busy: list[bool] = []
     with engine.borrow() as decoder:
         for position in range(BORROWED_TOKENS):
             row = np.array([position], np.int32)
             decoder.forward(Step(tokens=row, slots=0 * row, positions=row, logit_rows=0 * row, compensate=True))
-        waiting = threading.Thread(target=lambda: busy.append(not engine._shared._turn.acquire(blocking=False)))
-        waiting.start()
-        waiting.join()
-    assert busy == [True]
-    assert engine.decoder.cache is not None
     assert engine.decoder.cache.length(0) == 0, "what was measured holds no pages"
     assert len(list(tmp_path.iterdir())) == {1: 1, 2: 1, 4: 0}[slots], "the one without a place is on disk"
     found = [ask(engine, chat)[1] for chat in longer]
@@ -499,20 +466,11 @@ def test_what_is_measured_costs_no_conversation(
 
 def test_the_decoder_is_lent_when_all_answers_have_ended(spec: ModelSpec, tokenizer: Tokenizer) -> None:
     engine, _ = make(spec, tokenizer, "hello there")
-    answer, entered, running = engine.generate([50] * 5, greedy()), threading.Event(), list[int]()
+    answer = engine.generate([50] * 5, greedy())
     next(answer)
-
-    def borrow() -> None:
-        with engine.borrow():
-            running.append(engine.running)
-            entered.set()
-
-    borrower = threading.Thread(target=borrow)
-    borrower.start()
-    assert not entered.wait(0.1)
+    with engine.borrow():
+        assert engine.running == 0
     assert list(answer)[-1].finish_reason == "stop"
-    borrower.join(60)
-    assert running == [0]
 
 
 def test_a_measurement_that_fails_gives_the_decoder_back(

@@ -214,19 +214,19 @@ def test_only_hierarchical_drafts_read_less(name: KVKind, spec: Any) -> None:
 def test_bytes_in_use_are_those_of_pages_and_window_tokens(name: KVKind, spec: Any) -> None:
     kind = KINDS[name]
     sut = Sut(kind, spec)
-    assert sut.cache.capacity_bytes == sut.cache.store.nbytes
-    assert sut.cache.nbytes == 0
+    assert [sut.cache.slot_bytes(slot) for slot in (0, 1)] == [0, 0]
     for start in range(0, 640, 128):
         sut.step({0: (start, 128)})
     record = sum(sut.cache.store.records(part)[0].nbytes for part in PARTS)
     token = sum(sut.cache.store.window(part, 0)[:, :, :1].nbytes for part in PARTS)
     expected = sut.pages[0] * record + sut.cache.window_length(0) * token
-    assert sut.cache.nbytes == expected
+    assert sut.cache.slot_bytes(0) == expected
     sut.fork(0, 1, 640)
-    assert sut.cache.nbytes == expected + sut.cache.window_length(1) * token
+    assert [sut.cache.slot_bytes(slot) for slot in (0, 1)] == [expected, expected]
+    assert sut.cache.table.used == sut.cache.table.count(0), "shared pages count once"
     sut.cache.clear(0)
     sut.cache.clear(1)
-    assert sut.cache.nbytes == 0
+    assert (sut.cache.slot_bytes(1), sut.cache.table.used) == (0, 0)
 
 
 @pytest.mark.slow
@@ -244,4 +244,4 @@ def test_sixty_four_thousand_tokens(name: KVKind, tiny_spec: Factory) -> None:
     found = cache.attend(0, q, torch.zeros(1, dtype=torch.long), torch.tensor([T - 1]), None)
     wanted = attend(q, *x, torch.tensor([T - 1]), None)
     assert float((found - wanted).abs().max()) < (0.02 if KINDS[name].keys.bits == 2 else 0.005)
-    assert cache.nbytes <= cache.capacity_bytes
+    assert cache.slot_bytes(0) <= cache.store.nbytes

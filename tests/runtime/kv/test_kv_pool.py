@@ -11,7 +11,6 @@ import torch
 
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.errors import OutOfMemoryError, RequestError
-from runtime.kv.control import PagedCache
 from runtime.kv.kinds import KINDS, PARTS, KVKind, cache_bytes
 from runtime.kv.transfer import Arrays
 from tests.close import assert_close
@@ -51,7 +50,7 @@ def test_a_pool_of_one_context_serves_whoever_is_alone(kv: KVKind, tiny_spec: Fa
     kind, spec = KINDS[kv], tiny_spec(**SHAPE)
     cache = make(kv, spec, pages=kind.max_pages(CONTEXT))
     planned = cache_bytes(kind, spec, context=CONTEXT, slots=SLOTS, max_rows=ROWS, pages=kind.max_pages(CONTEXT))
-    assert cache.store.nbytes == cache.capacity_bytes == planned
+    assert cache.store.nbytes == planned
     rng, generator, crowded = np.random.default_rng(5), torch.Generator().manual_seed(5), 0
     for _ in range(150):
         slot, other = (int(i) for i in rng.permutation(SLOTS)[:2])
@@ -130,18 +129,3 @@ def test_pieces_that_do_not_belong_there_leave_the_slot_empty(kv: KVKind, tiny_s
     with pytest.raises(OutOfMemoryError):
         small.load(0, 600, paged, pieces)
     assert (small.length(0), small.table.used) == (0, 0)
-
-
-def test_a_store_that_keeps_its_numbers_to_itself(tiny_spec: Factory) -> None:
-    class Closed:
-        def flush(self, slot: int, page: int, rest: int) -> None: ...
-        def restore(self, page: int, slot: int, count: int) -> None: ...
-        def copy_window(self, source: int, target: int, count: int) -> None: ...
-        def copy_page(self, source: int, target: int) -> None: ...
-
-    cache = PagedCache(KINDS["fp16"], tiny_spec(**SHAPE), Closed(), context=64, slots=1, max_rows=4)
-    assert cache.layout is None
-    with pytest.raises(RequestError, match="cannot be saved"):
-        next(cache.export(0))
-    with pytest.raises(RequestError, match="cannot be saved"):
-        cache.load(0, 1, 1, [])

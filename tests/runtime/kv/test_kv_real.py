@@ -9,17 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-import assets
-from models.quantize import quantize as quantize_model
-from models.recipe import Recipe
 from models.spec import ModelSpec
-from models.store import Store, StoredModel
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
 from runtime.kv.oracle import correction
 from runtime.kv.oracle.page import dequantize, quantize
 from runtime.text.tokenizer import Tokenizer
+from tests.runtime.real import opened
 
 pytestmark = pytest.mark.data
 TOKENS = 256
@@ -43,14 +40,7 @@ class Cached:
 def cached(request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Cached:
     """The bundled model has heads of 64 channels, the other of 16."""
     torch.set_num_threads(1)
-    words = (shared_data / "text/tinystories.txt").read_text()[:20_000]
-    if request.param == "demo":
-        model = StoredModel.open_folder(assets.demo_path(), "demo")
-    else:
-        store = Store(tmp_path_factory.mktemp("store"))
-        recipe = Recipe(bits=4, residual_bits=4, group_size=32)
-        quantize_model(shared_data / "models" / request.param, store, recipe, name="small", calibration=words)
-        model = store.open("small")
+    model, words = opened(request.param, shared_data, tmp_path_factory)
     tokens = Tokenizer(model.tokenizer_path).encode(words)[:TOKENS]
     decoder = ReferenceDecoder(model, DecoderOptions(context=TOKENS, max_rows=TOKENS))
     rows = np.arange(TOKENS, dtype=np.int32)

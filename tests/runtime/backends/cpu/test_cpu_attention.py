@@ -16,10 +16,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-import assets
-from models.quantize import quantize as quantize_model
-from models.recipe import Recipe
-from models.store import Store, StoredModel
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.kv.kinds import KINDS, PARTS, KVKind
@@ -27,6 +23,7 @@ from runtime.kv.oracle.uniform import unpack
 from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
 from tests.grid import QUICK_CACHES, grid
+from tests.runtime.real import opened
 
 BOUNDS: dict[KVKind, float] = {"fp16": 5e-6, "int8": 6e-4, "hierarchical": 3e-4}
 ONE_PLANE = 5e-2
@@ -181,14 +178,7 @@ class Recorded:
 @pytest.fixture(scope="module", params=["demo", "babyllama105"])
 def recorded(request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """The bundled model has heads of 64 channels, the other of 16."""
-    words = (shared_data / "text/tinystories.txt").read_text()[:20_000]
-    if request.param == "demo":
-        model = StoredModel.open_folder(assets.demo_path(), "demo")
-    else:
-        store = Store(tmp_path_factory.mktemp("store"))
-        recipe = Recipe(bits=4, residual_bits=4, group_size=32)
-        quantize_model(shared_data / "models" / request.param, store, recipe, name="small", calibration=words)
-        model = store.open("small")
+    model, words = opened(request.param, shared_data, tmp_path_factory)
     count = min(400, model.spec.max_context)
     tokens = np.array(Tokenizer(model.tokenizer_path).encode(words)[:count], np.int32)
     decoder = ReferenceDecoder(model, DecoderOptions(context=count, max_rows=count))

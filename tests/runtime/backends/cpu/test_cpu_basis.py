@@ -67,15 +67,7 @@ def test_a_model_answers_as_the_reference_does(
         for backend in ("reference", "cpu"):
             decoder, _ = open_decoder(model, DecoderOptions(kv=kv, context=320, max_rows=60, threads=1), backend)
             for start in range(0, 300, 60):
-                positions = np.arange(start, start + 60, dtype=np.int32)
-                found = decoder.forward(
-                    Step(
-                        tokens=tokens[start : start + 60],
-                        slots=np.zeros(60, np.int32),
-                        positions=positions,
-                        logit_rows=np.array([59], np.int32),
-                    )
-                ).copy()
+                found = decoder.forward(Step.of(tokens[start : start + 60], start, [59])).copy()
             decoder.close()
             logits[with_statistics, backend] = found
     for with_statistics in (True, False):

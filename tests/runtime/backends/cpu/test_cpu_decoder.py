@@ -33,19 +33,9 @@ from tests.grid import grid
 ROOT = Path(__file__).resolve().parents[4]
 
 
-def step(
-    tokens: Any, start: int, *, slot: int = 0, rows: Any = None, compensate: bool = True, prefill: bool = False
-) -> Step:
+def step(tokens: Any, start: int, *, rows: Any = None, **how: Any) -> Step:
     """Rows of one slot at consecutive positions; the logits of all rows unless `rows` names some."""
-    count = len(tokens)
-    return Step(
-        tokens=np.asarray(tokens, np.int32),
-        slots=np.full(count, slot, np.int32),
-        positions=np.arange(start, start + count, dtype=np.int32),
-        logit_rows=np.asarray(range(count) if rows is None else rows, np.int32),
-        compensate=compensate,
-        prefill=prefill,
-    )
+    return Step.of(tokens, start, rows, **how)
 
 
 class Int8Linear(ReferenceLinear):

@@ -185,14 +185,7 @@ def test_the_decoder_answers_as_the_reference_does(
         found = []
         with decoder.session():
             for tokens, start in (([1, 5, 9, 30, 12, 40, 7, 8, 20, 33, 11, 50, 3, 4, 6, 10, 19, 21], 0), ([17], 18)):
-                rows = np.arange(len(tokens), dtype=np.int32)
-                step = Step(
-                    tokens=np.array(tokens, np.int32),
-                    slots=np.zeros(len(tokens), np.int32),
-                    positions=rows + start,
-                    logit_rows=rows,
-                )
-                found.append(decoder.forward(step).copy())
+                found.append(decoder.forward(Step.of(tokens, start)).copy())
         answers.append(np.concatenate(found))
         decoder.close()
     # Norms and attention round otherwise, and a code next to a tie may fall on its other side.

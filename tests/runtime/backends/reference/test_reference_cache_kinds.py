@@ -22,14 +22,7 @@ TOKENS = np.random.default_rng(5).integers(0, 96, 420).tolist()
 
 
 def run(decoder: ReferenceDecoder, tokens: list[int], *, start: int = 0, slot: int = 0) -> np.ndarray:
-    M = len(tokens)
-    step = Step(
-        tokens=np.array(tokens, np.int32),
-        slots=np.full(M, slot, np.int32),
-        positions=np.arange(start, start + M, dtype=np.int32),
-        logit_rows=np.arange(M, dtype=np.int32),
-    )
-    return decoder.forward(step).copy()
+    return decoder.forward(Step.of(tokens, start, slot=slot)).copy()
 
 
 def in_steps(decoder: ReferenceDecoder, size: int, *, first: int = 0) -> np.ndarray:

@@ -21,15 +21,7 @@ TOKENS = [1, 7, 8, 9, 50, 95, 3, 3, 20, 41]
 
 
 def run(decoder: ReferenceDecoder, tokens: list[int], *, start: int = 0, slot: int = 0, **options: Any) -> np.ndarray:
-    M = len(tokens)
-    step = Step(
-        tokens=np.array(tokens, np.int32),
-        slots=np.full(M, slot, np.int32),
-        positions=np.arange(start, start + M, dtype=np.int32),
-        logit_rows=np.arange(M, dtype=np.int32),
-        **options,
-    )
-    return decoder.forward(step).copy()
+    return decoder.forward(Step.of(tokens, start, slot=slot, **options)).copy()
 
 
 def options(**changes: Any) -> DecoderOptions:

@@ -18,7 +18,7 @@ from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from runtime.backends.triton.workspace import Workspace
-from runtime.kv.kinds import KINDS, PARTS, KVKind
+from runtime.kv.kinds import KINDS, PARTS, KVKind, cache_bytes
 from runtime.kv.oracle.page import dequantize
 from tests.close import TOLERANCES, Tolerance, assert_close
 
@@ -269,4 +269,5 @@ def test_what_leaves_the_cache_comes_back(pair: Any) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_buffers_are_as_large_as_they_are_said_to_be(pair: Any, name: KVKind) -> None:
     caches = pair(name)
-    assert caches.ours.store.nbytes == caches.ours.capacity_bytes
+    options = {"context": caches.context, "slots": SLOTS, "max_rows": ROWS}
+    assert caches.ours.store.nbytes == cache_bytes(KINDS[name], caches.spec, **options)

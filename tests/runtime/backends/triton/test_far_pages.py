@@ -13,10 +13,10 @@ import torch
 
 from runtime.backends.operations import attention as reference
 from runtime.backends.triton.kernels.attention.kernel import attend
-from runtime.backends.triton.kernels.cache.pages import LayerPages, Rows, record_bytes
+from runtime.backends.triton.kernels.cache.pages import LayerPages, Rows
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from runtime.backends.triton.workspace import Workspace
-from runtime.kv.kinds import KINDS
+from runtime.kv.kinds import KINDS, record_bytes
 from tests.close import assert_close
 
 D, KIND = 32, KINDS["fp16"]

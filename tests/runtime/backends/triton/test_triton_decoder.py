@@ -45,27 +45,9 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def step(
-    tokens: Any,
-    start: int,
-    *,
-    slot: int = 0,
-    rows: Any = None,
-    compensate: bool = True,
-    prefill: bool = False,
-    draft: bool = False,
-) -> Step:
+def step(tokens: Any, start: int, *, rows: Any = None, **how: Any) -> Step:
     """Rows of one slot at consecutive positions; the logits of the last unless `rows` names some."""
-    count = len(tokens)
-    return Step(
-        tokens=np.asarray(tokens, np.int32),
-        slots=np.full(count, slot, np.int32),
-        positions=np.arange(start, start + count, dtype=np.int32),
-        logit_rows=np.asarray([count - 1] if rows is None else rows, np.int32),
-        compensate=compensate,
-        prefill=prefill,
-        draft=draft,
-    )
+    return Step.of(tokens, start, [len(tokens) - 1] if rows is None else rows, **how)
 
 
 class HalfLinear(ReferenceLinear):
@@ -182,7 +164,7 @@ def test_logits_match_the_reference_on_every_cache(
     for one in (step([17], at), step([33, 34, 5], at + 1, rows=[0, 2]), step([21], at + 2)):
         found, wanted = np.array(ours.forward(one)), theirs.forward(one)
         assert np.abs(found - wanted).max() <= tolerance * wanted.std()
-    assert ours.cache.nbytes == theirs.cache.nbytes
+    assert ours.cache.slot_bytes(0) == theirs.cache.slot_bytes(0)
     assert ours.kv_bytes == theirs.kv_bytes
 
 

@@ -42,11 +42,6 @@ def test_the_decoder_answers_as_the_reference_does(
 def steps() -> list[Any]:
     """A prompt of 17 rows, more than a tile of few, and two tokens after it."""
     return [
-        Step(
-            tokens=np.array(tokens, np.int32),
-            slots=np.zeros(len(tokens), np.int32),
-            positions=np.arange(start, start + len(tokens), dtype=np.int32),
-            logit_rows=np.array([len(tokens) - 1], np.int32),
-        )
+        Step.of(tokens, start, [len(tokens) - 1])
         for tokens, start in (([1, 5, 9, 30, 12, 40, 7, 8, 20, 33, 11, 50, 3, 4, 6, 10, 19], 0), ([17], 17), ([2], 18))
     ]

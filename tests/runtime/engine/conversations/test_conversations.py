@@ -12,27 +12,10 @@ import pytest
 from runtime.engine.conversations.conversations import Conversations, common_prefix
 from runtime.kv.control import PagedCache
 from runtime.kv.kinds import KINDS
+from tests.runtime.engine.nowhere import Nowhere
 
 Factory = Callable[..., Any]
 CONTEXT, ROWS = 64, 8
-
-
-class Nowhere:
-    """A store without numbers."""
-
-    def __init__(self) -> None:
-        self.restored = self.windows = self.pages = 0
-
-    def flush(self, slot: int, page: int, rest: int) -> None: ...
-
-    def restore(self, page: int, slot: int, count: int) -> None:
-        self.restored += 1
-
-    def copy_window(self, source: int, target: int, count: int) -> None:
-        self.windows += 1
-
-    def copy_page(self, source: int, target: int) -> None:
-        self.pages += 1
 
 
 class Chats:
@@ -277,21 +260,6 @@ def test_one_slot_is_cut_back(tiny_spec: Factory) -> None:
     chats.say([1, 2, 3, 4], answer=2)
     assert chats.say([1, 2, 3, 4]) == (0, 3)
     assert chats.say([9, 8]) == (0, 0)
-
-
-def test_without_a_cache_there_is_one_sequence() -> None:
-    known = Conversations(None, slots=4, context=CONTEXT)
-    for prompt, cached in (([1, 2, 3], 0), ([1, 2, 4], 2), ([1, 2, 4], 2), ([7], 0)):
-        assert known.begin(prompt) == (0, cached)
-        known.tokens(0).extend(prompt[cached:])
-        known.release(0)
-    known.make_room(0, CONTEXT)
-    known.save()
-    known.forget("somebody")
-    assert known.begin([7, 8]) == (0, 1)
-    known.release(0)
-    known.vacate(0, CONTEXT)
-    assert known.begin([7, 8]) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def logits_of(seed: int) -> np.ndarray:
 class Table:
     """A decoder whose logits hang on the position behind the prompt alone, whatever token came before."""
 
-    cache = None
+    cache: Any = SimpleNamespace(length=lambda slot: 0, rows_alike=lambda slot: 16)
     options = SimpleNamespace(max_rows=16)
 
     def __init__(self, target: np.ndarray, draft: np.ndarray, prompt: int = 0) -> None:
@@ -57,7 +57,9 @@ def draw_pairs(
     certain = np.where(np.arange(V) == FIRST, 100, 0).astype(np.float32)
     for _ in range(SAMPLES):
         sampler._seen, sampler._known = sampler._seen[:0], set()
-        context = DecodeContext(decoder=decoder, conversations=Conversations(None, slots=1, context=16), slot=0)
+        context = DecodeContext(
+            decoder=decoder, conversations=Conversations(decoder.cache, slots=1, context=16), slot=0
+        )
         context.conversations.tokens(0).extend(prompt)
         tokens: list[int] = []
 

@@ -58,15 +58,7 @@ class Bench:
         _, cached = self.conversations.begin(self.prompt)
         for start in range(cached, len(self.prompt), 64):
             rows = self.prompt[start : start + 64]
-            M = len(rows)
-            step = Step(
-                tokens=np.array(rows, np.int32),
-                slots=np.zeros(M, np.int32),
-                positions=np.arange(start, start + M, dtype=np.int32),
-                logit_rows=np.array([M - 1], np.int32),
-                prefill=True,
-            )
-            logits = self.decoder.forward(step)
+            logits = self.decoder.forward(Step.of(rows, start, [len(rows) - 1], prefill=True))
             self.conversations.tokens(0).extend(rows)
         self.conversations.release(0)
         return logits[0]

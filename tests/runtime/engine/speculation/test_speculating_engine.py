@@ -174,7 +174,6 @@ def test_saved_caches_come_back(tmp_path: Path) -> None:
 
     def saved(engine: Engine) -> SavedCaches:
         cache = engine.decoder.cache
-        assert cache is not None
         about = About.of(cache, model.spec, model="demo", recipe=model.recipe.to_json(), prompts=0)
         return SavedCaches(tmp_path, about, smallest=256)
 
@@ -200,7 +199,7 @@ def test_seeded_answers_do_not_hang_on_the_clock() -> None:
     """With adaptation, the same seed gives the same tokens though other rounds were learned from in between."""
     with opened() as engine:
         start(engine, Speculate())
-        engine._first_gamma = 3
+        engine._drafting._first = 3
         options = SamplingOptions(temperature=1, top_p=0.9, seed=3, max_tokens=60)
         first = said(engine, TEXT, options)
         said(engine, TEXT[:20], SamplingOptions(temperature=1.5, max_tokens=60))
@@ -248,7 +247,7 @@ def test_a_seed_of_which_the_model_drafts_copies_nothing() -> None:
     """Its drafts take random numbers of their own, so who drafts must not hang on the clock."""
     with opened() as engine:
         start(engine, Speculate())
-        engine._first_gamma = 2
+        engine._drafting._first = 2
         pieces = said(engine, TEXT, SamplingOptions(temperature=0.7, repetition_penalty=0.7, seed=5, max_tokens=80))
         usage = pieces[-1].usage
         assert usage is not None
@@ -260,9 +259,9 @@ def test_a_cache_without_a_draft_copies_alone() -> None:
     with opened(kv="int4") as engine:
         start(engine, Speculate(gamma=3))
         assert not engine.speculates
-        assert engine._times is not None
+        assert engine._drafting._times is not None
         start(engine, False)
-        assert engine._times is None
+        assert engine._drafting._times is None
 
 
 def test_costs_and_a_measured_speedup() -> None:

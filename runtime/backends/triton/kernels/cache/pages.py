@@ -161,11 +161,6 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def record_bytes(kind: CacheKind, part: Part, head_dim: int) -> int:
-    """Bytes of one record."""
-    return sum(field.nbytes for field in page_fields(kind, part, head_dim))
-
-
 def page_layout(kind: CacheKind, head_dim: int, *, window: int = 0, draft: bool = False) -> PageLayout:
     """The compile-time layout of a kind's pages and windows.
 
