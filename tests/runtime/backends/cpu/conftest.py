@@ -19,7 +19,7 @@ from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from tests.close import Tolerance, assert_close
-from tests.runtime.backends.cpu.machine import Machine, matrix
+from tests.runtime.backends.cpu.machine import Activations, Machine, matrix
 
 CORRECTIONS = Tolerance(rtol=2e-3, atol=2e-3, why="factors in half precision, from sums in another order")
 
@@ -107,11 +107,8 @@ class Attention:
         partial[:] = np.nan
         at = int(partial.ctypes.data)
         machine.run(op.Attend(rows, H, K, D, self.window or 0, RUN_ROWS, stored, at))
-        wide = padded(H * D, 32)
-        out, codes = aligned_zeros((M, wide), np.float32), aligned_zeros((padded(M, 16), wide), np.int8)
-        scales = aligned_zeros((2, padded(M, 16), wide // 32), np.float32)
-        rounded = op.Quantized(*(int(array.ctypes.data) for array in (codes, *scales)))
-        machine.run(op.Merge(at, op.Input(H * D, False, matrix(out), rounded, 1), H, D))
+        out, rounded = aligned_zeros((M, padded(H * D, 32)), np.float32), Activations(M, H * D, 32)
+        machine.run(op.Merge(at, op.Input(H * D, False, matrix(out), rounded.places, 1), H, D))
         return out[:, : H * D].reshape(M, H, D)
 
     def check_stored(self) -> None:
