@@ -27,7 +27,6 @@ async def open_models(s: Any) -> Any:
 
 async def test_home_and_end_go_to_the_first_and_the_last_model(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_models(s)
         table = s.app.screen.query_one("ModelTable")
         await s.pilot.press("end")
@@ -38,7 +37,6 @@ async def test_home_and_end_go_to_the_first_and_the_last_model(stage: Callable[.
 
 async def test_a_model_is_picked_loaded_and_remembered(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await open_models(s)
         await s.shows("bundled")
         await s.pilot.press("down", "enter")
@@ -51,7 +49,6 @@ async def test_a_model_is_picked_loaded_and_remembered(stage: Callable[..., Any]
 async def test_a_single_model_is_loaded_without_asking(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.entries = runtime.entries[:1]
     async with stage(runtime, model=None) as s:
-        await s.ready()
         assert s.app.session.status.model == "demo"
         assert settings.load().model is None
 
@@ -63,7 +60,6 @@ async def test_perplexity_and_warning_are_shown(stage: Callable[..., Any], runti
         replace(demo, perplexity_after=5.0),
     ]
     async with stage(runtime) as s:
-        await s.ready()
         await open_models(s)
         await s.shows("12.31 → 99.00")
         await s.shows("gptq · 3 bits fell apart")
@@ -75,7 +71,6 @@ async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any
     checkpoint = tmp_path / "mine"
     checkpoint.mkdir()
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_models(s)
         await s.pilot.press("q")
         await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
@@ -94,7 +89,6 @@ async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any
 async def test_bits_and_method_are_chosen_by_keys(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     async with stage(runtime, size=(40, 15)) as s:
-        await s.ready()
         await open_models(s)
         await s.pilot.press("q")
         await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
@@ -118,7 +112,6 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
     (tmp_path / "config.json").write_text("{}")
     runtime.load_delay_s = 0.0
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         runtime.load_delay_s = 60
         from app.tui.messages import QuantizeAsked
 
@@ -126,8 +119,7 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
         await s.until(lambda: s.app.session.working)
         await s.shows("▸ quantize")
         await s.shows("0 of 4 blocks")
-        await s.ask("still there?")
-        await s.answered()
+        await s.say("still there?")
         assert s.last.state == "done"
         await s.pilot.press("escape")
         await s.until(lambda: not s.app.session.working)
@@ -139,7 +131,6 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
 
 async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await open_models(s)
         await s.pilot.press("d")
         await s.settled()
@@ -161,7 +152,6 @@ async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Callable[
 
 async def test_a_sampling_setting_is_applied_and_kept_at_once(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await s.pilot.press("f3")
         await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
         s.app.screen.query_one("#setting-temperature Input", Input).value = "1.5"
@@ -177,7 +167,6 @@ async def test_a_sampling_setting_is_applied_and_kept_at_once(stage: Callable[..
 
 async def test_a_bad_value_is_told_and_not_kept(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await s.pilot.press("f3")
         await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
         s.app.screen.query_one("#setting-top_p Input", Input).value = "7"
@@ -194,7 +183,6 @@ async def test_a_bad_value_is_told_and_not_kept(stage: Callable[..., Any], runti
 
 async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ready()
         await s.pilot.press("f3")
         await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
         s.app.screen.query_one("#setting-kv Select", Select).value = "int8"
@@ -210,7 +198,6 @@ async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[...,
 
 async def test_what_a_kind_of_cache_means_is_shown_before_it_is_loaded(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ready()
         await s.pilot.press("f3")
         await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
         await s.shows("34 kB per token (26 % of fp16) · 131k tokens fit · 277 MB for 8.2k")
@@ -226,7 +213,6 @@ async def test_what_a_kind_of_cache_means_is_shown_before_it_is_loaded(stage: Ca
 
 async def test_what_is_kept_of_chats_is_shown_and_deleted(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ready()
         await s.pilot.press("f3")
         await s.shows("34 MB of 2 chats on disk")
         button = s.app.screen.query_one("#saved-delete", Button)
@@ -251,7 +237,6 @@ async def test_the_style_sheet_is_read_once_before_the_first_paint(
     again: list[Stylesheet] = []
     monkeypatch.setattr(Stylesheet, "reparse", again.append)
     async with stage(runtime, theme="light") as s:
-        await s.ready()
         assert s.app.theme == "calm-light"
         assert s.app.screen.styles.background.hex.lower() == LIGHT.background
         assert not again
@@ -259,7 +244,6 @@ async def test_the_style_sheet_is_read_once_before_the_first_paint(
 
 async def test_the_theme_changes_at_once(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ready()
         assert s.app.theme == "calm-dark"
         await s.pilot.press("f3")
         await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
@@ -274,7 +258,6 @@ async def test_settings_that_cannot_be_kept_are_told(
     stage: Callable[..., Any], runtime: Any, isolated_home: Path
 ) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         (isolated_home / "settings.toml").write_text("= broken")
         await s.pilot.press("f3")
         await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
@@ -287,7 +270,6 @@ async def test_settings_that_cannot_be_kept_are_told(
 
 async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         titles = {command.title.partition("  ")[0] for command in s.app.get_system_commands(s.app.screen)}
         assert {"New chat", "Regenerate", "Continue", "Stop", "Copy answer", "Models", "Settings", "Quit"} <= titles
         bindings = [binding for bindings in s.app._bindings.key_to_bindings.values() for binding in bindings]
@@ -302,7 +284,6 @@ async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Ca
 
 async def test_the_header_opens_the_models(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await s.pilot.click("#header-model")
         await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
         await s.pilot.press("escape")
@@ -343,7 +324,6 @@ def test_a_file_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
 async def test_a_gguf_file_is_quantized(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF and more")
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_models(s)
         await s.pilot.press("q")
         await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
@@ -355,7 +335,6 @@ async def test_a_gguf_file_is_quantized(stage: Callable[..., Any], runtime: Any,
 
 async def test_a_known_model_is_fetched_made_and_loaded(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_models(s)
         await s.shows("SmolLM2 135M")
         await s.pilot.press("down", "down")

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, pre_tokenizers
 
 from models.spec import ModelSpec
 from runtime.backends.decoder import DecoderOptions, Step
@@ -27,19 +25,6 @@ from runtime.text.tokenizer import Tokenizer
 
 V = 300
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token a byte: token 40 + b is byte b; 0, 1 and 2 are special."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fast = Fast(models.BPE({letter: 40 + i for i, letter in enumerate(alphabet)}, []))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    fast.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return Tokenizer(folder)
 
 
 class Script:

@@ -18,7 +18,7 @@ from runtime.backends.operations import activation
 from runtime.backends.operations import channels as budget
 from tests.close import Tolerance, assert_close
 from tests.runtime.backends.contract.kernels import HeadOptions, Selector
-from tests.runtime.backends.cpu.machine import Activations, Machine, address, matrix, vector, wide
+from tests.runtime.backends.cpu.machine import Activations, Machine, PlacedResidual, address, matrix, vector, wide
 
 MODES = {
     "approx": op.SELECT_APPROX,
@@ -76,21 +76,14 @@ class CpuKernels:
 
     def compensate(self, linear: PackedLinear, x: torch.Tensor, k_chunk: int) -> torch.Tensor:
         (N, K), rows = linear.shape, len(x)
-        assert linear.residual is not None
         assert linear.rank_maximum is not None
         k = budget.total_budget(K, k_chunk)
         how = Selector(mode="approx", k_chunk=k_chunk, buckets=budget.buckets(linear.rank_maximum, k))
         tiled, nothing = tile_linear(linear, Arena()), Activations(rows, K, linear.group_size)
-        codes, scales = linear.residual.codes, aligned_zeros((16 * tiled.tiles,), np.float16)
-        if linear.residual.scales is None:
-            codes = aligned_zeros((K, 16 * tiled.tiles), np.float16)
-            codes[:, :N] = linear.residual.codes
-        else:
-            scales[:N] = linear.residual.scales
         source, chosen, out = wide(x.numpy()), _room(x, k_chunk), wide(np.zeros((rows, N), np.float32))
         plain = op.Linear(tiled.weights, nothing.places, False, matrix(out), bias=0, accumulate=False, total=k)
-        residual = op.Residual(address(codes), address(scales), linear.residual.bits, codes.strides[0])
-        product = plain._replace(residual=residual, values=matrix(source), chosen=matrix(chosen))
+        residual = PlacedResidual(linear)
+        product = plain._replace(residual=residual.place, values=matrix(source), chosen=matrix(chosen))
         Machine(rows).run(_selection(source, K, chosen, how), product)
         return torch.from_numpy(out[:rows, :N].copy())
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from models.packed import PackedLinear
 from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
@@ -17,6 +18,7 @@ from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.pool import Pool
 from runtime.backends.cpu.tiles import padded
+from runtime.backends.operations.panel import residual_scales
 
 GUARD = 256
 """Bytes behind a thread's scratch that no instruction may touch."""
@@ -129,3 +131,32 @@ class Activations:
         rows = [self.parts(row) for row in range(self.rows)]
         codes, *numbers = (np.array(part) for part in zip(*rows, strict=True))
         return codes.reshape(self.rows, -1)[:, : self.K], *numbers
+
+
+class PlacedResidual:
+    """A matrix's residuals where kernels read them.
+
+    Args:
+        linear: The matrix.
+    """
+
+    def __init__(self, linear: PackedLinear) -> None:
+        assert linear.residual is not None
+        self.bits, codes, (N, self.K) = linear.residual.bits, linear.residual.codes, linear.shape
+        width = padded(N, 16) if self.bits == 16 else codes.shape[1]
+        self.codes = aligned_zeros((self.K, padded(width, 16)), codes.dtype)
+        self.codes[:, : codes.shape[1]] = codes
+        self.scales = aligned_zeros((padded(N, 16),), np.float16)
+        self.scales[:N] = residual_scales(linear.residual)
+
+    @property
+    def place(self) -> op.Residual:
+        """What an instruction says of them."""
+        return op.Residual(address(self.codes), address(self.scales), self.bits, self.codes.strides[0], self.K)
+
+
+def kept(channels: npt.NDArray[np.integer], K: int) -> npt.NDArray[np.uint8]:
+    """Which of K channels are compensated, as instructions have it."""
+    found = aligned_zeros((padded(K, 32),), np.uint8)
+    found[channels] = 255
+    return found

@@ -31,7 +31,7 @@ from runtime.backends.operations import channels as budget
 from runtime.backends.operations import panel as panels
 from runtime.backends.operations.linear import gemv_int8
 from tests.close import assert_close
-from tests.runtime.backends.cpu.machine import Activations, address, matrix, wide
+from tests.runtime.backends.cpu.machine import Activations, PlacedResidual, address, kept, matrix, wide
 
 
 def product(machine: Callable[..., Any], linear: PackedLinear, codes: Any, scales: Any) -> npt.NDArray[np.float32]:
@@ -187,20 +187,12 @@ def test_product_with_residuals_in_the_weights(
     expected = panels.product(codes.numpy(), scales.numpy(), panels.panel(linear, channels), bias[:N])
     inputs, tiled = Activations(rows, K, linear.group_size), tile_linear(linear, Arena())
     inputs.fill(codes.numpy(), scales.numpy())
-    residual_scales = aligned_zeros((16 * tiled.tiles,), np.float16)
-    residual_scales[:N] = panels.residual_scales(linear.residual)
-    stored = linear.residual.codes
-    if residual_bits == 16:
-        stored = aligned_zeros((K, 16 * tiled.tiles), np.float16)
-        stored[:, :N] = linear.residual.codes
-    kept = aligned_zeros((padded(K, 32),), np.uint8)
-    kept[channels] = 255
+    residual, chosen = PlacedResidual(linear), kept(channels, K)
     before = rng.standard_normal((rows, N)).astype(np.float32)
     for accumulate in (False, True):
         out = wide(before, rows)
-        place = op.Residual(address(stored), address(residual_scales), residual_bits, stored.strides[0], K)
-        operands = (tiled.weights, inputs.places, matrix(out), address(bias), accumulate, place, address(kept))
-        machine(rows).run(op.Panel(*operands))
+        operands = (tiled.weights, inputs.places, matrix(out), address(bias), accumulate, residual.place)
+        machine(rows).run(op.Panel(*operands, address(chosen)))
         assert_close(out[:rows, :N], expected + (before if accumulate else 0), "sums")
         assert np.isnan(out[rows:]).all()
 
@@ -218,17 +210,10 @@ def product_beside(
     (rows, K), N = codes.shape, linear.shape[0]
     inputs, tiled = Activations(rows, K, linear.group_size), tile_linear(linear, Arena())
     inputs.fill(codes, scales)
-    stored, bits = linear.residual.codes, linear.residual.bits
-    wide_codes = aligned_zeros((K, padded(max(stored.shape[1], N if bits == 16 else 0), 16)), stored.dtype)
-    wide_codes[:, : stored.shape[1]] = stored
-    residual_scales = aligned_zeros((16 * tiled.tiles,), np.float16)
-    residual_scales[:N] = panels.residual_scales(linear.residual)
-    kept = aligned_zeros((padded(K, 32),), np.uint8)
-    kept[channels] = 255
+    residual, chosen = PlacedResidual(linear), kept(channels, K)
     out = wide(np.zeros((rows, N), np.float32) if before is None else before, rows)
     own = op.Linear(tiled.weights, inputs.places, False, matrix(out), 0, before is not None)
-    place = op.Residual(address(wide_codes), address(residual_scales), bits, wide_codes.strides[0], K)
-    machine(rows).run(own._replace(residual=place, kept=address(kept)))
+    machine(rows).run(own._replace(residual=residual.place, kept=address(chosen)))
     assert np.isnan(out[rows:]).all()
     found: npt.NDArray[np.float32] = out[:rows, :N]
     return found

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, pre_tokenizers
 
 from models.spec import ModelSpec
 from runtime.backends.cpu.decoder import CpuDecoder
@@ -29,19 +26,6 @@ torch.set_num_threads(1)
 V = 300
 Factory = Callable[..., Any]
 GREEDY = SamplingOptions(temperature=0, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fast = Fast(models.BPE({letter: 40 + i for i, letter in enumerate(alphabet)}, []))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    fast.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return Tokenizer(folder)
 
 
 @pytest.fixture
