@@ -75,6 +75,7 @@ class TestBranches:
             await s.settled()
             await s.pilot.press("left")
             await s.until(lambda: s.last.text == "first")
+            await s.shows("first")
             (chat,) = await s.app.session.history.chats()
             assert chat.head == s.last.id
 
