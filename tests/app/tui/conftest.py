@@ -472,6 +472,11 @@ class Stage:
         await self.pilot.press("enter")
         await self.until(lambda: len(self.app.session.conversation) > before, "the prompt to be sent")
 
+    async def open(self, screen: type, *keys: str) -> None:
+        """Press keys, and wait for the screen or dialog that they open."""
+        await self.pilot.press(*keys)
+        await self.until(lambda: isinstance(self.app.screen, screen), screen.__name__)
+
     async def say(self, *prompts: str) -> None:
         """Send prompts, each when the one before has its answer, and wait for the last answer."""
         for prompt in prompts:

@@ -39,7 +39,7 @@ async def test_a_budget_is_applied_at_once_without_a_reload_and_kept(stage: Call
         await s.shows("4.2 % slower, measured")
         await choose(s, "right")
         await s.until(lambda: runtime.status.budget_percent == 10 and not s.app.session.working)
-        await s.until(lambda: "8.4 % slower, measured" in s.screen_text())
+        await s.shows("8.4 % slower, measured")
         await s.shows("budget 10 %")
         assert runtime.named("tune") == [TuneRequest(budget=10.0)]
         assert len(runtime.named("load")) == 1
@@ -65,8 +65,8 @@ async def test_off_compensates_nothing_and_says_so(stage: Callable[..., Any], ru
     async with stage(runtime) as s:
         await open_settings(s)
         await choose(s, "left", "left")
-        await s.until(lambda: "no compensation: plain low-bit model" in s.screen_text())
-        await s.until(lambda: "budget off" in s.screen_text())
+        await s.shows("no compensation: plain low-bit model")
+        await s.shows("budget off")
         await s.pilot.press("escape")
         await s.say("hi")
         await s.hides("slowdown")
@@ -83,7 +83,7 @@ async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: An
         for bad in ("", "101", "-1", "much"):
             field.value = bad
             await s.pilot.press("enter")
-            await s.until(lambda: "allowed: a number from 0 to 100" in s.screen_text())
+            await s.shows("allowed: a number from 0 to 100")
         field.value = "7.5 %"
         await s.pilot.press("enter")
         await s.until(lambda: runtime.status.budget_percent == 7.5)
@@ -103,7 +103,7 @@ async def test_k_chunk_overrides_the_budget(stage: Callable[..., Any], runtime: 
         screen.query_one("#setting-k_chunk Input", Input).focus()
         await s.pilot.press("enter")
         await s.until(lambda: runtime.status.k_chunk["qkv"] == 64)
-        await s.until(lambda: "k_chunk 64, set below, overrides the budget" in s.screen_text())
+        await s.shows("k_chunk 64, set below, overrides the budget")
         await s.shows("demo · 4-bit · k_chunk 64")
         screen.query_one(RadioSet).focus()
         await choose(s, "right")
@@ -121,13 +121,13 @@ async def test_the_chat_waits_for_the_tuning_and_says_so(stage: Callable[..., An
     async with stage(runtime, size=(100, 30)) as s:
         await open_settings(s)
         await choose(s, "right")
-        await s.until(lambda: "Tuning for a budget of 10 % · timing qkv" in s.screen_text())
+        await s.shows("Tuning for a budget of 10 % · timing qkv")
         await s.shows("A new budget is being applied")
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
         await s.shows("0 of 4 layer types")
         await s.ask("hi")
-        await s.until(lambda: "waiting for the tuning to end" in s.screen_text())
+        await s.shows("waiting for the tuning to end")
         await s.pilot.press("ctrl+t")
         await s.answered()
         assert s.last.state == "done"
@@ -136,7 +136,7 @@ async def test_the_chat_waits_for_the_tuning_and_says_so(stage: Callable[..., An
         s.transcript.view(s.last.id).action_toggle_details()
         await s.shows("error compensation: 41 to 48 of 1,024 channels (k_chunk)")
         await open_settings(s)
-        await s.until(lambda: "Not applied yet: still 5 %" in s.screen_text())
+        await s.shows("Not applied yet: still 5 %")
 
 
 async def test_a_waiting_message_can_be_taken_back(stage: Callable[..., Any], runtime: Any) -> None:
@@ -164,7 +164,7 @@ async def test_a_budget_changed_during_an_answer_waits_for_its_end(stage: Callab
         await s.until(lambda: "one two" in s.last.text)
         await open_settings(s)
         await choose(s, "right")
-        await s.until(lambda: "waiting for the answer to end" in s.screen_text())
+        await s.shows("waiting for the answer to end")
         assert s.last.state == "streaming"
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
@@ -193,7 +193,7 @@ async def test_a_failed_tuning_is_told_and_the_setting_stays(stage: Callable[...
     async with stage(runtime, size=(120, 30)) as s:
         await open_settings(s)
         await choose(s, "right")
-        await s.until(lambda: "failed: the model has no residuals: quantize it again" in s.screen_text())
+        await s.shows("failed: the model has no residuals: quantize it again")
         assert settings.load().budget == 10
         await s.pilot.press("escape")
         await s.say("hi")

@@ -52,8 +52,7 @@ async def test_a_changed_key_works_and_is_listed(stage: Stage, runtime: Any) -> 
         await s.pilot.press("f1")
         await s.settled()
         assert s.app.screen is s.app.chat, "the key of before does nothing"
-        await s.pilot.press("f9")
-        await s.until(lambda: isinstance(s.app.screen, HelpScreen))
+        await s.open(HelpScreen, "f9")
         await s.shows("chat.regenerate")
         await s.shows("F10")
         titles = [command.title for command in s.app.get_system_commands(s.app.screen)]

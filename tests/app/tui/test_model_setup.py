@@ -182,8 +182,7 @@ async def test_a_name_on_the_hub_is_typed(stage: Callable[..., Any], runtime: An
     assert checkpoint_problem("owner/some-model") is None
     async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
-        await s.pilot.press("q")
-        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        await s.open(QuantizeDialog, "q")
         s.app.screen.query_one(Input).value = "owner/some-model"
         await s.pilot.press("enter")
         await s.until(lambda: s.app.session.status.model == "some-model")
@@ -194,8 +193,7 @@ async def test_the_dialog_knows_the_model_under_the_cursor(stage: Callable[..., 
     async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
         await point_at(s, "Qwen3 1.7B")
-        await s.pilot.press("q")
-        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        await s.open(QuantizeDialog, "q")
         assert s.app.screen.query_one(Input).value == "Qwen/Qwen3-1.7B"
 
 

@@ -90,8 +90,7 @@ async def test_they_are_kept_changed_and_deleted(stage: Stage, runtime: Any) -> 
 
 async def test_a_chat_s_own_prompt_is_kept_as_a_preset(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.pilot.press("f5")
-        await s.until(lambda: isinstance(s.app.screen, ChatSettingsDialog))
+        await s.open(ChatSettingsDialog, "f5")
         s.app.screen.query_one(TextArea).load_text("Be a pirate.")
         s.app.screen.query_one("#preset", Button).press()
         await s.until(lambda: isinstance(s.app.screen, PresetDialog))
@@ -107,8 +106,7 @@ async def test_settings_of_the_chat_leave_its_preset(stage: Stage, runtime: Any)
     async with stage(runtime) as s:
         await opened(s)
         await s.pilot.press("down", "enter")
-        await s.pilot.press("f5")
-        await s.until(lambda: isinstance(s.app.screen, ChatSettingsDialog))
+        await s.open(ChatSettingsDialog, "f5")
         s.app.screen.query_one("#own-temperature", Input).value = "0.2"
         s.app.screen.query_one("#yes", Button).press()
         await s.until(lambda: s.app.screen is s.app.chat)

@@ -156,8 +156,7 @@ class TestFullChat:
         async with stage(runtime, overflow="ask") as s:
             await s.say("first " * 8)
             s.composer.load_text("second " * 8)
-            await s.pilot.press("enter")
-            await s.until(lambda: isinstance(s.app.screen, OverflowDialog))
+            await s.open(OverflowDialog, "enter")
             await s.pilot.press(key)
             if sent is None:
                 await s.until(lambda: s.composer.text.startswith("second"))
@@ -214,8 +213,7 @@ class TestModels:
 
     async def test_sampling_and_system_prompt_of_one_chat(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime, temperature=0.7) as s:
-            await s.pilot.press("f5")
-            await s.until(lambda: isinstance(s.app.screen, ChatSettingsDialog))
+            await s.open(ChatSettingsDialog, "f5")
             s.app.screen.query_one(TextArea).load_text("Be a pirate.")
             s.app.screen.query_one("#own-temperature", Input).value = "9"
             s.app.screen.query_one("#yes", Button).press()
@@ -317,13 +315,11 @@ class TestWriting:
     async def test_new_asks_where_chats_are_not_kept(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
             await s.say("precious")
-            await s.pilot.press("ctrl+n")
-            await s.until(lambda: isinstance(s.app.screen, ConfirmDialog))
+            await s.open(ConfirmDialog, "ctrl+n")
             await s.pilot.press("n")
             await s.until(lambda: not isinstance(s.app.screen, ConfirmDialog))
             assert len(s.app.session.conversation) == 2
-            await s.pilot.press("ctrl+q")
-            await s.until(lambda: isinstance(s.app.screen, ConfirmDialog))
+            await s.open(ConfirmDialog, "ctrl+q")
             await s.pilot.press("escape")
             await s.until(lambda: not isinstance(s.app.screen, ConfirmDialog))
             await s.pilot.press("ctrl+n", "y")
@@ -352,8 +348,7 @@ class TestReading:
 
     async def test_f1_lists_the_keys(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime, size=(100, 60)) as s:
-            await s.pilot.press("f1")
-            await s.until(lambda: isinstance(s.app.screen, HelpScreen))
+            await s.open(HelpScreen, "f1")
             for words in ("^N", "Start a new chat", "While writing", "On a message", "Copy its code blocks"):
                 await s.shows(words)
             await s.pilot.press("escape")
@@ -370,8 +365,7 @@ class TestReading:
         paths.log_file().parent.mkdir(parents=True, exist_ok=True)
         paths.log_file().write_text("ends: it was sent SIGTERM\n")
         async with stage(runtime) as s:
-            await s.pilot.press("f6")
-            await s.until(lambda: isinstance(s.app.screen, LogScreen))
+            await s.open(LogScreen, "f6")
             await s.shows("ends: it was sent SIGTERM")
 
     async def test_what_is_off_does_not_look_on(self, stage: Stage, runtime: Any) -> None:
