@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from models.packed import PackedLinear
-from runtime.backends.cpu.arena import Arena, aligned_zeros
+from runtime.backends.cpu.arena import Arena
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.tiles import padded, tile_linear
@@ -17,6 +17,7 @@ from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations import activation
 from runtime.backends.operations import channels as budget
 from tests.close import Tolerance, assert_close
+from tests.guarded import aligned_zeros
 from tests.runtime.backends.contract.kernels import HeadOptions, Selector
 from tests.runtime.backends.cpu.machine import Activations, Machine, PlacedResidual, address, matrix, vector, wide
 

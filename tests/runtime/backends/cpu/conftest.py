@@ -10,7 +10,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.sizes import RUN_ROWS
@@ -19,6 +18,7 @@ from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from tests.close import Tolerance, assert_close
+from tests.guarded import aligned_zeros
 from tests.runtime.backends.cpu.machine import Activations, Machine, matrix
 
 CORRECTIONS = Tolerance(rtol=2e-3, atol=2e-3, why="factors in half precision, from sums in another order")

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from models.packed import PackedLinear
-from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
 from runtime.backends.cpu.data.sizes import PIECE
@@ -19,6 +18,7 @@ from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.pool import Pool
 from runtime.backends.cpu.tiles import padded
 from runtime.backends.operations.panel import residual_scales
+from tests.guarded import aligned_zeros
 
 GUARD = 256
 """Bytes behind a thread's scratch that no instruction may touch."""

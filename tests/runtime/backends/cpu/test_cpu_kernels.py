@@ -22,7 +22,7 @@ from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers import squeezellm
 from models.quantizers.dequantize import dequantize
-from runtime.backends.cpu.arena import Arena, aligned_zeros
+from runtime.backends.cpu.arena import Arena
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.instructions import SELECT_EXACT
 from runtime.backends.cpu.tiles import padded, tile_linear, tile_residual
@@ -31,6 +31,7 @@ from runtime.backends.operations import channels as budget
 from runtime.backends.operations import panel as panels
 from runtime.backends.operations.linear import gemv_int8
 from tests.close import assert_close
+from tests.guarded import aligned_zeros
 from tests.runtime.backends.cpu.machine import Activations, PlacedResidual, address, kept, matrix, wide
 
 

@@ -15,7 +15,6 @@ import torch
 
 import assets
 from models.store import StoredModel
-from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuStore
 from runtime.backends.cpu.data.control import CONTROL_WORDS
 from runtime.backends.cpu.data.step import parameters_of
@@ -26,6 +25,7 @@ from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
 from runtime.kv.oracle.page import dequantize, quantize
 from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
+from tests.guarded import aligned_zeros
 
 torch.set_num_threads(1)
 
