@@ -12,7 +12,7 @@ import torch
 from models import per_token
 from models.packed import PackedLinear
 from runtime.backends.operations import activation
-from runtime.backends.operations.linear import dequantize, gemm_w4a8, gemv, whole
+from runtime.backends.operations.linear import dequantize, gemm_w4a8, gemv, integer_weights
 from tests.close import assert_close
 from tests.runtime.backends.contract.kernels import Kernels
 from tests.runtime.backends.contract.operands import exact_activations, uneven_activations, whole_matrix
@@ -86,7 +86,9 @@ def test_products_have_the_bits_of_the_integers(
     linear = whole_matrix(N, K, group if two_levels else 0)
     x = uneven_activations(M, K)
     codes, scales = per_token.quantize(x)
-    assert torch.equal(kernels.whole_product(linear, codes, scales), gemm_w4a8(codes, scales, whole(linear), linear))
+    assert torch.equal(
+        kernels.whole_product(linear, codes, scales), gemm_w4a8(codes, scales, integer_weights(linear), linear)
+    )
 
 
 @pytest.mark.parametrize("group", [128, 0])
@@ -96,7 +98,9 @@ def test_the_largest_sums_are_exact(kernels: Kernels, M: int, group: int) -> Non
     codes = torch.full((M, 1024), 127, dtype=torch.int8)
     codes[1::2] = -127
     scales = torch.linspace(0.5, 1, M)[:, None]
-    assert torch.equal(kernels.whole_product(linear, codes, scales), gemm_w4a8(codes, scales, whole(linear), linear))
+    assert torch.equal(
+        kernels.whole_product(linear, codes, scales), gemm_w4a8(codes, scales, integer_weights(linear), linear)
+    )
 
 
 def test_the_activations_are_the_same_numbers_in_half_precision_and_in_int8() -> None:

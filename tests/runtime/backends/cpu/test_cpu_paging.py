@@ -179,7 +179,6 @@ def test_threads_share_out_the_same_work(name: KVKind) -> None:
     step["scratch"], step["scratch_stride"] = scratch.ctypes.data, scratch.strides[0]
     shared.use(Pool(control, 3))
     for store in (alone, shared):
-        store.prepare()
         store.flush(SLOT, PAGE, 128)
         store.restore(PAGE, 0, 60)
     assert (scratch[:, shared.scratch_bytes :] == 0xA5).all()

@@ -153,7 +153,7 @@ def test_a_large_product_has_the_bits_of_the_integer_reference(
 ) -> None:
     packed, x = whole_matrix(N, K, group_size), uneven_activations(M, K)
     codes, scales = per_token.quantize(x)
-    expected = reference.gemm_w4a8(codes, scales, reference.whole(packed), packed)
+    expected = reference.gemm_w4a8(codes, scales, reference.integer_weights(packed), packed)
     assert torch.equal(multiplied(packed, tokens_of(x, group_size, cuda), cuda), expected)
 
 
