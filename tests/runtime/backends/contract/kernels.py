@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -57,7 +57,7 @@ class HeadOptions:
     """Weights float32 [D] of the queries' norm and of the keys'."""
     basis: tuple[torch.Tensor, torch.Tensor] | None = None
     """Reflection and mean, float32 [H_kv, D]; None: heads are not turned."""
-    eps: float = field(default=1e-6)
+    eps: float = 1e-6
     """Of the norms."""
 
 

@@ -15,6 +15,7 @@ from tests.close import assert_close
 from tests.runtime.backends.contract.kernels import HeadOptions, Kernels
 
 EPS = 1e-5
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -74,7 +75,9 @@ def test_heads_in_the_basis_of_the_cache(kernels: Kernels, H: int, H_kv: int, D:
     _check(kernels, H, H_kv, D, r, norms=norms, basis=basis)
 
 
-def _check(kernels: Kernels, H: int, H_kv: int, D: int, r: int, *, norms=None, basis=None) -> None:  # type: ignore[no-untyped-def]
+def _check(
+    kernels: Kernels, H: int, H_kv: int, D: int, r: int, *, norms: Pair | None = None, basis: Pair | None = None
+) -> None:
     y = normal(len(SLOTS), (H + 2 * H_kv) * D)
     cos, sin = (torch.from_numpy(table) for table in tables(RopeSpec(rotary_dim=r), 9))
     how = HeadOptions(
