@@ -133,16 +133,6 @@ def test_all_channels_restore_the_weight(layer: Any) -> None:
     assert_close(one.run(x, fused=True), x.float() @ residual, "sums")
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
-def test_activations_that_are_all_equal(layer: Any, value: float) -> None:
-    one = layer(40, 1100)
-    x = torch.full((1, 1100), value, dtype=torch.half)
-    found = one.run(x, fused=True)
-    assert_close(found, one.expected(x), "sums")
-    assert torch.equal(found, one.run(x, n_tb=2))
-    assert bool(found.any()) == bool(value)
-
-
 @pytest.mark.parametrize("mode", ["exact", "static", "random"])
 def test_the_other_selectors_in_both_variants(layer: Any, device: str, mode: Any) -> None:
     one = layer(40, 1100, mode=mode)
@@ -184,17 +174,6 @@ def test_one_workspace_serves_layers_of_all_sizes(layer: Any) -> None:
             one.workspace = shared
             assert torch.equal(one.run(halves(1, one.K), fused=True), expected)
     assert shared.nbytes < 3 * 8 * 300 + 1024
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_the_layers_of_a_model(tiny_model: Any, device: str, bits: int) -> None:
-    model = tiny_model(bits=3, residual_bits=bits)
-    for name in ("layers.0.qkv", "layers.0.down", "head"):
-        one = Layer(model.linear(name), device, 64)
-        x = halves(1, one.K)
-        found = one.run(x, fused=True)
-        assert_close(found, one.expected(x), "sums")
-        assert torch.equal(found, one.run(x, n_tb=4))
 
 
 def test_operands_that_do_not_fit_are_refused(layer: Any, device: str) -> None:

@@ -39,15 +39,6 @@ def run(x: torch.Tensor, selection: Selection, device: str, **more: Any) -> tupl
     return indices.cpu().long(), values.cpu(), int(flag)
 
 
-@pytest.mark.parametrize("K", [96, 1100])
-def test_static_takes_its_table(device: str, packed_linear: Any, K: int) -> None:
-    packed = packed_linear(np.random.default_rng(0).standard_normal((4, K)).astype(np.float32))
-    x = halves(2, K)
-    indices, values, _ = run(x, make_selection(packed, k_chunk=16, mode="static", device=device), device)
-    assert torch.equal(indices, torch.from_numpy(budget.static_channels(packed.mean_square, 16)).long().expand(2, -1))
-    assert torch.equal(values, x.float().gather(1, indices))
-
-
 def test_a_selection_is_made_of_the_calibration(packed_linear: Any) -> None:
     packed = packed_linear(np.random.default_rng(0).standard_normal((4, 1100)).astype(np.float32))
     selection = make_selection(packed, k_chunk=16, device="cpu")
