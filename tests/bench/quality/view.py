@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
@@ -100,17 +101,23 @@ class View(Measured):
 
     def is_old(self, section: str, entry: Entry) -> bool:
         """See `Measured`; low-bit models that are old make their points so."""
-        codes = {"stored": measure.making_code(), "same": measure.making_code(), "peers": peers.code()}
-        codes |= dict.fromkeys(("full", "outliers", "massive"), measure.oracle_code())
+        codes = self._codes
         if section in codes:
             return bool(entry["code"] != codes[section])
         about = (entry["model"], entry["method"], entry["bits"], entry["group_size"], entry.get("residual_bits", 4))
         stored = self.stored.get(about)
         if stored is None or stored["code"] != codes["stored"]:
             return True
-        code = measure.tuning_code() if section == "budgets" else measure.running_code()
-        own = measure.point_code(stored["weights"], code)
-        return bool(entry["code"] != (digest([own, measure.oracle_code()]) if section == "answers" else own))
+        own = measure.point_code(stored["weights"], codes["tuning" if section == "budgets" else "running"])
+        return bool(entry["code"] != (digest([own, codes["full"]]) if section == "answers" else own))
+
+    @cached_property
+    def _codes(self) -> dict[str, str]:
+        """Digests of the code as it is: by section, and what points are measured by."""
+        making, oracle = measure.making_code(), measure.oracle_code()
+        codes = {"stored": making, "same": making, "peers": peers.code()}
+        codes |= dict.fromkeys(("full", "outliers", "massive"), oracle)
+        return {**codes, "running": measure.running_code(), "tuning": measure.tuning_code()}
 
 
 def closed(none: Entry, some: Entry, full: Entry) -> Part:

@@ -40,13 +40,18 @@ class Measured(ABC):
         sections = self.results.sections
         return [entry for section in sections for entry in self.results.all(section) if self.is_old(section, entry)]
 
+    @cached_property
+    def _places(self) -> frozenset[int]:
+        """Of the old entries, which the results keep alive."""
+        return frozenset(map(id, self.stale))
+
     def count(self) -> int:
         """All entries."""
         return sum(map(len, self.results.sections.values()))
 
     def mark(self, entry: Entry | None) -> str:
         """What stands behind the numbers of an entry: a sign where it is older than the code and others are not."""
-        return OLD if len(self.stale) < self.count() and any(entry is one for one in self.stale) else ""
+        return OLD if id(entry) in self._places and len(self.stale) < self.count() else ""
 
     def shown(self, entry: Entry | None) -> str:
         """A perplexity with its mark; empty where it was not measured."""
@@ -55,7 +60,7 @@ class Measured(ABC):
     def origin(self, *sections: str) -> str:
         """The line under a table of numbers from these sections: of which code they are."""
         entries = [entry for section in sections for entry in self.results.all(section)]
-        old = sum(self.is_old(section, entry) for section in sections for entry in self.results.all(section))
+        old = sum(id(entry) in self._places for entry in entries)
         return line(entries, old, self.results.about.get("date", ""))
 
     def left_out(self) -> str:
