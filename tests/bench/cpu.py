@@ -11,9 +11,6 @@ The matrices of a run are rotated so that the last-level cache does not hold the
 from __future__ import annotations
 
 import argparse
-import datetime as dt
-import importlib.metadata
-import json
 import statistics
 import time
 from pathlib import Path
@@ -28,11 +25,10 @@ from runtime.backends.cpu.data.control import CONTROL_WORDS
 from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES
 from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.link import link, most_scratch
-from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.pool import Pool, default_threads
 from runtime.backends.cpu.tiles import padded
+from tests.bench.reporting.run import about_run, write_report
 from tuner.bandwidth import read_bandwidth
-from tuner.detect import detect_cpu
 
 SHAPES = {
     "1.1B qkv": (2560, 2048),
@@ -161,18 +157,8 @@ def main() -> None:
         for bits in (3, 4):
             for count in (1, 128):
                 rows += compare(name, N, K, bits, count, arguments.repetitions if count == 1 else 5)
-    report = {
-        "command": "python -m tests.bench.cpu",
-        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
-        "cpu": detect_cpu().name,
-        "threads": default_threads(),
-        "variant": VARIANT,
-        "versions": {name: importlib.metadata.version(name) for name in ("numba", "llvmlite", "numpy")},
-        "rows": rows,
-    }
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = {**about_run("python -m tests.bench.cpu"), "rows": rows}
+    write_report(arguments.out, report)
 
 
 if __name__ == "__main__":

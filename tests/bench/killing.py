@@ -35,6 +35,7 @@ import psutil
 
 from assets import demo_path
 from tests.bench.reporting.origin import ROOMS, stamp
+from tests.bench.reporting.run import write_report
 
 OUT = Path(__file__).parent / "results" / "killing.json"
 MODELS = ("demo", "twin")
@@ -208,8 +209,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = kill_at_random(Path(folder), asked.rounds, asked.seed)
     found = {"date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), **stamp(("app", *ROOMS)), **found}
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    write_report(asked.out, found)
     print(json.dumps(found, indent=1, ensure_ascii=False))
     sys.exit(bool(found["broken"]))
 

@@ -11,7 +11,6 @@ often the likeliest token is the one that comes.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +27,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.generation import Piece
 from runtime.text.sampling import Sampler, SamplingOptions
 from runtime.text.tokenizer import Tokenizer
-from tests.bench.reporting.run import about_run
+from tests.bench.reporting.run import about_run, write_report
 
 QUESTIONS = (
     "Write a short story about a keeper of a lighthouse, with a table of the ships at the end.",
@@ -157,8 +156,7 @@ def main() -> None:
     about = {**about_run("python -m tests.bench.loops"), "date": datetime.now(UTC).isoformat(timespec="seconds")}
     paid = cost(asked.checkpoint) if asked.checkpoint else []
     found = {**about, "model": asked.folder.name, "talked": rows, "cost": paid}
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_report(asked.out, found)
 
 
 if __name__ == "__main__":

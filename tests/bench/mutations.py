@@ -8,7 +8,6 @@ them fails. A break that no test notices is a gap in the suite.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import re
@@ -22,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+from tests.bench.reporting.run import write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutations.toml")
@@ -241,8 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = report(outcomes)
     print(f"{found['caught']} of {len(outcomes)} breaks caught in {found['seconds']} s", *found["survived"], sep="\n")
     out = given.out or RESULTS / f"mutations-{found['date']}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_report(out, found)
     return 1 if found["survived"] else 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -32,7 +31,7 @@ from runtime.backends.cpu.machine.emit import BYTES, Builder, define, emit_dot4_
 from runtime.backends.cpu.machine.isa import supported_variants
 from runtime.backends.cpu.pool import default_threads
 from tests.bench.cpu import Product
-from tests.bench.reporting.run import about_run
+from tests.bench.reporting.run import about_run, write_report
 from tests.bench.throughput import PROMPT, program
 from tuner.bandwidth import read_bandwidth
 
@@ -150,8 +149,7 @@ def main() -> None:
         "prefills": prefills(asked.models, peer, asked.rounds) if asked.models or peer else [],
     }
     print(f"byte dot products: {result['dot_products_gop_s']} GOP/s")
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_report(asked.out, result)
 
 
 if __name__ == "__main__":

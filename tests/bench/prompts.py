@@ -11,7 +11,6 @@ dense model does not depend on what it reads.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from runtime.backends.cpu.backend import CpuBackend
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.budget.prompt_tuning import PromptTimer
 from runtime.load.open import open_decoder
-from tests.bench.reporting.run import about_run
+from tests.bench.reporting.run import about_run, write_report
 from tests.peers.shape import RandomModel, llama_1b
 
 _LONG = 1024
@@ -117,8 +116,7 @@ def main() -> None:
             decoder.close()
     if asked.out:
         report = {"about": about_run("python -m tests.bench.prompts"), "rows": [asdict(row) for row in rows]}
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.out, report)
 
 
 if __name__ == "__main__":

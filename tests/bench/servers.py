@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from assets import evaluation_text
-from tests.bench.reporting.run import about_run
+from tests.bench.reporting.run import about_run, write_report
 from tests.bench.soak import TOKEN, server
 from tests.bench.throughput import ANSWER, FLIGHTS, PROMPT
 
@@ -166,8 +166,7 @@ def main() -> None:
     ):
         rows = compare({"ours": ours, "llama.cpp": theirs}, asked.model, asked.flights, asked.rounds)
     about = {**about_run("python -m tests.bench.servers"), "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    if asked.out is not None:
-        asked.out.write_text(json.dumps({**about, "model": asked.model, "rows": rows}, indent=1) + "\n")
+    write_report(asked.out, {**about, "model": asked.model, "rows": rows})
 
 
 if __name__ == "__main__":

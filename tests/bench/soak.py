@@ -30,7 +30,7 @@ import httpx
 import numpy as np
 import psutil
 
-from tests.bench.reporting.run import about_run
+from tests.bench.reporting.run import about_run, write_report
 from tests.bench.reporting.style import QUIET, figure
 
 OUT = Path(__file__).parent / "results" / "soak.json"
@@ -214,8 +214,7 @@ def main() -> None:
         home = asked.home or Path(folder)
         found = soaked(asked.model, home, asked.minutes, asked.clients, asked.parallel, asked.seed)
     found = {"date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), **about_run("tests.bench.soak"), **found}
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    write_report(asked.out, found)
     draw(found, asked.picture)
     print(json.dumps({key: value for key, value in found.items() if key != "memory"}, indent=1))
     sys.exit(bool(found["wrong"]))

@@ -32,7 +32,7 @@ from runtime.text.tokenizer import Tokenizer
 from tests.bench.copied import copied, copied_table
 from tests.bench.reporting.cases import ROOT
 from tests.bench.reporting.markdown import table
-from tests.bench.reporting.run import about_run
+from tests.bench.reporting.run import about_run, write_report
 from tests.peers.shape import RandomModel, llama_1b
 
 TARGETS = {"residual": 1024, "compensated": 64, "base": 0}
@@ -265,9 +265,7 @@ def main() -> None:
         rows = measure(part, stored, asked.shape_bits, asked.rounds, one_thread=asked.one_thread)
         report[part] = {"about": about_run("python -m tests.bench.speculation"), "rows": rows}
         print(TABLES[part](rows), flush=True)
-        if asked.out:
-            asked.out.parent.mkdir(parents=True, exist_ok=True)
-            asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.out, report)
     if asked.write:
         from tests.bench import pages
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import importlib.metadata
-import json
 import os
 import pty
 import re
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.reporting.origin import ROOMS, stamp
+from tests.bench.reporting.run import write_report
 from tuner.detect import detect_cpu
 
 OUT = Path(__file__).parent / "results" / "start.json"
@@ -193,8 +193,7 @@ def main() -> None:
                 program.measure("help", program.help)
                 program.measure("paint", program.paint)
     found = report(programs)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_report(asked.out, found)
     for row in found["rows"]:
         wall, processor = row["median_s"], row["median_processor_s"]
         print(f"{row['program']:<8}{row['what']:<8}{wall:8.3f} s   {processor:8.3f} processor s")

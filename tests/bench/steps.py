@@ -11,7 +11,6 @@ rows reaches in the same run, whichever takes longer. Attention and what lies be
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from runtime.load.open import open_decoder
 from runtime.measure.timing import undisturbed
 from tests.bench.cpu import SHAPES, Product
 from tests.bench.prompts import models
-from tests.bench.reporting.run import about_run
+from tests.bench.reporting.run import about_run, write_report
 from tuner.bandwidth import read_bandwidth
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -163,8 +162,7 @@ def main() -> None:
         found += rows
     if asked.out:
         report = {"about": about_run("python -m tests.bench.steps"), "rows": [asdict(row) for row in found]}
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.out, report)
 
 
 if __name__ == "__main__":

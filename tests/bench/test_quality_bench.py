@@ -288,11 +288,11 @@ def test_points_of_weights_that_changed_are_old(tmp_path: Path) -> None:
     for one in found.sections["stored"].values():
         if one["method"] == "rtn":
             one["weights"] = "others"
-    stale = view_of(found).stale
+    stale = {one["key"] for one in view_of(found).stale}
     assert stale == {one["key"] for one in found.all("points") if one["method"] == "rtn"}
     for one in found.sections["stored"].values():
         one["code"] = "older"
-    stale = view_of(found).stale
+    stale = {one["key"] for one in view_of(found).stale}
     assert {one["key"] for name in ("points", "stored", "budgets", "answers") for one in found.all(name)} == stale
 
 

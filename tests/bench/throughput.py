@@ -187,7 +187,7 @@ def main() -> None:
         for line in sys.stdin:
             print(json.dumps(turn(int(line))), flush=True)
         return
-    from tests.bench.reporting.run import about_run  # the peer's Python has none of what it needs
+    from tests.bench.reporting.run import about_run, write_report  # the peer's Python has none of what it needs
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="NAME=FOLDER:FILE.gguf")
@@ -208,8 +208,7 @@ def main() -> None:
         "answer": ANSWER,
         "rows": rows,
     }
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_report(asked.out, result)
 
 
 if __name__ == "__main__":

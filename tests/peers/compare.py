@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.reporting.origin import stamp
+from tests.bench.reporting.run import write_report
 from tuner.bandwidth import read_bandwidth
 from tuner.detect import detect_cpu
 
@@ -183,9 +184,7 @@ def main() -> None:
         numbers = [row["decode_tokens_per_s"], row["percent_of_read_bandwidth"], row["prefill_tokens_per_s"]]
         told = "".join(f"{'' if number is None else number:>12}" for number in numbers)
         print(f"{row['program']:36}{row['spinners']:9}{row['bytes_per_token'] / 1e6:12.0f}{told}")
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.out, report)
 
 
 if __name__ == "__main__":

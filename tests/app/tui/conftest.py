@@ -472,6 +472,17 @@ class Stage:
         await self.pilot.press("enter")
         await self.until(lambda: len(self.app.session.conversation) > before, "the prompt to be sent")
 
+    async def open(self, screen: type, *keys: str) -> None:
+        """Press keys, and wait for the screen or dialog that they open."""
+        await self.pilot.press(*keys)
+        await self.until(lambda: isinstance(self.app.screen, screen), screen.__name__)
+
+    async def say(self, *prompts: str) -> None:
+        """Send prompts, each when the one before has its answer, and wait for the last answer."""
+        for prompt in prompts:
+            await self.ask(prompt)
+            await self.answered()
+
     async def answered(self) -> None:
         await self.until(
             lambda: self.app.session.conversation.head and self.last.state != "streaming" and not self.app.chat.busy,
@@ -508,16 +519,26 @@ def tuned_to() -> Callable[[float], Tuning]:
 
 @pytest.fixture
 def stage() -> Callable[..., Any]:
-    """`async with stage(runtime, size=(w, h), **settings) as s:` runs the application under Pilot."""
+    """`async with stage(runtime, size=(w, h), **settings) as s:` runs the application under Pilot.
+
+    It begins when a model is loaded; with `ready=False`, at once.
+    """
 
     @asynccontextmanager
     async def run(
-        runtime: Runtime, size: tuple[int, int] = (80, 24), *, notices: bool = False, **settings: Any
+        runtime: Runtime,
+        size: tuple[int, int] = (80, 24),
+        *,
+        ready: bool = True,
+        notices: bool = False,
+        **settings: Any,
     ) -> AsyncIterator[Stage]:
         app = make_app(runtime, **settings)
         async with app.run_test(size=size, notifications=notices) as pilot:
             scene = Stage(app, pilot, runtime)
             scene.composer.cursor_blink = False
+            if ready:
+                await scene.ready()
             yield scene
 
     return run

@@ -63,30 +63,24 @@ def titles(path: Path) -> list[str]:
 async def test_what_is_said_is_there_next_time(stage: Stage, runtime: Any, tmp_path: Path) -> None:
     path = tmp_path / "home" / "history.db"
     async with stage(runtime, kept=path) as s:
-        await s.ready()
-        await s.ask("What is a residual?")
-        await s.answered()
+        await s.say("What is a residual?")
         await s.pilot.press("ctrl+n")
         await s.until(lambda: not len(s.app.session.conversation), "a new chat")
-        await s.ask("And now for something else")
-        await s.answered()
+        await s.say("And now for something else")
     assert titles(path) == ["And now for something else", "What is a residual?"]
     assert not [call for call in runtime.calls if call[0] == "forget"]
     async with stage(runtime, kept=path) as s:
-        await s.ready()
         await listed(s)
         await s.pilot.press("down", "down", "enter")
         await s.shows("Hello from the script.")
         await s.shows("What is a residual?")
-        await s.ask("Go on")
-        await s.answered()
+        await s.say("Go on")
         assert [message.text for message in s.app.session.conversation.path()][::2] == ["What is a residual?", "Go on"]
     assert titles(path) == ["What is a residual?", "And now for something else"]
 
 
 async def test_a_chat_is_found_as_one_types(stage: Stage, runtime: Any, kept: Path) -> None:
     async with stage(runtime, kept=kept) as s:
-        await s.ready()
         table = await listed(s)
         assert table.row_count == 2
         await s.pilot.press(*"tram")
@@ -104,7 +98,6 @@ async def test_a_chat_is_found_as_one_types(stage: Stage, runtime: Any, kept: Pa
 
 async def test_a_deleted_chat_comes_back(stage: Stage, runtime: Any, kept: Path) -> None:
     async with stage(runtime, kept=kept) as s:
-        await s.ready()
         table = await listed(s)
         await s.pilot.press("down", "d")
         await told(s, "A trip to Porto was deleted; U restores it.")
@@ -119,9 +112,7 @@ async def test_a_deleted_chat_comes_back(stage: Stage, runtime: Any, kept: Path)
 async def test_the_chat_in_sight_can_be_deleted(stage: Stage, runtime: Any, tmp_path: Path) -> None:
     path = tmp_path / "history.db"
     async with stage(runtime, kept=path) as s:
-        await s.ready()
-        await s.ask("my secret")
-        await s.answered()
+        await s.say("my secret")
         chat = s.app.session.conversation.id
         await listed(s)
         await s.pilot.press("down", "d")
@@ -135,7 +126,6 @@ async def test_the_chat_in_sight_can_be_deleted(stage: Stage, runtime: Any, tmp_
 
 async def test_rename_and_pin(stage: Stage, runtime: Any, kept: Path) -> None:
     async with stage(runtime, kept=kept) as s:
-        await s.ready()
         await listed(s)
         await s.pilot.press("down", "down", "r")
         await s.until(lambda: s.app.screen.query("TitleDialog, .dialog"), "the dialog")
@@ -150,9 +140,7 @@ async def test_rename_and_pin(stage: Stage, runtime: Any, kept: Path) -> None:
 async def test_nothing_is_kept_where_that_is_not_wanted(stage: Stage, runtime: Any, tmp_path: Path) -> None:
     path = tmp_path / "history.db"
     async with stage(runtime, kept=path, history="off") as s:
-        await s.ready()
-        await s.ask("Hi")
-        await s.answered()
+        await s.say("Hi")
         chat = s.app.session.conversation.id
         await s.pilot.press("ctrl+n", "y")
         await s.until(lambda: ("forget", chat) in runtime.calls, "the runtime to forget")
@@ -167,12 +155,9 @@ async def test_a_history_that_cannot_be_written_is_told_and_the_chat_goes_on(
     path = tmp_path / "history.db"
     path.write_bytes(b"no database" * 1000)
     async with stage(runtime, kept=path, size=(100, 30)) as s:
-        await s.ready()
-        await s.ask("Hi")
-        await s.answered()
+        await s.say("Hi")
         await told(s, "This chat is not being saved")
-        await s.ask("Again")
-        await s.answered()
+        await s.say("Again")
         await s.pilot.press("ctrl+b")
         await s.shows("damaged")
     assert path.read_bytes().startswith(b"no database")
@@ -184,10 +169,8 @@ async def test_half_a_character_in_an_answer_does_not_end_the_history(
     path = tmp_path / "history.db"
     runtime.answers = ["half \ud83d", "whole"]
     async with stage(runtime, kept=path) as s:
-        await s.ready()
         for question in ("One \udcff", "Two"):
-            await s.ask(question)
-            await s.answered()
+            await s.say(question)
     history = History(path)
     (chat,) = history.chats()
     assert [message.text for message in history.messages(chat.id)] == ["One \ufffd", "half \ufffd", "Two", "whole"]
@@ -197,7 +180,6 @@ async def test_half_a_character_in_an_answer_does_not_end_the_history(
 @pytest.mark.parametrize("size", [(40, 15), (60, 18), (99, 60)])
 async def test_the_list_fits_the_terminal(stage: Stage, runtime: Any, kept: Path, size: tuple[int, int]) -> None:
     async with stage(runtime, kept=kept, size=size) as s:
-        await s.ready()
         await listed(s)
         await s.shows("Why is the sky")
         await s.shows("A trip to")
@@ -219,7 +201,6 @@ async def test_an_answer_goes_on_in_a_chat_that_is_left(
     runtime.answers = ["one two three four"]
     runtime.hold_after = 2
     async with stage(runtime, kept=tmp_path / "history.db") as s:
-        await s.ready()
         await s.ask("go")
         await s.until(lambda: "two" in s.last.text)
         left = s.app.session.conversation

@@ -34,28 +34,25 @@ async def choose(s: Any, *keys: str) -> None:
 
 async def test_a_budget_is_applied_at_once_without_a_reload_and_kept(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(120, 40)) as s:
-        await s.ready()
         await open_settings(s)
         await s.shows("recovers 43.4 % of the lost quality")
         await s.shows("4.2 % slower, measured")
         await choose(s, "right")
         await s.until(lambda: runtime.status.budget_percent == 10 and not s.app.session.working)
-        await s.until(lambda: "8.4 % slower, measured" in s.screen_text())
+        await s.shows("8.4 % slower, measured")
         await s.shows("budget 10 %")
         assert runtime.named("tune") == [TuneRequest(budget=10.0)]
         assert len(runtime.named("load")) == 1
         assert settings.load().budget == 10
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
-        await s.ask("hi")
-        await s.answered()
+        await s.say("hi")
         s.transcript.view(s.last.id).action_toggle_details()
         await s.shows("error compensation: 82 to 96 of 1,024 channels (k_chunk), 8.4 % slower")
 
 
 async def test_leaving_the_default_alone_chooses_nothing(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await open_settings(s)
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
@@ -66,20 +63,17 @@ async def test_leaving_the_default_alone_chooses_nothing(stage: Callable[..., An
 
 async def test_off_compensates_nothing_and_says_so(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await open_settings(s)
         await choose(s, "left", "left")
-        await s.until(lambda: "no compensation: plain low-bit model" in s.screen_text())
-        await s.until(lambda: "budget off" in s.screen_text())
+        await s.shows("no compensation: plain low-bit model")
+        await s.shows("budget off")
         await s.pilot.press("escape")
-        await s.ask("hi")
-        await s.answered()
+        await s.say("hi")
         await s.hides("slowdown")
 
 
 async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         screen = await open_settings(s)
         field = screen.query_one("#setting-budget Input", Input)
         assert not field.visible
@@ -89,14 +83,13 @@ async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: An
         for bad in ("", "101", "-1", "much"):
             field.value = bad
             await s.pilot.press("enter")
-            await s.until(lambda: "allowed: a number from 0 to 100" in s.screen_text())
+            await s.shows("allowed: a number from 0 to 100")
         field.value = "7.5 %"
         await s.pilot.press("enter")
         await s.until(lambda: runtime.status.budget_percent == 7.5)
         await s.hides("allowed")
         assert settings.load().budget == 7.5
     async with stage(runtime, budget=7.5) as s:
-        await s.ready()
         assert runtime.named("load")[-1] == LoadRequest(model="demo", kv="int4", budget=7.5)
         screen = await open_settings(s)
         assert screen.query_one("#setting-budget Input", Input).value == "7.5"
@@ -105,13 +98,12 @@ async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: An
 
 async def test_k_chunk_overrides_the_budget(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ready()
         screen = await open_settings(s)
         screen.query_one("#setting-k_chunk Input", Input).value = "64"
         screen.query_one("#setting-k_chunk Input", Input).focus()
         await s.pilot.press("enter")
         await s.until(lambda: runtime.status.k_chunk["qkv"] == 64)
-        await s.until(lambda: "k_chunk 64, set below, overrides the budget" in s.screen_text())
+        await s.shows("k_chunk 64, set below, overrides the budget")
         await s.shows("demo · 4-bit · k_chunk 64")
         screen.query_one(RadioSet).focus()
         await choose(s, "right")
@@ -127,16 +119,15 @@ async def test_k_chunk_overrides_the_budget(stage: Callable[..., Any], runtime: 
 async def test_the_chat_waits_for_the_tuning_and_says_so(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.tune_delay_s = 600
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_settings(s)
         await choose(s, "right")
-        await s.until(lambda: "Tuning for a budget of 10 % · timing qkv" in s.screen_text())
+        await s.shows("Tuning for a budget of 10 % · timing qkv")
         await s.shows("A new budget is being applied")
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
         await s.shows("0 of 4 layer types")
         await s.ask("hi")
-        await s.until(lambda: "waiting for the tuning to end" in s.screen_text())
+        await s.shows("waiting for the tuning to end")
         await s.pilot.press("ctrl+t")
         await s.answered()
         assert s.last.state == "done"
@@ -145,13 +136,12 @@ async def test_the_chat_waits_for_the_tuning_and_says_so(stage: Callable[..., An
         s.transcript.view(s.last.id).action_toggle_details()
         await s.shows("error compensation: 41 to 48 of 1,024 channels (k_chunk)")
         await open_settings(s)
-        await s.until(lambda: "Not applied yet: still 5 %" in s.screen_text())
+        await s.shows("Not applied yet: still 5 %")
 
 
 async def test_a_waiting_message_can_be_taken_back(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.tune_delay_s = 600
     async with stage(runtime) as s:
-        await s.ready()
         await open_settings(s)
         await choose(s, "right")
         await s.until(lambda: s.app.session.tuning)
@@ -170,12 +160,11 @@ async def test_a_budget_changed_during_an_answer_waits_for_its_end(stage: Callab
     runtime.answers = ["one two three four"]
     runtime.hold_after = 2
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await s.ask("count")
         await s.until(lambda: "one two" in s.last.text)
         await open_settings(s)
         await choose(s, "right")
-        await s.until(lambda: "waiting for the answer to end" in s.screen_text())
+        await s.shows("waiting for the answer to end")
         assert s.last.state == "streaming"
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
@@ -188,7 +177,6 @@ async def test_a_budget_changed_during_an_answer_waits_for_its_end(stage: Callab
 async def test_the_newest_budget_wins(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.tune_delay_s = 600
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_settings(s)
         await choose(s, "right")
         await s.until(lambda: s.app.session.tuning)
@@ -203,14 +191,12 @@ async def test_the_newest_budget_wins(stage: Callable[..., Any], runtime: Any) -
 async def test_a_failed_tuning_is_told_and_the_setting_stays(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.tune_error = "the model has no residuals: quantize it again with residual_bits 4"
     async with stage(runtime, size=(120, 30)) as s:
-        await s.ready()
         await open_settings(s)
         await choose(s, "right")
-        await s.until(lambda: "failed: the model has no residuals: quantize it again" in s.screen_text())
+        await s.shows("failed: the model has no residuals: quantize it again")
         assert settings.load().budget == 10
         await s.pilot.press("escape")
-        await s.ask("hi")
-        await s.answered()
+        await s.say("hi")
         assert s.last.state == "done"
         assert runtime.starts == 1
 
@@ -218,7 +204,6 @@ async def test_a_failed_tuning_is_told_and_the_setting_stays(stage: Callable[...
 async def test_a_runtime_that_dies_while_tuning_is_started_again(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.tune_delay_s = 600
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_settings(s)
         await choose(s, "right")
         await s.until(lambda: s.app.session.tuning)
@@ -232,7 +217,6 @@ async def test_other_work_is_not_stopped_by_a_new_budget(
     stage: Callable[..., Any], runtime: Any, tmp_path: Any
 ) -> None:
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         runtime.load_delay_s = 600
         s.app.post_message(QuantizeAsked(QuantizeRequest(source=str(tmp_path))))
         await s.until(lambda: s.app.session.working)
@@ -249,7 +233,7 @@ async def test_other_work_is_not_stopped_by_a_new_budget(
 
 async def test_a_budget_changed_during_a_load_is_applied_after_it(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.load_gate = asyncio.Event()
-    async with stage(runtime, size=(100, 30)) as s:
+    async with stage(runtime, size=(100, 30), ready=False) as s:
         await s.until(lambda: s.app.session.working)
         await open_settings(s)
         await choose(s, "right")
@@ -264,7 +248,6 @@ async def test_a_budget_changed_during_a_load_is_applied_after_it(stage: Callabl
 
 async def test_another_screen_takes_along_what_was_typed(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         screen = await open_settings(s)
         screen.query_one("#setting-top_k Input", Input).value = "7"
         await s.pilot.press("f4")
@@ -290,7 +273,6 @@ def test_the_effect_in_words(runtime: Any) -> None:
 
 async def test_a_picture_of_what_slowdown_buys_follows_the_budget(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(120, 40)) as s:
-        await s.ready()
         screen = await open_settings(s)
         chart = screen.query_one(QualityChart)
         await s.shows("5 % slower at most recovers 45 % of the loss")
@@ -306,7 +288,6 @@ async def test_a_picture_of_what_slowdown_buys_follows_the_budget(stage: Callabl
 
 async def test_nothing_jumps_while_a_budget_is_chosen(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(120, 40)) as s:
-        await s.ready()
         screen = await open_settings(s)
         await s.shows("▲5 %")
 
@@ -326,7 +307,6 @@ async def test_nothing_jumps_while_a_budget_is_chosen(stage: Callable[..., Any],
 
 async def test_an_offer_is_taken_up(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(120, 40)) as s:
-        await s.ready()
         screen = await open_settings(s)
         await s.shows("within 0.3 % of full precision at 0.9 x the low-bit speed")
         await s.pilot.click("#offer-take")
@@ -357,7 +337,6 @@ def test_where_the_mark_of_a_budget_stands() -> None:
 @pytest.mark.parametrize("size", [(80, 24), (40, 15)])
 async def test_the_first_field_is_the_budget(stage: Callable[..., Any], runtime: Any, size: tuple[int, int]) -> None:
     async with stage(runtime, size=size) as s:
-        await s.ready()
         screen = await open_settings(s)
         assert screen.focused is screen.query_one(RadioSet)
         await s.shows("custom")

@@ -18,9 +18,7 @@ def markdown_of(view: MessageView) -> str:
 async def test_a_prompt_is_answered_with_statistics(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.answers = ["# Title\n\nSome *text* and <b>html</b>."]
     async with stage(runtime, size=(120, 40), system_prompt="Be brief.", temperature=0.0) as s:
-        await s.ready()
-        await s.ask("Hello?")
-        await s.answered()
+        await s.say("Hello?")
         assert s.last.text == runtime.answers[0]
         assert s.last.state == "done"
         assert markdown_of(s.transcript.view(s.last.id)) == runtime.answers[0]
@@ -35,11 +33,9 @@ async def test_a_prompt_is_answered_with_statistics(stage: Callable[..., Any], r
 
 async def test_the_makers_sampling_is_taken_and_shown(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40), top_p=0.8) as s:
-        await s.ready()
         runtime.status = replace(runtime.status, sampling={"temperature": 0.2, "top_p": 0.9})
         await s.until(lambda: s.app.session.status.sampling)
-        await s.ask("Hello?")
-        await s.answered()
+        await s.say("Hello?")
         _, options = runtime.named("chat")[0]
         assert (options.temperature, options.top_p, options.top_k, options.repetition_penalty) == (0.2, 0.8, 40, 1.05)
         await s.pilot.press("f5")
@@ -49,17 +45,13 @@ async def test_the_makers_sampling_is_taken_and_shown(stage: Callable[..., Any],
 async def test_the_whole_path_is_sent_with_the_next_prompt(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.answers = ["one", "two"]
     async with stage(runtime) as s:
-        await s.ready()
-        for prompt in ("a", "b"):
-            await s.ask(prompt)
-            await s.answered()
+        await s.say("a", "b")
         messages, _ = runtime.named("chat")[1]
         assert [message["content"] for message in messages] == ["a", "one", "b"]
 
 
 async def test_enter_sends_and_other_keys_begin_a_line(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await s.pilot.press("a", "ctrl+j", "b", "shift+enter", "c", "alt+enter", "d")
         assert s.composer.text == "a\nb\nc\nd"
         await s.pilot.press("enter")
@@ -74,7 +66,6 @@ async def test_paste_and_unicode_arrive_unchanged(stage: Callable[..., Any], run
     text = "日本語のテキスト 🙂 é\n\tindented\n\nрусский · العربية"
     runtime.answers = ["漢字 🙂 **粗体** done"]
     async with stage(runtime) as s:
-        await s.ready()
         s.app.screen.post_message(__import__("textual.events").events.Paste(text))
         await s.until(lambda: s.composer.text == text, "the pasted text")
         await s.pilot.press("enter")
@@ -88,59 +79,41 @@ async def test_paste_and_unicode_arrive_unchanged(stage: Callable[..., Any], run
 async def test_control_characters_never_reach_the_terminal(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.answers = ["evil \x1b]52;c;eA==\x07 `\x1b[2J` end"]
     async with stage(runtime) as s:
-        await s.ready()
-        await s.ask("x\x1b[31m")
-        await s.answered()
+        await s.say("x\x1b[31m")
         assert s.last.text == runtime.answers[0]
         await s.hides("\x1b")
         await s.hides("\x07")
         await s.shows("evil ␛]52")
 
 
-async def test_escape_stops_and_keeps_what_came(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.answers = ["one two three four five"]
+async def test_escape_stops_and_keeps_what_came_which_can_be_continued(stage: Callable[..., Any], runtime: Any) -> None:
+    runtime.answers = ["one two three four five", " and the rest"]
     runtime.hold_after = 2
     async with stage(runtime) as s:
-        await s.ready()
         await s.ask("go")
         await s.until(lambda: "two" in s.last.text)
         await s.pilot.press("escape")
         await s.answered()
-        assert s.last.state == "stopped"
-        assert s.last.text == "one two"
+        stopped = s.last
+        assert (stopped.state, stopped.text) == ("stopped", "one two")
         assert runtime.cancelled == ["chat"]
-        assert markdown_of(s.transcript.view(s.last.id)) == s.last.text
+        assert markdown_of(s.transcript.view(stopped.id)) == "one two"
         await s.shows("stopped · ≈")
         await s.shows("continue ^G · retry ^R")
-
-
-async def test_a_stopped_answer_is_continued(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.answers = ["one two three", " and the rest"]
-    runtime.hold_after = 2
-    async with stage(runtime) as s:
-        await s.ready()
-        await s.ask("go")
-        await s.until(lambda: "two" in s.last.text)
-        await s.pilot.press("escape")
-        await s.answered()
-        kept, answer_id = s.last.text, s.last.id
         await s.pilot.press("ctrl+g")
         await s.until(lambda: s.last.state == "done")
         await s.answered()
-        assert s.last.id == answer_id
-        assert s.last.text == kept + " and the rest"
+        assert (s.last.id, s.last.text) == (stopped.id, "one two and the rest")
         messages, options = runtime.named("chat")[1]
-        assert messages[-1] == {"role": "assistant", "content": kept}
+        assert messages[-1] == {"role": "assistant", "content": "one two"}
         assert options.continue_final
-        assert markdown_of(s.transcript.view(answer_id)) == s.last.text
+        assert markdown_of(s.transcript.view(stopped.id)) == s.last.text
 
 
 async def test_regenerate_makes_a_sibling(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.answers = ["first", "second"]
     async with stage(runtime) as s:
-        await s.ready()
-        await s.ask("go")
-        await s.answered()
+        await s.say("go")
         first = s.last
         await s.pilot.press("ctrl+r")
         await s.until(lambda: s.last.text == "second")
@@ -156,9 +129,7 @@ async def test_a_failed_answer_says_why_and_offers_retry(stage: Callable[..., An
     runtime.fail_with = "prompt and answer do not fit the context of 8192 tokens"
     runtime.fail_after = 2
     async with stage(runtime) as s:
-        await s.ready()
-        await s.ask("go")
-        await s.answered()
+        await s.say("go")
         assert s.last.state == "failed"
         assert s.last.text == "one two"
         await s.shows("do not fit the context of 8192")
@@ -173,13 +144,10 @@ async def test_an_answer_that_failed_before_its_first_word_can_be_followed(
 ) -> None:
     runtime.fail_with = "no"
     async with stage(runtime) as s:
-        await s.ready()
-        await s.ask("a")
-        await s.answered()
+        await s.say("a")
         await s.shows("retry ^R")
         await s.hides("continue")
-        await s.ask("b")
-        await s.answered()
+        await s.say("b")
         messages, _ = runtime.named("chat")[1]
         assert messages == [{"role": "user", "content": "a\n\nb"}]
 
@@ -187,12 +155,9 @@ async def test_an_answer_that_failed_before_its_first_word_can_be_followed(
 async def test_a_crash_costs_a_message_never_the_conversation(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.answers = ["fine", "one two three four", "again"]
     async with stage(runtime, size=(100, 40), kv="int8") as s:
-        await s.ready()
-        await s.ask("a")
-        await s.answered()
+        await s.say("a")
         runtime.crash_after = 2
-        await s.ask("b")
-        await s.answered()
+        await s.say("b")
         assert (s.last.state, s.last.text) == ("failed", "one two")
         await s.ready()
         assert runtime.starts == 2
@@ -209,7 +174,6 @@ async def test_a_crash_costs_a_message_never_the_conversation(stage: Callable[..
 async def test_a_prompt_sent_during_recovery_waits_for_the_model(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.answers = ["one two three", "later"]
     async with stage(runtime) as s:
-        await s.ready()
         runtime.crash_after = 1
         runtime.load_delay_s = 0.1
         await s.ask("a")
@@ -221,7 +185,6 @@ async def test_a_prompt_sent_during_recovery_waits_for_the_model(stage: Callable
 
 async def test_a_crash_while_idle_is_noticed(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         runtime.die()
         await s.app.session.refresh()
         await s.until(lambda: runtime.starts == 2)
@@ -230,22 +193,20 @@ async def test_a_crash_while_idle_is_noticed(stage: Callable[..., Any], runtime:
 
 async def test_it_gives_up_when_loading_kills_the_runtime_again(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.load_error = "out of memory"
-    async with stage(runtime) as s:
+    async with stage(runtime, ready=False) as s:
         await s.until(lambda: s.app.session.job is not None and s.app.session.job.outcome == "failed")
         await s.shows("Loading demo failed: out of memory")
-        await s.ask("hello")
-        await s.answered()
+        await s.say("hello")
         assert s.last.error == "out of memory"
         assert runtime.starts == 1
 
 
 async def test_a_runtime_that_does_not_start_is_told(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.start_error = "the port is taken"
-    async with stage(runtime) as s:
+    async with stage(runtime, ready=False) as s:
         await s.until(lambda: s.app.session.problem is not None)
         await s.shows("the port is taken")
-        await s.ask("anyone there?")
-        await s.answered()
+        await s.say("anyone there?")
         assert s.last.error == "the port is taken"
         runtime.start_error = None
         await s.pilot.press("ctrl+r")
@@ -256,7 +217,7 @@ async def test_a_runtime_that_dies_while_loading_is_started_again_by_the_next_pr
     stage: Callable[..., Any], runtime: Any
 ) -> None:
     runtime.dies_while_loading = True
-    async with stage(runtime) as s:
+    async with stage(runtime, ready=False) as s:
         await s.until(lambda: s.app.session.problem)
         await s.shows("Loading demo failed: the runtime was ended by SIGKILL")
         assert runtime.starts == 1
@@ -268,7 +229,6 @@ async def test_a_runtime_that_dies_while_loading_is_started_again_by_the_next_pr
 async def test_new_chat_stops_and_clears(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.hold_after = 2
     async with stage(runtime) as s:
-        await s.ready()
         await s.ask("go")
         await s.until(lambda: s.last.text)
         await s.pilot.press("ctrl+n", "y")
@@ -281,23 +241,19 @@ async def test_new_chat_stops_and_clears(stage: Callable[..., Any], runtime: Any
 
 async def test_a_chat_that_nobody_can_open_any_more_is_forgotten(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await s.pilot.press("ctrl+n", "y")
         await s.settled()
         assert runtime.named("forget") == [], "nothing was said"
         for text in ("one", "two"):
-            await s.ask(text)
-            await s.answered()
+            await s.say(text)
         await s.pilot.press("ctrl+n", "y")
         await s.until(lambda: runtime.named("forget"))
         runtime.forget_error = "the disk is gone"
-        await s.ask("three")
-        await s.answered()
+        await s.say("three")
         await s.pilot.press("ctrl+n", "y")
         await s.until(lambda: len(runtime.named("forget")) == 2)
         await s.until(lambda: any("the disk is gone" in note.message for note in s.app._notifications))
-        await s.ask("four")
-        await s.answered()
+        await s.say("four")
     chats = [options.chat for _, options in runtime.named("chat")]
     assert chats[0] == chats[1]
     assert len(set(chats)) == 3
@@ -308,9 +264,7 @@ async def test_a_chat_that_ended_without_a_runtime_is_forgotten_by_the_next(
     stage: Callable[..., Any], runtime: Any
 ) -> None:
     async with stage(runtime) as s:
-        await s.ready()
-        await s.ask("one")
-        await s.answered()
+        await s.say("one")
         runtime.start_error = "no room"
         runtime.die()
         await s.app.session.refresh()
@@ -326,9 +280,7 @@ async def test_a_chat_that_ended_without_a_runtime_is_forgotten_by_the_next(
 async def test_the_context_meter_turns_amber(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.context = 1400
     async with stage(runtime, size=(120, 40)) as s:
-        await s.ready()
-        await s.ask("go")
-        await s.answered()
+        await s.say("go")
         assert s.composer.has_class("-nearly-full")
         told = "1.3k of 1.4k · with the next message the model no longer sees the oldest 2 messages"
         assert told in s.composer.border_subtitle
@@ -337,7 +289,7 @@ async def test_the_context_meter_turns_amber(stage: Callable[..., Any], runtime:
 
 
 async def test_without_a_model_it_says_so_and_keeps_the_prompt(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, model=None) as s:
+    async with stage(runtime, model=None, ready=False) as s:
         await s.until(lambda: s.app.session.status is not None)
         s.composer.load_text("hello")
         await s.pilot.press("enter")
@@ -350,9 +302,7 @@ async def test_without_a_model_it_says_so_and_keeps_the_prompt(stage: Callable[.
 async def test_copy_takes_the_answer_as_written(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.answers = ["**bold** `code`"]
     async with stage(runtime) as s:
-        await s.ready()
-        await s.ask("go")
-        await s.answered()
+        await s.say("go")
         await s.pilot.press("ctrl+y")
         await s.until(lambda: s.app.clipboard == "**bold** `code`")
 
@@ -360,7 +310,6 @@ async def test_copy_takes_the_answer_as_written(stage: Callable[..., Any], runti
 async def test_quitting_closes_the_runtime(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.hold_after = 2
     async with stage(runtime) as s:
-        await s.ready()
         await s.ask("go")
         await s.until(lambda: s.last.text)
         await s.pilot.press("ctrl+q")
@@ -371,7 +320,6 @@ async def test_quitting_closes_the_runtime(stage: Callable[..., Any], runtime: A
 async def test_ctrl_c_stops_then_quits_when_pressed_twice(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.hold_after = 2
     async with stage(runtime) as s:
-        await s.ready()
         await s.ask("go")
         await s.until(lambda: s.last.text)
         await s.pilot.press("ctrl+c")

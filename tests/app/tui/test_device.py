@@ -31,9 +31,7 @@ async def open_device(s: Any) -> Any:
 async def test_everything_that_is_known_is_shown(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.problems = [Problem(what="memory cannot be locked", fix="raise the memlock limit")]
     async with stage(runtime, size=(120, 45)) as s:
-        await s.ready()
-        await s.ask("hi")
-        await s.answered()
+        await s.say("hi")
         screen = await open_device(s)
         await s.until(lambda: len(screen.query(KneeChart)) == 4)
         for words in (
@@ -50,7 +48,7 @@ async def test_everything_that_is_known_is_shown(stage: Callable[..., Any], runt
 
 async def test_without_a_runtime_it_says_why(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.start_error = "the runtime ended at once"
-    async with stage(runtime, size=(100, 30)) as s:
+    async with stage(runtime, size=(100, 30), ready=False) as s:
         await s.until(lambda: s.app.session.problem)
         await open_device(s)
         await s.until(lambda: s.screen_text().count("the runtime ended at once") == 2)
@@ -60,10 +58,10 @@ async def test_without_a_runtime_it_says_why(stage: Callable[..., Any], runtime:
 
 
 async def test_without_a_model_it_says_how_to_get_one(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=(100, 30), model=None) as s:
+    async with stage(runtime, size=(100, 30), model=None, ready=False) as s:
         await s.until(lambda: s.app.session.status is not None)
         await open_device(s)
-        await s.until(lambda: "No model is loaded; F2 picks one." in s.screen_text())
+        await s.shows("No model is loaded; F2 picks one.")
         await s.shows("Example 7840U")
 
 
@@ -78,7 +76,6 @@ async def test_what_is_not_tuned_says_why_and_is_not_retuned(
     stage: Callable[..., Any], runtime: Any, values: dict[str, Any], words: str
 ) -> None:
     async with stage(runtime, size=(100, 30), **values) as s:
-        await s.ready()
         await open_device(s)
         await s.until(lambda: words in s.screen_text())
         await s.pilot.press("r")
@@ -89,12 +86,11 @@ async def test_what_is_not_tuned_says_why_and_is_not_retuned(
 async def test_a_model_that_cannot_be_tuned(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.untunable = Problem(what="demo was stored without residuals", fix="quantize it again")
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_device(s)
-        await s.until(lambda: "the model runs without compensation" in s.screen_text())
+        await s.shows("the model runs without compensation")
         await s.shows("! demo was stored without residuals")
         await s.pilot.press("f3")
-        await s.until(lambda: "demo was stored without residuals → quantize it again" in s.screen_text())
+        await s.shows("demo was stored without residuals → quantize it again")
         await s.pilot.press("right", "enter")
         await s.until(lambda: settings.load().budget == 10 and not s.app.session.working)
         await s.until(lambda: any("without residuals" in note.message for note in s.app._notifications))
@@ -102,15 +98,14 @@ async def test_a_model_that_cannot_be_tuned(stage: Callable[..., Any], runtime: 
 
 async def test_retuning_measures_again_and_can_be_stopped(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 30), budget=10) as s:
-        await s.ready()
         await open_device(s)
-        await s.until(lambda: "8.4 % measured" in s.screen_text())
+        await s.shows("8.4 % measured")
         await s.pilot.press("r")
         await s.until(lambda: runtime.named("tune") and not s.app.session.working)
         assert runtime.named("tune") == [TuneRequest(budget=10.0, force=True)]
         runtime.tune_delay_s = 600
         await s.pilot.press("r")
-        await s.until(lambda: "timing qkv" in s.screen_text())
+        await s.shows("timing qkv")
         await s.shows("8.4 % measured")
         await s.pilot.press("s")
         await s.until(lambda: not s.app.session.working)
@@ -121,7 +116,6 @@ async def test_a_key_typed_right_after_the_screen_was_asked_for_reaches_it(
     stage: Callable[..., Any], runtime: Any
 ) -> None:
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         s.app.post_message(Key("f4", None))
         s.app.post_message(Key("r", "r"))
         await s.until(lambda: runtime.named("tune"))
@@ -130,22 +124,20 @@ async def test_a_key_typed_right_after_the_screen_was_asked_for_reaches_it(
 
 async def test_it_follows_the_tuning_and_the_size(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ready()
         runtime.tuning = replace(runtime.tuning, k_chunk=dict.fromkeys(runtime.tuning.k_chunk, 7))
         screen = await open_device(s)
-        await s.until(lambda: "qkv · k_chunk 7" in s.screen_text())
+        await s.shows("qkv · k_chunk 7")
         await s.pilot.press("r")
-        await s.until(lambda: "qkv · k_chunk 48" in s.screen_text())
+        await s.shows("qkv · k_chunk 48")
         await s.pilot.resize_terminal(40, 15)
         await s.settled()
         await s.pilot.press("end")
-        await s.until(lambda: "down · k_chunk 48" in s.screen_text())
+        await s.shows("down · k_chunk 48")
         assert all(chart.size.width <= 38 for chart in screen.query(KneeChart))
 
 
 async def test_the_header_opens_it(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await s.pilot.click("#header-device")
         await s.until(lambda: isinstance(s.app.screen, DeviceScreen))
         await s.pilot.click("#header-settings")

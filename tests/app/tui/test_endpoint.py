@@ -72,11 +72,9 @@ def address() -> Iterator[str]:
 
 async def test_a_server_elsewhere_answers_under_its_own_name(stage: Stage, runtime: Any, address: str) -> None:
     async with stage(runtime, size=(100, 24), endpoint=address, endpoint_token="open") as s:
-        await s.ready()
         await s.shows("big-70b")
         await s.shows("remote · 127.0.0.1")
-        await s.ask("hello")
-        await s.answered()
+        await s.say("hello")
         await s.shows("Greetings from big-70b.")
         assert s.last.model == "big-70b"
         await s.pilot.press("f4", "f7", "f6")
@@ -85,15 +83,13 @@ async def test_a_server_elsewhere_answers_under_its_own_name(stage: Stage, runti
         await s.shows("other-8b")
         await s.pilot.press("down", "enter")
         await s.until(lambda: s.app.session.status.model == "other-8b", "the other model")
-        await s.ask("hello again")
-        await s.answered()
+        await s.say("hello again")
         await s.shows("Greetings from other-8b.")
     assert not runtime.calls, "our own runtime was never asked"
 
 
 async def test_a_server_elsewhere_is_not_asked_while_it_answers(stage: Stage, runtime: Any, address: str) -> None:
     async with stage(runtime, size=(100, 24), endpoint=address, endpoint_token="open") as s:
-        await s.ready()
         Handler.gate.clear()
         await s.ask("hello")
         await s.shows("Greetings")
@@ -108,10 +104,8 @@ async def test_a_server_elsewhere_is_not_asked_while_it_answers(stage: Stage, ru
 
 async def test_a_chat_of_a_model_that_is_not_there_says_so(stage: Stage, runtime: Any, address: str) -> None:
     async with stage(runtime, size=(100, 24), endpoint=address, endpoint_token="open") as s:
-        await s.ready()
         s.app.session.note(s.app.session.conversation, model="demo")
-        await s.ask("hello")
-        await s.answered()
+        await s.say("hello")
         assert s.last.state == "failed"
         assert "has no model demo: it has big-70b, other-8b; F2 picks another model for this chat" in s.last.error
         await s.pilot.press("f2")
@@ -124,9 +118,7 @@ async def test_a_chat_of_a_model_that_is_not_there_says_so(stage: Stage, runtime
 
 async def test_what_only_our_own_runtime_has_is_not_shown(stage: Stage, runtime: Any, address: str) -> None:
     async with stage(runtime, size=(100, 40), endpoint=address, endpoint_token="open") as s:
-        await s.ready()
-        await s.ask("hello")
-        await s.answered()
+        await s.say("hello")
         await s.hides("· tokens")
         await s.pilot.press("ctrl+up", "t")
         await s.shows("C copy")
@@ -155,7 +147,7 @@ async def test_a_wrong_token_is_told_and_can_be_put_right(
     stage: Stage, runtime: Any, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: dict[str, Any] = {}
-    async with stage(runtime, size=(100, 24)) as s:
+    async with stage(runtime, size=(100, 24), ready=False) as s:
         monkeypatch.setattr(s.app, "keep_settings", kept.update)
         await s.ready()
         s.app.action_endpoint()

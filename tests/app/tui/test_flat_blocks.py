@@ -112,15 +112,14 @@ def test_a_table_of_too_many_columns_is_cut_and_keeps_its_rows() -> None:
 async def answered(s: Any, runtime: Any, text: str) -> Markdown:
     runtime.answers = [text]
     await s.ready()
-    await s.ask("go")
-    await s.answered()
+    await s.say("go")
     found: Markdown = s.transcript.view(s.last.id).query_one(Markdown)
     return found
 
 
 async def test_links_in_them_are_followed(stage: Stage, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    async with stage(runtime, size=(80, 24)) as s:
+    async with stage(runtime, size=(80, 24), ready=False) as s:
         monkeypatch.setattr(s.app, "open_url", opened.append)
         text = "- see [here](https://a.b)\n- run [this](app.exit)\n\n| x |\n|---|\n| [there](https://c.d) |\n"
         shown = await answered(s, runtime, text)

@@ -22,27 +22,24 @@ def rest(runtime: Any) -> None:
 
 async def test_a_model_that_rests_wakes_when_something_is_said(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         rest(runtime)
         await s.app.session.refresh()
         await s.shows("demo unloaded; loads when you write")
-        await s.ask("Are you there?")
-        await s.answered()
+        await s.say("Are you there?")
         assert s.last.state == "done"
         assert [call.model for call in runtime.named("load")] == ["demo", "demo"]
         await s.ask("And again?")  # in the same chat, which belongs to its model now
         await s.answered()
         rest(runtime)
         await s.app.session.refresh()
-        await s.ask("And now?")
-        await s.answered()
+        await s.say("And now?")
         assert s.last.state == "done"
         assert len(runtime.named("load")) == 3
 
 
 async def test_a_model_that_failed_does_not_count_as_resting(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.load_error = "not enough memory"
-    async with stage(runtime, size=(100, 30)) as s:
+    async with stage(runtime, size=(100, 30), ready=False) as s:
         await s.until(lambda: s.app.session.problem)
         assert not s.app.session.resting
         await s.shows("not enough memory")
@@ -53,7 +50,6 @@ async def test_what_ran_on_a_card_is_started_again_after_a_sleep(
     stage: Callable[..., Any], runtime: Any, backend: str, starts: int
 ) -> None:
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         runtime.status = replace(runtime.status, backend=backend)
         await s.app.session.refresh()
         s.app._suspend.suspended_s = lambda: 3600.0

@@ -18,8 +18,7 @@ ANSWER = "One two three four five six seven eight."
 
 async def opened(s: Any) -> TokenText:
     await s.ready()
-    await s.ask("count")
-    await s.answered()
+    await s.say("count")
     await s.pilot.press("f7")
     await s.shows("8 tokens")
     await s.settled()
@@ -91,9 +90,7 @@ async def test_the_mouse_picks_a_token(stage: Callable[..., Any], runtime: Any) 
 async def test_it_opens_from_the_message_and_from_its_link(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.answers = [ANSWER]
     async with stage(runtime) as s:
-        await s.ready()
-        await s.ask("count")
-        await s.answered()
+        await s.say("count")
         await s.shows("details · tokens")
         await s.pilot.press("ctrl+up", "t")
         await s.shows("8 tokens")
@@ -101,11 +98,9 @@ async def test_it_opens_from_the_message_and_from_its_link(stage: Callable[..., 
 
 async def test_what_cannot_be_looked_at_is_said(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await s.pilot.press("f7")
         assert s.app.screen is s.app.chat
-        await s.ask("hello")
-        await s.answered()
+        await s.say("hello")
         runtime.inspect_error = "the prompt has 9999 tokens and the context holds 10"
         await s.pilot.press("f7")
         await s.shows("can't be shown: the prompt has 9999")

@@ -48,13 +48,11 @@ def test_what_makes_no_sense_is_told(text: str, told: str) -> None:
 
 async def test_a_changed_key_works_and_is_listed(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(120, 50), keys="app.help=f9, chat.regenerate=f10") as s:
-        await s.ready()
         await s.shows("F9 help")
         await s.pilot.press("f1")
         await s.settled()
         assert s.app.screen is s.app.chat, "the key of before does nothing"
-        await s.pilot.press("f9")
-        await s.until(lambda: isinstance(s.app.screen, HelpScreen))
+        await s.open(HelpScreen, "f9")
         await s.shows("chat.regenerate")
         await s.shows("F10")
         titles = [command.title for command in s.app.get_system_commands(s.app.screen)]
@@ -63,7 +61,6 @@ async def test_a_changed_key_works_and_is_listed(stage: Stage, runtime: Any) -> 
 
 async def test_keys_are_changed_in_the_settings(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(120, 60)) as s:
-        await s.ready()
         await s.pilot.press("f3")
         await s.until(lambda: s.app.screen.query("#setting-keys TextArea"))
         field = s.app.screen.query_one("#setting-keys TextArea", TextArea)
@@ -82,7 +79,6 @@ async def test_keys_are_changed_in_the_settings(stage: Stage, runtime: Any) -> N
 
 async def test_what_is_typed_is_undone(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await s.pilot.press("a", "b", "ctrl+underscore")
         await s.until(lambda: s.composer.text != "ab")
 

@@ -61,9 +61,7 @@ async def test_all_screens_can_be_read(
 ) -> None:
     runtime.answers = ["# A title\n\nA [link](x), `code`, **bold**.\n\n```python\ndef f(x):\n    return 'a' + 1\n```"]
     async with stage(runtime, size=size, theme=theme) as s:
-        await s.ready()
-        await s.ask("Hello?")
-        await s.answered()
+        await s.say("Hello?")
         for name, keys in SCREENS.items():
             await s.pilot.press(*keys)
             await s.settled()
@@ -80,7 +78,6 @@ async def test_all_screens_can_be_read(
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 async def test_work_can_be_read(stage: Callable[..., Any], runtime: Any, size: tuple[int, int], theme: str) -> None:
     async with stage(runtime, size=size, theme=theme) as s:
-        await s.ready()
         runtime.load_delay_s = 60
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
         await s.shows("▸ quantize")

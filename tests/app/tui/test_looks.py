@@ -39,8 +39,7 @@ def contrast(style: Any) -> float:
 
 async def shown(s: Any, name: str) -> None:
     await s.ready()
-    await s.ask("Why?")
-    await s.answered()
+    await s.say("Why?")
     s.app.clear_notifications()
     for key in SCREENS[name]:
         await s.pilot.press(key)
@@ -102,7 +101,6 @@ async def test_resized_while_an_answer_arrives(stage: Stage, runtime: Any, tmp_p
     runtime.answers = ["\n".join(f"{n}. item {n} with some words" for n in range(1, 60))]
     runtime.delay_s = 0.001
     async with stage(runtime, size=(120, 40), kept=tmp_path / "history.db") as s:
-        await s.ready()
         await s.ask("a list")
         for size in ((40, 15), (300, 80), (60, 18), (99, 30), (100, 30), (80, 24)):
             await s.pilot.resize_terminal(*size)
@@ -121,13 +119,11 @@ async def test_all_scripts_in_composer_transcript_and_tokens(
 ) -> None:
     runtime.answers = [SCRIPTS]
     async with stage(runtime, size=size, kept=tmp_path / "history.db") as s:
-        await s.ready()
         await s.pilot.press(*"日本 שלום ")
         s.composer.insert("🙂")
         await s.settled()
         assert s.composer.value == "日本 שלום 🙂"
-        await s.ask(SCRIPTS)
-        await s.answered()
+        await s.say(SCRIPTS)
         assert [message.text for message in s.app.session.conversation.path()] == [SCRIPTS, SCRIPTS]
         await s.shows("日本語")
         await s.pilot.press("f7")
@@ -142,7 +138,6 @@ async def test_what_is_chosen_shows_without_colours(
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ready()
         await s.pilot.press("f3")
         await s.shows("●")
         line = next(line for line in s.screen_text().split("\n") if "●" in line)

@@ -45,13 +45,12 @@ def newcomer(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def test_a_first_run_tells_what_was_found_and_what_to_get(stage: Callable[..., Any], newcomer: Any) -> None:
-    async with stage(newcomer, size=(100, 30), model=None) as s:
+    async with stage(newcomer, size=(100, 30), model=None, ready=False) as s:
         await s.shows("Example 7840U, 8 cores")
         await s.shows("You are chatting with demo, a tiny bundled model")
         await s.shows("Qwen3 4B suits this machine best")
         await s.shows("Ask anything.")
-        await s.ask("Hello")
-        await s.answered()
+        await s.say("Hello")
         await s.pilot.press("f2")
         await s.shows("Enter downloads it at 4 bits")
         table = s.app.screen.query_one("ModelTable")
@@ -59,7 +58,7 @@ async def test_a_first_run_tells_what_was_found_and_what_to_get(stage: Callable[
 
 
 async def test_the_first_model_takes_the_greeting_s_place(stage: Callable[..., Any], newcomer: Any) -> None:
-    async with stage(newcomer, size=(100, 30), model=None) as s:
+    async with stage(newcomer, size=(100, 30), model=None, ready=False) as s:
         await s.shows("You are chatting with demo, a tiny bundled model")
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
         await s.until(lambda: s.app.session.status.model == "some-model")
@@ -71,14 +70,13 @@ async def test_without_a_network_it_says_so_and_chats(
     stage: Callable[..., Any], newcomer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.network.offline", lambda: True)
-    async with stage(newcomer, size=(100, 30), model=None) as s:
+    async with stage(newcomer, size=(100, 30), model=None, ready=False) as s:
         await s.shows("There is no network, so nothing can be downloaded now. You are chatting with demo")
-        await s.ask("Hello")
-        await s.answered()
+        await s.say("Hello")
 
 
 async def test_whoever_has_models_is_greeted_as_ever(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=(100, 30), model=None) as s:
+    async with stage(runtime, size=(100, 30), model=None, ready=False) as s:
         await s.shows("no model loaded")
         assert not s.app.session.newcomer
         assert "tiny bundled model" not in s.screen_text()
@@ -98,7 +96,7 @@ def test_the_hub_may_be_forbidden_and_a_proxy_is_a_way_out(monkeypatch: pytest.M
 
 
 async def test_models_are_offered_with_what_they_take_here(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=WIDE) as s:
+    async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
         await s.shows("Example 7840U, 8 cores · 21.4 GB free of 32.0 GB. Models run on the processor, which reads")
         await s.shows("61 · 67 · 74 MB")
@@ -112,7 +110,7 @@ async def test_models_are_offered_with_what_they_take_here(stage: Callable[..., 
 
 async def test_a_model_that_does_not_fit_now_is_not_fetched(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.free_bytes = 300_000_000
-    async with stage(runtime, size=WIDE) as s:
+    async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
         await point_at(s, "Qwen3 8B")
         await s.shows("too large")
@@ -123,7 +121,7 @@ async def test_a_model_that_does_not_fit_now_is_not_fetched(stage: Callable[...,
 
 
 async def test_enter_fetches_makes_loads_and_chats(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=WIDE) as s:
+    async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
         await point_at(s, "Qwen3 0.6B")
         await s.pilot.press("enter")
@@ -132,32 +130,27 @@ async def test_enter_fetches_makes_loads_and_chats(stage: Callable[..., Any], ru
         assert [one.source for one in runtime.named("quantize")] == ["Qwen/Qwen3-0.6B"]
         assert settings.load().model == "Qwen3-0.6B"
         assert unfinished() is None
-        await s.ask("Hello")
-        await s.answered()
+        await s.say("Hello")
         assert s.app.session.conversation.extras.model == "Qwen3-0.6B"
 
 
 async def test_what_is_said_meanwhile_keeps_its_model(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
     async with stage(runtime, size=WIDE, kept=tmp_path / "history.db") as s:
-        await s.ready()
         runtime.load_delay_s = 0.5
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="Qwen/Qwen3-0.6B")))
         await s.shows("✓ fetch  ▸ quantize  · load  · tune")
-        await s.ask("still there?")
-        await s.answered()
+        await s.say("still there?")
         told = "Qwen3-0.6B is ready: ^N starts a chat with it."
         await s.until(lambda: any(one.message == told for one in s.app._notifications), "word that it is made")
         assert s.app.session.status.model == "demo"
         await s.pilot.press("ctrl+n")
         await s.until(lambda: s.app.session.status.model == "Qwen3-0.6B", "the model in the new chat")
-        await s.ask("and now?")
-        await s.answered()
+        await s.say("and now?")
         assert s.app.session.conversation.extras.model == "Qwen3-0.6B"
 
 
 async def test_a_setup_is_stopped_and_resumed(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=WIDE) as s:
-        await s.ready()
         runtime.load_delay_s = 60
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
         await s.shows("Getting some-model at 4 bits")
@@ -173,15 +166,13 @@ async def test_a_setup_is_stopped_and_resumed(stage: Callable[..., Any], runtime
 
 async def test_who_quits_meanwhile_is_asked_next_time(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=WIDE) as s:
-        await s.ready()
         runtime.load_delay_s = 60
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model", bits=3.0)))
         await s.shows("Getting some-model at 3 bits")
     runtime.load_delay_s = 0.0
-    async with stage(runtime, size=WIDE) as s:
+    async with stage(runtime, size=WIDE, ready=False) as s:
         await s.shows("Getting some-model at 3 bits stopped; finished steps are kept")
-        await s.ask("May I chat?")
-        await s.answered()
+        await s.say("May I chat?")
         await s.pilot.press("escape")
         await s.hides("Getting some-model")
         assert unfinished() is None
@@ -189,10 +180,9 @@ async def test_who_quits_meanwhile_is_asked_next_time(stage: Callable[..., Any],
 
 async def test_a_name_on_the_hub_is_typed(stage: Callable[..., Any], runtime: Any) -> None:
     assert checkpoint_problem("owner/some-model") is None
-    async with stage(runtime, size=WIDE) as s:
+    async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
-        await s.pilot.press("q")
-        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        await s.open(QuantizeDialog, "q")
         s.app.screen.query_one(Input).value = "owner/some-model"
         await s.pilot.press("enter")
         await s.until(lambda: s.app.session.status.model == "some-model")
@@ -200,11 +190,10 @@ async def test_a_name_on_the_hub_is_typed(stage: Callable[..., Any], runtime: An
 
 
 async def test_the_dialog_knows_the_model_under_the_cursor(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=WIDE) as s:
+    async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
         await point_at(s, "Qwen3 1.7B")
-        await s.pilot.press("q")
-        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        await s.open(QuantizeDialog, "q")
         assert s.app.screen.query_one(Input).value == "Qwen/Qwen3-1.7B"
 
 

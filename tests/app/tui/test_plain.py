@@ -74,7 +74,6 @@ async def test_every_screen_shows_it_as_it_stands(stage: Stage, hostile: Any, ke
     presets.save({HOSTILE: HOSTILE})
     paths.log_file().write_text(HOSTILE)
     async with stage(hostile, size=(99, 40), model=f"{HOSTILE}0", system_prompt=HOSTILE, kept=kept) as s:
-        await s.ready()
 
         async def pressed(*keys: str, shows: str) -> None:
             await s.pilot.press(*keys)
@@ -83,12 +82,10 @@ async def test_every_screen_shows_it_as_it_stands(stage: Stage, hostile: Any, ke
             await s.shows(BEGINS)
             looked_at(s, shows)
 
-        await s.ask(HOSTILE)
-        await s.answered()
+        await s.say(HOSTILE)
         await pressed("ctrl+up", "d", shows="error compensation")
         hostile.fail_with = HOSTILE
-        await s.ask("go on")
-        await s.answered()
+        await s.say("go on")
         await s.shows("retry")
         looked_at(s, "an answer that failed")
         s.composer.load_text(HOSTILE)
@@ -110,7 +107,6 @@ async def test_every_screen_shows_it_as_it_stands(stage: Stage, hostile: Any, ke
 
 async def test_notices_dialogs_and_work_show_it_as_it_stands(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(100, 30), notices=True) as s:
-        await s.ready()
         s.app.notify(HOSTILE, title=HOSTILE)
         s.app.chat.notify(HOSTILE, markup=True)
         await s.shows(BEGINS)

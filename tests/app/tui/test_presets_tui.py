@@ -32,32 +32,27 @@ async def written(s: Any, name: str, text: str) -> None:
 
 async def test_one_is_chosen_for_this_chat_alone(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await opened(s)
         await s.pilot.press("down")
         await s.shows("Answer in as few words")
         await s.pilot.press("enter")
         await s.until(lambda: s.app.screen is s.app.chat)
         await s.shows("Brief")
-        await s.ask("a")
-        await s.answered()
+        await s.say("a")
         assert runtime.named("chat")[0][0][0] == {"role": "system", "content": presets.BUNDLED["Brief"]}
         dialog = await opened(s)
         assert dialog.query_one(OptionList).highlighted == 1, "it begins with the one that the chat has"
         await s.pilot.press("home", "enter")
         await s.hides("Brief")
-        await s.ask("b")
-        await s.answered()
+        await s.say("b")
         assert runtime.named("chat")[1][0][0]["role"] == "user"
 
 
 async def test_it_stays_with_its_chat(stage: Stage, runtime: Any, tmp_path: Any) -> None:
     async with stage(runtime, kept=tmp_path / "history.db") as s:
-        await s.ready()
         await opened(s)
         await s.pilot.press("down", "enter")
-        await s.ask("a")
-        await s.answered()
+        await s.say("a")
         await s.pilot.press("ctrl+n")
         await s.until(lambda: len(s.app.session.conversation) == 0)
         await s.hides("Brief")
@@ -68,7 +63,6 @@ async def test_it_stays_with_its_chat(stage: Stage, runtime: Any, tmp_path: Any)
 
 async def test_they_are_kept_changed_and_deleted(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await opened(s)
         await s.pilot.press("n")
         await written(s, "", "x")
@@ -85,22 +79,18 @@ async def test_they_are_kept_changed_and_deleted(stage: Stage, runtime: Any) -> 
         await s.shows("Parrot")
         assert presets.load() == {**presets.BUNDLED, "Parrot": "Repeat what is said."}
         await s.pilot.press("enter")
-        await s.ask("a")
-        await s.answered()
+        await s.say("a")
         await opened(s)
         await s.pilot.press("d", "y")
         await s.until(lambda: presets.load() == presets.BUNDLED)
         await s.pilot.press("escape")
-        await s.ask("b")
-        await s.answered()
+        await s.say("b")
         assert runtime.named("chat")[1][0][0]["content"] == "Repeat what is said.", "a chat that has it keeps it"
 
 
 async def test_a_chat_s_own_prompt_is_kept_as_a_preset(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
-        await s.pilot.press("f5")
-        await s.until(lambda: isinstance(s.app.screen, ChatSettingsDialog))
+        await s.open(ChatSettingsDialog, "f5")
         s.app.screen.query_one(TextArea).load_text("Be a pirate.")
         s.app.screen.query_one("#preset", Button).press()
         await s.until(lambda: isinstance(s.app.screen, PresetDialog))
@@ -114,11 +104,9 @@ async def test_a_chat_s_own_prompt_is_kept_as_a_preset(stage: Stage, runtime: An
 
 async def test_settings_of_the_chat_leave_its_preset(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await opened(s)
         await s.pilot.press("down", "enter")
-        await s.pilot.press("f5")
-        await s.until(lambda: isinstance(s.app.screen, ChatSettingsDialog))
+        await s.open(ChatSettingsDialog, "f5")
         s.app.screen.query_one("#own-temperature", Input).value = "0.2"
         s.app.screen.query_one("#yes", Button).press()
         await s.until(lambda: s.app.screen is s.app.chat)
@@ -132,7 +120,6 @@ async def test_a_file_that_cannot_be_read_is_told(stage: Stage, runtime: Any) ->
     paths.presets_file().parent.mkdir(parents=True, exist_ok=True)
     paths.presets_file().write_text("oh [no")
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await s.pilot.press("f8")
         await s.shows("Expected '='")
         await s.pilot.press("n")
@@ -143,7 +130,6 @@ async def test_a_file_that_cannot_be_read_is_told(stage: Stage, runtime: Any) ->
 @pytest.mark.parametrize("size", [(40, 15), (60, 18), (120, 40)], ids=str)
 async def test_it_fits(stage: Stage, runtime: Any, size: tuple[int, int]) -> None:
     async with stage(runtime, size=size) as s:
-        await s.ready()
         await opened(s)
         await s.pilot.press("down")
         for words in ("none", "Brief", "Answer in as few", "N new"):

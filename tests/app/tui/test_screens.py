@@ -27,7 +27,6 @@ async def open_models(s: Any) -> Any:
 
 async def test_home_and_end_go_to_the_first_and_the_last_model(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_models(s)
         table = s.app.screen.query_one("ModelTable")
         await s.pilot.press("end")
@@ -38,20 +37,18 @@ async def test_home_and_end_go_to_the_first_and_the_last_model(stage: Callable[.
 
 async def test_a_model_is_picked_loaded_and_remembered(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await open_models(s)
         await s.shows("bundled")
         await s.pilot.press("down", "enter")
         await s.until(lambda: s.app.session.status.model == "tiny-3bit")
         assert s.app.screen is s.app.chat
         assert settings.load().model == "tiny-3bit"
-        await s.until(lambda: "tiny-3bit · 3-bit" in s.screen_text())
+        await s.shows("tiny-3bit · 3-bit")
 
 
 async def test_a_single_model_is_loaded_without_asking(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.entries = runtime.entries[:1]
     async with stage(runtime, model=None) as s:
-        await s.ready()
         assert s.app.session.status.model == "demo"
         assert settings.load().model is None
 
@@ -63,7 +60,6 @@ async def test_perplexity_and_warning_are_shown(stage: Callable[..., Any], runti
         replace(demo, perplexity_after=5.0),
     ]
     async with stage(runtime) as s:
-        await s.ready()
         await open_models(s)
         await s.shows("12.31 → 99.00")
         await s.shows("gptq · 3 bits fell apart")
@@ -75,10 +71,8 @@ async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any
     checkpoint = tmp_path / "mine"
     checkpoint.mkdir()
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_models(s)
-        await s.pilot.press("q")
-        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        await s.open(QuantizeDialog, "q")
         s.app.screen.query_one(Input).value = str(checkpoint)
         await s.pilot.press("enter")
         await s.until(lambda: "config.json" in str(s.app.screen.query_one(".dialog-problem", Static).content))
@@ -94,10 +88,8 @@ async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any
 async def test_bits_and_method_are_chosen_by_keys(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     async with stage(runtime, size=(40, 15)) as s:
-        await s.ready()
         await open_models(s)
-        await s.pilot.press("q")
-        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        await s.open(QuantizeDialog, "q")
         s.app.screen.query_one(Input).value = str(tmp_path)
         await s.pilot.press(
             "tab", "down", "enter", "tab", "down", "down", "down", "down", "enter", "tab", "space", "tab"
@@ -118,7 +110,6 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
     (tmp_path / "config.json").write_text("{}")
     runtime.load_delay_s = 0.0
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         runtime.load_delay_s = 60
         from app.tui.messages import QuantizeAsked
 
@@ -126,8 +117,7 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
         await s.until(lambda: s.app.session.working)
         await s.shows("▸ quantize")
         await s.shows("0 of 4 blocks")
-        await s.ask("still there?")
-        await s.answered()
+        await s.say("still there?")
         assert s.last.state == "done"
         await s.pilot.press("escape")
         await s.until(lambda: not s.app.session.working)
@@ -139,17 +129,14 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
 
 async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await open_models(s)
         await s.pilot.press("d")
         await s.settled()
         assert isinstance(s.app.screen, ModelsScreen)
         await s.pilot.press("down")
         for key, left in (("n", 2), ("y", 1)):
-            await s.pilot.press("d")
-            await s.until(lambda: isinstance(s.app.screen, ConfirmDialog))
-            await s.pilot.press(key)
-            await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
+            await s.open(ConfirmDialog, "d")
+            await s.open(ModelsScreen, key)
             await s.until(lambda expected=left: len(runtime.entries) == expected)
         assert runtime.named("remove") == ["tiny-3bit"]
         await s.hides("tiny-3bit")
@@ -161,9 +148,7 @@ async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Callable[
 
 async def test_a_sampling_setting_is_applied_and_kept_at_once(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
-        await s.pilot.press("f3")
-        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        await s.open(SettingsScreen, "f3")
         s.app.screen.query_one("#setting-temperature Input", Input).value = "1.5"
         s.app.screen.query_one("#setting-system_prompt TextArea", TextArea).load_text("Answer in\nrhymes.")
         await s.pilot.press("enter", "escape")
@@ -177,9 +162,7 @@ async def test_a_sampling_setting_is_applied_and_kept_at_once(stage: Callable[..
 
 async def test_a_bad_value_is_told_and_not_kept(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
-        await s.pilot.press("f3")
-        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        await s.open(SettingsScreen, "f3")
         s.app.screen.query_one("#setting-top_p Input", Input).value = "7"
         await s.pilot.press("tab", "tab")
         await s.settled()
@@ -194,25 +177,21 @@ async def test_a_bad_value_is_told_and_not_kept(stage: Callable[..., Any], runti
 
 async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ready()
-        await s.pilot.press("f3")
-        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        await s.open(SettingsScreen, "f3")
         s.app.screen.query_one("#setting-kv Select", Select).value = "int8"
         s.app.screen.query_one("#setting-k_chunk Input", Input).value = "64"
-        await s.until(lambda: "reloaded when you leave" in s.screen_text())
+        await s.shows("reloaded when you leave")
         assert len(runtime.named("load")) == 1
         await s.pilot.press("escape")
         await s.until(lambda: len(runtime.named("load")) == 2)
         await s.ready()
         assert runtime.named("load")[1] == LoadRequest(model="demo", kv="int8", k_chunk=64)
-        await s.until(lambda: "k_chunk 64 · KV int8" in s.screen_text())
+        await s.shows("k_chunk 64 · KV int8")
 
 
 async def test_what_a_kind_of_cache_means_is_shown_before_it_is_loaded(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ready()
-        await s.pilot.press("f3")
-        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        await s.open(SettingsScreen, "f3")
         await s.shows("34 kB per token (26 % of fp16) · 131k tokens fit · 277 MB for 8.2k")
         s.app.screen.query_one("#setting-kv Select", Select).value = "fp16"
         await s.shows("131 kB per token · 41k tokens fit · 1.1 GB for 8.2k")
@@ -226,21 +205,17 @@ async def test_what_a_kind_of_cache_means_is_shown_before_it_is_loaded(stage: Ca
 
 async def test_what_is_kept_of_chats_is_shown_and_deleted(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ready()
         await s.pilot.press("f3")
         await s.shows("34 MB of 2 chats on disk")
         button = s.app.screen.query_one("#saved-delete", Button)
         for key, calls in (("n", []), ("y", [None])):
             button.focus()
-            await s.pilot.press("enter")
-            await s.until(lambda: isinstance(s.app.screen, ConfirmDialog))
-            await s.pilot.press(key)
-            await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+            await s.open(ConfirmDialog, "enter")
+            await s.open(SettingsScreen, key)
             await s.until(lambda expected=calls: runtime.named("forget") == expected)
         await s.until(lambda: str(s.app.screen.query_one("#saved-amount", Static).content) == "none")
         runtime.forget_error = "cannot delete the saved cache x.kv"
-        await s.pilot.press("enter")
-        await s.until(lambda: isinstance(s.app.screen, ConfirmDialog))
+        await s.open(ConfirmDialog, "enter")
         await s.pilot.press("y")
         await s.until(lambda: any("x.kv" in note.message for note in s.app._notifications))
 
@@ -251,7 +226,6 @@ async def test_the_style_sheet_is_read_once_before_the_first_paint(
     again: list[Stylesheet] = []
     monkeypatch.setattr(Stylesheet, "reparse", again.append)
     async with stage(runtime, theme="light") as s:
-        await s.ready()
         assert s.app.theme == "calm-light"
         assert s.app.screen.styles.background.hex.lower() == LIGHT.background
         assert not again
@@ -259,10 +233,8 @@ async def test_the_style_sheet_is_read_once_before_the_first_paint(
 
 async def test_the_theme_changes_at_once(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ready()
         assert s.app.theme == "calm-dark"
-        await s.pilot.press("f3")
-        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        await s.open(SettingsScreen, "f3")
         for value, theme in (("light", "calm-light"), ("terminal", "ansi-dark")):
             s.app.screen.query_one("#setting-theme Select", Select).value = value
             await s.until(lambda expected=theme: s.app.theme == expected)
@@ -274,10 +246,8 @@ async def test_settings_that_cannot_be_kept_are_told(
     stage: Callable[..., Any], runtime: Any, isolated_home: Path
 ) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         (isolated_home / "settings.toml").write_text("= broken")
-        await s.pilot.press("f3")
-        await s.until(lambda: isinstance(s.app.screen, SettingsScreen))
+        await s.open(SettingsScreen, "f3")
         s.app.screen.query_one("#setting-top_k Input", Input).value = "5"
         await s.pilot.press("escape")
         await s.until(lambda: s.app.session.settings.top_k == 5)
@@ -287,7 +257,6 @@ async def test_settings_that_cannot_be_kept_are_told(
 
 async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         titles = {command.title.partition("  ")[0] for command in s.app.get_system_commands(s.app.screen)}
         assert {"New chat", "Regenerate", "Continue", "Stop", "Copy answer", "Models", "Settings", "Quit"} <= titles
         bindings = [binding for bindings in s.app._bindings.key_to_bindings.values() for binding in bindings]
@@ -296,13 +265,11 @@ async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Ca
         await s.pilot.press(*"models")
         await s.shows("Choose, download, quantize or delete a model")
         await s.settled()
-        await s.pilot.press("enter")
-        await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
+        await s.open(ModelsScreen, "enter")
 
 
 async def test_the_header_opens_the_models(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         await s.pilot.click("#header-model")
         await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
         await s.pilot.press("escape")
@@ -343,10 +310,8 @@ def test_a_file_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
 async def test_a_gguf_file_is_quantized(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF and more")
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_models(s)
-        await s.pilot.press("q")
-        await s.until(lambda: isinstance(s.app.screen, QuantizeDialog))
+        await s.open(QuantizeDialog, "q")
         s.app.screen.query_one(Input).value = str(tmp_path / "model.gguf")
         await s.pilot.press("enter")
         await s.until(lambda: runtime.named("quantize"))
@@ -355,7 +320,6 @@ async def test_a_gguf_file_is_quantized(stage: Callable[..., Any], runtime: Any,
 
 async def test_a_known_model_is_fetched_made_and_loaded(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 30)) as s:
-        await s.ready()
         await open_models(s)
         await s.shows("SmolLM2 135M")
         await s.pilot.press("down", "down")

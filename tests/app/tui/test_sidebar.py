@@ -67,7 +67,6 @@ async def test_whether_it_is_shown_is_remembered(stage: Stage, runtime: Any, kep
         await s.until(lambda: settings.load().sidebar == "off")
         assert not sidebar.display
     async with stage(runtime, size=WIDE, kept=kept, sidebar=settings.load().sidebar) as s:
-        await s.ready()
         await s.settled()
         assert not s.app.chat.query_one(Sidebar).display
         await s.pilot.press("ctrl+b")
@@ -77,7 +76,6 @@ async def test_whether_it_is_shown_is_remembered(stage: Stage, runtime: Any, kep
 
 async def test_without_kept_chats_there_is_none(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=WIDE) as s:
-        await s.ready()
         assert not s.app.chat.query_one(Sidebar).display
         assert s.app.focused is s.composer, "what is typed first goes there"
 

@@ -34,9 +34,7 @@ class TestBranches:
     async def test_an_edited_prompt_stands_beside_the_first(self, stage: Stage, runtime: Any) -> None:
         runtime.answers = ["one", "two", "three"]
         async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("a")
-            await s.answered()
+            await s.say("a")
             s.composer.load_text("half a thought")
             await s.pilot.press("ctrl+e")
             assert s.composer.text == "a"
@@ -57,24 +55,19 @@ class TestBranches:
 
     async def test_an_edit_is_given_up_with_escape(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("a")
-            await s.answered()
+            await s.say("a")
             s.composer.load_text("draft")
             await s.pilot.press("ctrl+e", "escape")
             assert s.composer.text == "draft"
-            await s.ask("c")
-            await s.answered()
+            await s.say("c")
             assert path_of(s)[::2] == ["a", "c"]
 
-    async def test_regenerating_keeps_the_answer_before_and_it_can_be_walked_to(
-        self, stage: Stage, runtime: Any
+    async def test_an_answer_beside_the_first_and_the_branch_in_sight_are_kept(
+        self, stage: Stage, runtime: Any, tmp_path: Path
     ) -> None:
         runtime.answers = ["first", "second"]
-        async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("go")
-            await s.answered()
+        async with stage(runtime, kept=tmp_path / "history.db") as s:
+            await s.say("go")
             await s.pilot.press("ctrl+r")
             await s.until(lambda: s.last.text == "second")
             await s.answered()
@@ -83,29 +76,13 @@ class TestBranches:
             await s.pilot.press("left")
             await s.until(lambda: s.last.text == "first")
             await s.shows("first")
-
-    async def test_the_branch_in_sight_is_kept(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
-        runtime.answers = ["first", "second"]
-        async with stage(runtime, kept=tmp_path / "history.db") as s:
-            await s.ready()
-            await s.ask("go")
-            await s.answered()
-            await s.pilot.press("ctrl+r")
-            await s.until(lambda: s.last.text == "second")
-            await s.answered()
-            await s.pilot.press("ctrl+up")
-            await s.settled()
-            await s.pilot.press("left")
-            await s.until(lambda: s.last.text == "first")
             (chat,) = await s.app.session.history.chats()
             assert chat.head == s.last.id
 
     async def test_messages_are_copied_by_key(self, stage: Stage, runtime: Any) -> None:
         runtime.answers = ["Look:\n\n```python\nx = 1\n```\n\n```\ny\n```"]
         async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("go")
-            await s.answered()
+            await s.say("go")
             await s.pilot.press("ctrl+up")
             await s.settled()
             for key, copied in (("b", "x = 1"), ("b", "y"), ("b", "x = 1"), ("c", runtime.answers[0])):
@@ -119,17 +96,13 @@ class TestBranches:
     async def test_a_block_is_copied_by_mouse(self, stage: Stage, runtime: Any) -> None:
         runtime.answers = ["```python\nx = 1\n```"]
         async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("go")
-            await s.answered()
+            await s.say("go")
             await s.pilot.click(".code-copy")
             await s.until(lambda: s.app.clipboard.strip() == "x = 1")
 
     async def test_details_are_shown_on_demand(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime, size=(100, 30)) as s:
-            await s.ready()
-            await s.ask("go")
-            await s.answered()
+            await s.say("go")
             await s.hides("k_chunk")
             await s.pilot.press("ctrl+up")
             await s.settled()
@@ -144,9 +117,7 @@ class TestFullChat:
         runtime.context, runtime.answers = 200, ["word " * 40]
         runtime.timings = replace(runtime.timings, prompt_tokens=60, completion_tokens=60)
         async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("first " * 8)
-            await s.answered()
+            await s.say("first " * 8)
             s.composer.load_text("second " * 8)
             await s.until(lambda: "next drops the oldest 2 messages" in s.composer.border_subtitle)
             await s.pilot.press("enter")
@@ -160,23 +131,17 @@ class TestFullChat:
     async def test_what_the_runtime_finds_too_long_is_asked_again_with_less(self, stage: Stage, runtime: Any) -> None:
         runtime.answers = ["one", "two", "three"]
         async with stage(runtime) as s:
-            await s.ready()
-            for prompt in ("a", "b"):
-                await s.ask(prompt)
-                await s.answered()
+            await s.say("a", "b")
             runtime.too_long = 1
-            await s.ask("c")
-            await s.answered()
+            await s.say("c")
             assert s.last.state == "done"
             asked = [[message["content"] for message in messages] for messages, _ in runtime.named("chat")[2:]]
             assert asked == [["a", "one", "b", "two", "c"], ["b", "two", "c"]]
 
     async def test_a_prompt_that_alone_is_too_long_fails_with_the_reason(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
-            await s.ready()
             runtime.too_long = 9
-            await s.ask("c")
-            await s.answered()
+            await s.say("c")
             assert s.last.state == "failed"
             assert "too long" in s.last.error
 
@@ -189,12 +154,9 @@ class TestFullChat:
         runtime.context, runtime.answers = 200, ["word " * 40, "a summary" if key == "s" else "fine", "fine"]
         runtime.timings = replace(runtime.timings, prompt_tokens=60, completion_tokens=60)
         async with stage(runtime, overflow="ask") as s:
-            await s.ready()
-            await s.ask("first " * 8)
-            await s.answered()
+            await s.say("first " * 8)
             s.composer.load_text("second " * 8)
-            await s.pilot.press("enter")
-            await s.until(lambda: isinstance(s.app.screen, OverflowDialog))
+            await s.open(OverflowDialog, "enter")
             await s.pilot.press(key)
             if sent is None:
                 await s.until(lambda: s.composer.text.startswith("second"))
@@ -214,9 +176,7 @@ class TestFullChat:
     async def test_an_answer_that_was_cut_says_so_and_is_continued(self, stage: Stage, runtime: Any) -> None:
         runtime.answers, runtime.finish_reason = ["one two"], "length"
         async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("go")
-            await s.answered()
+            await s.say("go")
             await s.shows("cut off: no more tokens")
             await s.shows("continue ^G")
 
@@ -224,46 +184,36 @@ class TestFullChat:
 class TestModels:
     async def test_a_chat_is_had_with_its_model_whatever_another_window_loads(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("a")
-            await s.answered()
+            await s.say("a")
             runtime.status = replace(runtime.status, model="tiny-3bit")  # another window loaded it
             await s.app.session.refresh()
             await s.shows("tiny-3bit")
-            await s.ask("b")
-            await s.answered()
+            await s.say("b")
             assert [request.model for request in runtime.named("load")] == ["demo", "demo"]
             assert [options.model for _, options in runtime.named("chat")] == ["demo", "demo"]
 
     async def test_the_label_says_who_really_answered(self, stage: Stage, runtime: Any) -> None:
         runtime.answers_as = "somebody-else"
         async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("a")
-            await s.answered()
+            await s.say("a")
             assert s.last.model == "somebody-else"
             await s.shows("somebody-else")
 
     async def test_a_picked_model_answers_from_then_on(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("a")
-            await s.answered()
+            await s.say("a")
             await s.pilot.press("f2")
             await s.shows("tiny-3bit")
             await s.pilot.press("down", "enter")
             await s.until(lambda: s.app.session.status.model == "tiny-3bit")
             await s.ready()
-            await s.ask("b")
-            await s.answered()
+            await s.say("b")
             assert runtime.named("chat")[-1][1].model == "tiny-3bit"
             assert s.last.model == "tiny-3bit"
 
     async def test_sampling_and_system_prompt_of_one_chat(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime, temperature=0.7) as s:
-            await s.ready()
-            await s.pilot.press("f5")
-            await s.until(lambda: isinstance(s.app.screen, ChatSettingsDialog))
+            await s.open(ChatSettingsDialog, "f5")
             s.app.screen.query_one(TextArea).load_text("Be a pirate.")
             s.app.screen.query_one("#own-temperature", Input).value = "9"
             s.app.screen.query_one("#yes", Button).press()
@@ -271,15 +221,13 @@ class TestModels:
             s.app.screen.query_one("#own-temperature", Input).value = "0.2"
             s.app.screen.query_one("#yes", Button).press()
             await s.until(lambda: not isinstance(s.app.screen, ChatSettingsDialog))
-            await s.ask("a")
-            await s.answered()
+            await s.say("a")
             messages, options = runtime.named("chat")[0]
             assert messages[0] == {"role": "system", "content": "Be a pirate."}
             assert options.temperature == 0.2
             await s.pilot.press("ctrl+n", "y")
             await s.until(lambda: len(s.app.session.conversation) == 0)
-            await s.ask("b")
-            await s.answered()
+            await s.say("b")
             messages, options = runtime.named("chat")[1]
             assert (messages[0]["role"], options.temperature) == ("user", 0.7)
 
@@ -287,14 +235,12 @@ class TestModels:
 class TestWriting:
     async def test_lines_of_an_unmarked_paste_stay_together(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
-            await s.ready()
             burst(s, "a", "enter", "b", "enter", "enter", "c")
             await s.until(lambda: s.composer.text == "a\nb\n\nc")
             assert len(s.app.session.conversation) == 0
 
     async def test_what_is_typed_right_after_enter_is_kept(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
-            await s.ready()
             first, enter, last = Key("a", "a"), Key("enter", None), Key("b", "b")
             enter.time, last.time = first.time + 0.1, first.time + 0.2
             for event in (first, enter, last):
@@ -306,23 +252,17 @@ class TestWriting:
 
     async def test_arrows_recall_what_was_said(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
         async with stage(runtime, kept=tmp_path / "history.db") as s:
-            await s.ready()
-            for prompt in ("one", "two"):
-                await s.ask(prompt)
-                await s.answered()
+            await s.say("one", "two")
             s.composer.load_text("three")
             for key, text in (("up", "two"), ("up", "one"), ("up", "one"), ("down", "two"), ("down", "three")):
                 await s.pilot.press(key)
                 assert s.composer.text == text
         async with stage(runtime, kept=tmp_path / "history.db") as s:
-            await s.ready()
             await s.until(lambda: s.composer.past == ["one", "two"])
 
     async def test_a_draft_is_kept_with_its_chat(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
         async with stage(runtime, kept=tmp_path / "history.db") as s:
-            await s.ready()
-            await s.ask("one")
-            await s.answered()
+            await s.say("one")
             s.composer.load_text("not sent yet")
             await s.pilot.press("ctrl+n")
             await s.until(lambda: len(s.app.session.conversation) == 0)
@@ -333,17 +273,14 @@ class TestWriting:
 
     async def test_a_draft_survives_quitting(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
         async with stage(runtime, kept=tmp_path / "history.db") as s:
-            await s.ready()
             s.composer.load_text("why is the sky")
         async with stage(runtime, kept=tmp_path / "history.db") as s:
-            await s.ready()
             (chat,) = await s.app.session.history.chats()
             assert (chat.title, chat.extras.draft) == ("why is the sky", "why is the sky")
 
     async def test_a_large_paste_is_folded_and_sent_whole(self, stage: Stage, runtime: Any) -> None:
         text = "\n".join(f"line {n}" for n in range(2000))
         async with stage(runtime) as s:
-            await s.ready()
             s.app.screen.post_message(Paste(text))
             await s.until(lambda: s.composer.text == "⟦2,000 lines⟧")
             await s.pilot.press("enter")
@@ -358,7 +295,6 @@ class TestWriting:
         file.write_text("a ```b``` c\n")
         (tmp_path / "picture").write_bytes(b"\xff\xfe\x00")
         async with stage(runtime) as s:
-            await s.ready()
             await s.pilot.press("ctrl+o")
             await s.shows("A text file to send")
             s.app.screen.query_one(Input).value = str(tmp_path / "nothing")
@@ -378,16 +314,12 @@ class TestWriting:
 
     async def test_new_asks_where_chats_are_not_kept(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("precious")
-            await s.answered()
-            await s.pilot.press("ctrl+n")
-            await s.until(lambda: isinstance(s.app.screen, ConfirmDialog))
+            await s.say("precious")
+            await s.open(ConfirmDialog, "ctrl+n")
             await s.pilot.press("n")
             await s.until(lambda: not isinstance(s.app.screen, ConfirmDialog))
             assert len(s.app.session.conversation) == 2
-            await s.pilot.press("ctrl+q")
-            await s.until(lambda: isinstance(s.app.screen, ConfirmDialog))
+            await s.open(ConfirmDialog, "ctrl+q")
             await s.pilot.press("escape")
             await s.until(lambda: not isinstance(s.app.screen, ConfirmDialog))
             await s.pilot.press("ctrl+n", "y")
@@ -398,14 +330,11 @@ class TestReading:
     async def test_reasoning_is_folded_and_not_said_again(self, stage: Stage, runtime: Any) -> None:
         runtime.answers = ["<think>\nhm, let me see\n</think>\n\nParis.", "Lyon."]
         async with stage(runtime) as s:
-            await s.ready()
-            await s.ask("capital?")
-            await s.answered()
+            await s.say("capital?")
             await s.shows("thought · 4 words")
             await s.shows("Paris.")
             await s.hides("hm, let me see")
-            await s.ask("and then?")
-            await s.answered()
+            await s.say("and then?")
             assert runtime.named("chat")[1][0][1] == {"role": "assistant", "content": "Paris."}
             s.transcript.query("CollapsibleTitle").first().action_toggle_collapsible()
             await s.shows("hm, let me see")
@@ -413,17 +342,13 @@ class TestReading:
     async def test_long_lines_of_code_are_wrapped(self, stage: Stage, runtime: Any) -> None:
         runtime.answers = ["```python\nvalue = " + " + ".join(f"part{n}" for n in range(20)) + "\n```"]
         async with stage(runtime, size=(60, 24)) as s:
-            await s.ready()
-            await s.ask("go")
-            await s.answered()
+            await s.say("go")
             await s.shows("part19")
             await s.shows("python")
 
     async def test_f1_lists_the_keys(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime, size=(100, 60)) as s:
-            await s.ready()
-            await s.pilot.press("f1")
-            await s.until(lambda: isinstance(s.app.screen, HelpScreen))
+            await s.open(HelpScreen, "f1")
             for words in ("^N", "Start a new chat", "While writing", "On a message", "Copy its code blocks"):
                 await s.shows(words)
             await s.pilot.press("escape")
@@ -431,7 +356,6 @@ class TestReading:
 
     async def test_the_palette_shows_the_keys(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
-            await s.ready()
             titles = {command.title for command in s.app.get_system_commands(s.app.screen)}
             assert {"New chat  ^N", "Models  F2", "Keys  F1", "Copy answer  ^Y", "Restart the runtime"} <= titles
 
@@ -441,14 +365,11 @@ class TestReading:
         paths.log_file().parent.mkdir(parents=True, exist_ok=True)
         paths.log_file().write_text("ends: it was sent SIGTERM\n")
         async with stage(runtime) as s:
-            await s.ready()
-            await s.pilot.press("f6")
-            await s.until(lambda: isinstance(s.app.screen, LogScreen))
+            await s.open(LogScreen, "f6")
             await s.shows("ends: it was sent SIGTERM")
 
     async def test_what_is_off_does_not_look_on(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime, size=(120, 40)) as s:
-            await s.ready()
             await s.pilot.press("f3")
             await s.shows("○ off")
             assert s.screen_text().count("●") == 1

@@ -30,9 +30,7 @@ def fill(s: Any, count: int) -> None:
 async def test_it_follows_the_end_while_an_answer_grows(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.answers = [LONG]
     async with stage(runtime) as s:
-        await s.ready()
-        await s.ask("go")
-        await s.answered()
+        await s.say("go")
         await s.until(lambda: s.transcript.following and s.transcript.max_scroll_y > 20)
         await s.shows("412 tokens")
 
@@ -40,9 +38,7 @@ async def test_it_follows_the_end_while_an_answer_grows(stage: Callable[..., Any
 async def test_it_stays_where_the_person_scrolled_to(stage: Callable[..., Any], runtime: Any) -> None:
     runtime.answers = [LONG]
     async with stage(runtime) as s:
-        await s.ready()
-        await s.ask("warm up")
-        await s.answered()
+        await s.say("warm up")
         await s.until(lambda: s.transcript.max_scroll_y > 20)
         runtime.hold_after = 60
         await s.ask("go")
@@ -61,16 +57,13 @@ async def test_it_stays_where_the_person_scrolled_to(stage: Callable[..., Any], 
 
 async def test_a_short_chat_stands_at_the_top(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
-        await s.ask("hi")
-        await s.answered()
+        await s.say("hi")
         assert s.transcript.scroll_y == 0
         assert s.screen_text().splitlines()[2].split()[:2] == ["▌", "you"]
 
 
 async def test_a_tall_terminal_is_filled_when_a_long_chat_is_opened(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 50)) as s:
-        await s.ready()
         fill(s, 24)
         path = [message.id for message in s.app.session.conversation.path()]
         await s.transcript.reopen()
@@ -86,7 +79,6 @@ async def test_a_tall_terminal_is_filled_when_a_long_chat_is_opened(stage: Calla
 
 async def test_only_a_window_of_a_long_chat_is_mounted(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         fill(s, 24)
         path = [message.id for message in s.app.session.conversation.path()]
         await s.transcript.reopen()
@@ -119,7 +111,6 @@ async def test_what_is_in_sight_stays_when_earlier_messages_are_mounted(
     stage: Callable[..., Any], runtime: Any
 ) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         fill(s, 24)
         await s.transcript.reopen()
         await s.settled()
@@ -134,7 +125,6 @@ async def test_what_is_in_sight_stays_when_earlier_messages_are_mounted(
 
 async def test_asking_from_far_above_returns_to_the_end(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.ready()
         fill(s, 24)
         await s.transcript.reopen()
         await s.settled()
@@ -144,8 +134,7 @@ async def test_asking_from_far_above_returns_to_the_end(stage: Callable[..., Any
             await s.pilot.press("pageup")
             await s.settled()
         assert s.transcript.mounted[-1] != s.last.id
-        await s.ask("now")
-        await s.answered()
+        await s.say("now")
         assert s.transcript.mounted[-1] == s.last.id
         await s.until(lambda: s.transcript.following)
 
@@ -154,9 +143,7 @@ async def test_asking_from_far_above_returns_to_the_end(stage: Callable[..., Any
 async def test_resizing_keeps_everything_usable(stage: Callable[..., Any], runtime: Any, size: tuple[int, int]) -> None:
     runtime.answers = [LONG[:400]]
     async with stage(runtime, size=(120, 40)) as s:
-        await s.ready()
-        await s.ask("go")
-        await s.answered()
+        await s.say("go")
         await s.pilot.resize_terminal(*size)
         await s.settled()
         assert s.composer.region.width > 0
@@ -165,8 +152,7 @@ async def test_resizing_keeps_everything_usable(stage: Callable[..., Any], runti
         assert s.app.screen.query_one("HeaderBar").display is not slim
         assert s.app.screen.query_one("Footer").display is not slim
         runtime.answers = ["after the resize"]
-        await s.ask("more")
-        await s.answered()
+        await s.say("more")
         assert s.last.text == "after the resize"
         await s.pilot.resize_terminal(120, 40)
         await s.shows("after the resize")

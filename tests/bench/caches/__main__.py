@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from models.store import Store
@@ -27,7 +26,8 @@ from tests.bench.caches.laboratory import Laboratory, Notebook
 from tests.bench.caches.report import write
 from tests.bench.caches.view import View
 from tests.bench.quality import llama
-from tests.bench.reporting.cases import ROOT, SMOLLM2
+from tests.bench.reporting.cases import ROOT
+from tests.bench.reporting.page import listed, report_arguments
 from tests.bench.reporting.results import Results
 from tests.bench.reporting.run import about_run, teller
 
@@ -49,19 +49,14 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_arguments(__doc__, "kv")
     known = [case.name for case in known_cases()]
     names = ", ".join(known)
-    parser.add_argument("--models", type=_listed, help=f"some of {names}; all that are there unless given")
-    parser.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--only", type=_listed, help=f"some of {', '.join(SECTIONS)}")
+    parser.add_argument("--models", type=listed, help=f"some of {names}; all that are there unless given")
+    parser.add_argument("--only", type=listed, help=f"some of {', '.join(SECTIONS)}")
     parser.add_argument("--again", action="store_true", help="measure what --only names even where it is known")
-    parser.add_argument("--quick", action="store_true", help="a little of everything, in a few minutes")
     parser.add_argument("--keep", action="store_true", help="keep numbers of earlier versions of the code")
-    parser.add_argument("--report", action="store_true", help="measure nothing, write the report from the results file")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python and gguf")
-    parser.add_argument("--results", type=Path, help="results file; default docs/kv/results.json")
-    parser.add_argument("--out", type=Path, help="report; default docs/kv.md")
     given = parser.parse_args()
     wrong = sorted({*(given.models or ())} - {*known}) + sorted({*(given.only or ())} - {*SECTIONS})
     if wrong:
@@ -69,10 +64,6 @@ def _arguments() -> argparse.Namespace:
     if given.again and not given.only:
         parser.error("--again needs --only, to say what is measured again")
     return given
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def _measure(given: argparse.Namespace, results: Results) -> None:

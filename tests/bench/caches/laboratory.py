@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -56,13 +56,17 @@ class Codes:
         return cls(storing=_code(_STORING), reference=_code(_REFERENCE), cpu=_code(_CPU), making=making_code())
 
 
-def older(entries: Iterable[Entry]) -> list[Entry]:
-    """Those that were measured with other code than there is now."""
+def is_old(entry: Entry) -> bool:
+    """Whether an entry was measured with other code than there is now."""
+    return entry["code"] not in _codes_now()
+
+
+@cache
+def _codes_now() -> frozenset[str]:
     codes = Codes.now()
     parts = (codes.storing, codes.reference, codes.cpu, codes.making)
     pairs = ((codes.storing, codes.cpu), (codes.cpu, codes.making), (codes.reference, codes.making))
-    now = {*parts, *(digest(list(pair)) for pair in pairs), digest([codes.cpu, described()])}
-    return [entry for entry in entries if entry["code"] not in now]
+    return frozenset({*parts, *(digest(list(pair)) for pair in pairs), digest([codes.cpu, described()])})
 
 
 class Notebook:

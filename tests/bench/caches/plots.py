@@ -17,7 +17,8 @@ from tests.bench.caches.size import accounted
 from tests.bench.caches.view import View
 from tests.bench.reporting.cases import Case
 from tests.bench.reporting.losses import difference
-from tests.bench.reporting.style import QUIET, draw_all, figure, label_ends
+from tests.bench.reporting.page import Picture
+from tests.bench.reporting.style import QUIET, figure, label_ends
 
 COLORS = {
     "fp16": "#1b1b1b",
@@ -38,16 +39,8 @@ LEAST = 0.003
 """Percent of perplexity below which a cost is drawn at the edge."""
 
 
-def draw(view: View, folder: Path) -> dict[str, Path]:
-    """Draw every picture for which there are numbers.
-
-    Args:
-        view: The results.
-        folder: Where the SVG files go.
-
-    Returns:
-        The files by name, without those that had nothing to show.
-    """
+def drawn(view: View) -> dict[str, Picture]:
+    """What draws each picture, by its name."""
     pictures: dict[str, Callable[[View, Path], bool]] = {
         "loss": _loss,
         "gear": _gear,
@@ -55,7 +48,7 @@ def draw(view: View, folder: Path) -> dict[str, Path]:
         "attention": _attention,
     }
     pictures |= {f"drift-{case.name}": _drift_of(case) for case in view.models}
-    return draw_all({name: partial(make, view) for name, make in pictures.items()}, folder)
+    return {name: partial(make, view) for name, make in pictures.items()}
 
 
 def _loss(view: View, file: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,18 +13,21 @@ from tests.bench.caches.extent import DRIFT_PROMPT, ORDER
 from tests.bench.caches.gear import STEPS
 from tests.bench.caches.laboratory import BITS, K_CHUNK
 from tests.bench.caches.perplexity import FULL, LOW, WAYS
-from tests.bench.caches.plots import draw
+from tests.bench.caches.plots import drawn
 from tests.bench.caches.size import HEAD_DIMS, LENGTHS
 from tests.bench.caches.smooth import FACTOR, KINDS_TRIED, PAIRS, PLANTED
 from tests.bench.caches.view import View, way_name
 from tests.bench.reporting.losses import difference
-from tests.bench.reporting.markdown import legend, number, table
+from tests.bench.reporting.markdown import legend, table
+from tests.bench.reporting.page import Pictures, write_page
 from tests.bench.reporting.verdicts import Claim, Verdict
 
 _ALT = {
     "loss": "Cost in perplexity against the bytes of a page, by model",
     "gear": "Relative errors of keys and values at each step of GEAR",
     "drift": "Deviation of the logits over a generation",
+    "speed": "Decoded tokens a second by tokens in the cache",
+    "attention": "Time and bytes of attention relative to fp16",
 }
 
 
@@ -36,9 +38,7 @@ def write(view: View, file: Path) -> None:
         view: The results.
         file: The report; pictures go into a folder of its name beside it.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pictures = {name: os.path.relpath(path, file.parent) for name, path in draw(view, file.with_suffix("")).items()}
-    found = judge.claims(view)
+    pictures, found = Pictures(file, drawn(view), _ALT), judge.claims(view)
     parts = [
         _opening(view),
         summary.section(view),
@@ -50,9 +50,9 @@ def write(view: View, file: Path) -> None:
         _drift(view, pictures),
         _smooth(view),
         timing.section(view, pictures),
-        _left_out(view),
+        view.left_out(),
     ]
-    file.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    write_page(file, parts)
 
 
 def _opening(view: View) -> str:
@@ -120,7 +120,7 @@ def _promises(view: View, found: Sequence[Claim]) -> str:
 </details>"""
 
 
-def _perplexity(view: View, pictures: dict[str, str]) -> str:
+def _perplexity(view: View, pictures: Pictures) -> str:
     if not view.losses:
         return ""
     parts = [
@@ -136,7 +136,7 @@ first is not scored.
 weights" are `quantize --bits {BITS}` with `--k-chunk {K_CHUNK}`, on the reference backend and on the CPU backend, whose
 attention multiplies integers. Costs are relative to an fp16 cache with the same weights on the same backend.
 
-{_picture(pictures, "loss")}
+{pictures("loss")}
 
 Filled marks: full weights. Hollow marks: {LOW}. Bars are standard errors; a triangle marks a cost too small to draw."""
     ]
@@ -156,15 +156,15 @@ def _cell(view: View, model: str, weights: str, backend: str, kind: str) -> str:
     entry, base = (view.loss(model, weights, backend, name) for name in (kind, "fp16"))
     if entry is None:
         return ""
-    shown = number(entry["perplexity"]) + view.mark("perplexity", entry)
+    shown = view.shown(entry)
     return shown if base is None or kind == "fp16" else f"{shown} ({judge.percent(difference(entry, base))})"
 
 
-def _gear(view: View, pictures: dict[str, str]) -> str:
+def _gear(view: View, pictures: Pictures) -> str:
     if not view.gear:
         return ""
     names = [case.name for case in view.models if case.name in view.gear]
-    titles = [f"{name}{view.mark('gear', view.gear[name])}" for name in names]
+    titles = [f"{name}{view.mark(view.gear[name])}" for name in names]
     rows = [
         (kind, *(f"{100 * view.gear[name]['errors'][kind][part]:.2f}" for name in names for part in ("keys", "values")))
         for kind in ORDER
@@ -194,7 +194,7 @@ Relative error of the full-precision models' keys (rotated) and values, page by 
 ({tokens} tokens): root mean square of the error over that of the original, in percent. D̂ is the backbone `kcvt4` or
 `kivi2`, D̂ + L is `gear-l4` or `gear-l2`, D̂ + L + S is `gear4` or `gear2`.
 
-{_picture(pictures, "gear")}
+{pictures("gear")}
 
 {table(head, rows)}
 
@@ -248,7 +248,7 @@ def _sizes(view: View) -> str:
             cells += [
                 _share(entry.get(f"{backend} {tokens}")) for tokens in LENGTHS for backend in ("reference", "cpu")
             ]
-            rows.append((f"{kind}{view.mark('size', entry)}", *cells))
+            rows.append((f"{kind}{view.mark(entry)}", *cells))
         lengths = [f"{tokens // 1024}k, {name}" for tokens in LENGTHS for name in ("reference and GPU", "CPU")]
         head = ("cache", "accounted", "page, reference and GPU", "page, CPU", *lengths)
         parts.append(f"### Heads of {D} channels\n\n{table(head, rows)}")
@@ -280,7 +280,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
-def _drift(view: View, pictures: dict[str, str]) -> str:
+def _drift(view: View, pictures: Pictures) -> str:
     shown = [case.name for case in view.models if any(model == case.name for model, *_ in view.drift)]
     if not shown:
         return ""
@@ -295,7 +295,7 @@ def _drift(view: View, pictures: dict[str, str]) -> str:
                     ["", "", ""]
                     if entry is None
                     else [
-                        f"{100 * entry['mean']:.3f}{view.mark('drift', entry)}",
+                        f"{100 * entry['mean']:.3f}{view.mark(entry)}",
                         f"{100 * entry['first']:.3f} → {100 * entry['last']:.3f}",
                         f"{100 * entry['different'] / entry['steps']:.1f}",
                     ]
@@ -307,7 +307,7 @@ def _drift(view: View, pictures: dict[str, str]) -> str:
             entry = view.drift.get((name, way, "fp16"))
             repeats = "" if entry is None else f" ({100 * entry['repeats']:.0f} % repeats)"
             head += [f"{way}{repeats}: mean", "first → last tenth", "other choices, %"]
-        parts.append(f"### {name}\n\n{_picture(pictures, f'drift-{name}')}\n\n{table(head, rows)}")
+        parts.append(f"### {name}\n\n{pictures(f'drift-{name}')}\n\n{table(head, rows)}")
     steps = max(entry["steps"] for entry in view.drift.values()) - 1
     return f"""## Logits over a long generation
 
@@ -364,14 +364,3 @@ What a cache costs over fp16 with low-bit weights ({LOW}, reference backend), qu
 {view.origin("perplexity")}
 
 Effect of `--smooth-attention` on the weights alone, over fp16: {itself}."""
-
-
-def _left_out(view: View) -> str:
-    skipped = view.results.about.get("skipped", {})
-    if not skipped:
-        return ""
-    return "## Not measured\n\n" + "\n".join(f"- {what}: {why}" for what, why in skipped.items())
-
-
-def _picture(pictures: dict[str, str], name: str) -> str:
-    return f"![{_ALT[name.split('-')[0]]}]({pictures[name]})" if name in pictures else ""

@@ -7,14 +7,15 @@ from tests.bench.caches.shape_sizes import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE
 from tests.bench.caches.speed import LONG_TURN
 from tests.bench.caches.view import View
 from tests.bench.reporting.markdown import table
+from tests.bench.reporting.page import Pictures
 
 
-def section(view: View, pictures: dict[str, str]) -> str:
+def section(view: View, pictures: Pictures) -> str:
     """Decoding beside llama.cpp, and attention alone; empty where neither was timed."""
     return "\n\n".join(part for part in (_decoding(view, pictures), _attention(view, pictures)) if part)
 
 
-def _decoding(view: View, pictures: dict[str, str]) -> str:
+def _decoding(view: View, pictures: Pictures) -> str:
     lengths = sorted(view.speed)
     if not lengths:
         return ""
@@ -38,7 +39,7 @@ def _decoding(view: View, pictures: dict[str, str]) -> str:
         if some["peer"]
         else "llama.cpp was not timed: no interpreter with llama-cpp-python and gguf (`--peer-python`)."
     )
-    head = ("cache", "bytes per token", *(f"{n // 1024}k{view.mark('speed', view.speed[n])}" for n in lengths))
+    head = ("cache", "bytes per token", *(f"{n // 1024}k{view.mark(view.speed[n])}" for n in lengths))
     slow = ("cache", "median ms", "mean ms", "longest ms")
     return f"""## Decode speed
 
@@ -49,7 +50,7 @@ beside a long cache: hidden {HIDDEN}, {LAYERS} layers, {HEADS} heads, {KV_HEADS}
 prefilled, and separate copies of their pages fill the rest, as `lowbit-chat bench MODEL --kv KIND --at TOKENS` does
 too. {peer}
 
-{_picture(pictures, "speed", "Decoded tokens a second by tokens in the cache")}
+{pictures("speed")}
 
 {table(head, rows)}
 
@@ -61,7 +62,7 @@ Kinds whose groups span tokens compress a page every 128 tokens, in one step. A 
 {table(slow, pauses)}"""
 
 
-def _attention(view: View, pictures: dict[str, str]) -> str:
+def _attention(view: View, pictures: Pictures) -> str:
     lengths = sorted(view.attention)
     if not lengths:
         return ""
@@ -77,19 +78,15 @@ def _attention(view: View, pictures: dict[str, str]) -> str:
         rows.append((row["kind"], *cells))
     head = ["cache", "bytes per token"]
     for tokens in lengths:
-        head += [f"{tokens // 1024}k, ms{view.mark('attention', view.attention[tokens])}", "× fp16"]
+        head += [f"{tokens // 1024}k, ms{view.mark(view.attention[tokens])}", "× fp16"]
     return f"""## Attention alone
 
 One new token over a long cache: {shape["layers"]} layers of {shape["kv_heads"]} key-value heads with {shape["share"]}
-query heads each, D = {shape["head_dim"]}, {some["threads"]} threads (`python -m tests.bench.kv`). Medians, kinds in
-turns. "Draft" reads only the upper plane.
+query heads each, D = {shape["head_dim"]}, {some["threads"]} threads
+(`python -m tests.bench.caches --only attention`). Medians, kinds in turns. "Draft" reads only the upper plane.
 
-{_picture(pictures, "attention", "Time and bytes of attention relative to fp16")}
+{pictures("attention")}
 
 {table(head, rows)}
 
 {view.origin("attention")}"""
-
-
-def _picture(pictures: dict[str, str], name: str, alternative: str) -> str:
-    return f"![{alternative}]({pictures[name]})" if name in pictures else ""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 from tests.bench.caches.extent import ORDER, known_cases, window
-from tests.bench.caches.laboratory import older
+from tests.bench.caches.laboratory import is_old
 from tests.bench.caches.perplexity import EXACT, FULL, WAYS
 from tests.bench.caches.smooth import PLANTED
 from tests.bench.reporting.cases import Case
 from tests.bench.reporting.losses import Difference, difference
-from tests.bench.reporting.origin import OLD, line
+from tests.bench.reporting.page import Measured
 from tests.bench.reporting.results import Entry, Results
 
 BACKENDS = ("reference", "cpu")
 
 
-class View:
+class View(Measured):
     """The results of a run, read-only.
 
     Args:
@@ -25,7 +24,7 @@ class View:
     """
 
     def __init__(self, results: Results) -> None:
-        self.results = results
+        super().__init__(results)
         self.losses = {
             (entry["model"], entry["weights"], entry["backend"], entry["kind"], entry["smooth"]): entry
             for entry in results.all("perplexity")
@@ -40,23 +39,9 @@ class View:
         models = {model for model, *_ in self.losses} | set(self.gear)
         self.models: list[Case] = [case for case in known_cases() if case.name in models]
 
-    @cached_property
-    def stale(self) -> set[tuple[str, str]]:
-        """Section and key of every entry that is older than the code."""
-        sections = self.results.sections
-        return {(section, entry["key"]) for section in sections for entry in older(self.results.all(section))}
-
-    def mark(self, section: str, entry: Entry | None) -> str:
-        """What stands behind the numbers of an entry: a sign where it is older than the code and others are not."""
-        own = [name for name, _ in self.stale if name == section]
-        mixed = len(own) < len(self.results.all(section))
-        return OLD if entry is not None and mixed and (section, entry["key"]) in self.stale else ""
-
-    def origin(self, *sections: str) -> str:
-        """The line under a table of numbers from these sections: of which code they are."""
-        entries = [entry for section in sections for entry in self.results.all(section)]
-        old = sum(section in sections for section, _ in self.stale)
-        return line(entries, old, self.results.about["date"])
+    def is_old(self, section: str, entry: Entry) -> bool:
+        """See `Measured`."""
+        return is_old(entry)
 
     @property
     def smoothed(self) -> list[str]:

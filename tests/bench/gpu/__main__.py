@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.gpu.machine import describe, device_name
-from tests.bench.gpu.report import Part, write
+from tests.bench.gpu.report import Part
+from tests.bench.reporting.origin import stamp
+from tests.bench.reporting.run import shown, write_report
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "tests" / "bench" / "results"
@@ -61,7 +63,8 @@ def main() -> None:
         parser.error("needs a CUDA device; `--smoke` shows on a CPU that the benchmark works")
     name = re.sub(r"[^a-z0-9]+", "-", (device_name() or "smoke").lower()).strip("-")
     out = arguments.out or RESULTS / f"gpu-{name}.json"
-    report: dict[str, Any] = {"command": "python -m tests.bench.gpu " + " ".join(sys.argv[1:]), **describe()}
+    command = " ".join(["python -m tests.bench.gpu", *shown(sys.argv[1:])])
+    report: dict[str, Any] = {"command": command, **describe(), **stamp(("runtime/backends/triton",))}
     report["parts"] = {}
     for part in parts:
         print(f"{part}:", flush=True)
@@ -105,7 +108,7 @@ def _run(part: str, report: dict[str, Any], out: Path, *, smoke: bool) -> None:
 def _take(rows: Path, entry: dict[str, Any], report: dict[str, Any], out: Path) -> None:
     if rows.is_file():
         entry["rows"] = json.loads(rows.read_text(encoding="utf-8"))
-    write(out, report)
+    write_report(out, report)
 
 
 def _measure(name: str, rows: Path, smoke: bool) -> None:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from models.recipe import DEFAULT_METHOD
@@ -30,7 +29,8 @@ from tests.bench.quality.measure import Laboratory, making_code, oracle_code
 from tests.bench.quality.points import BUDGETS, EXTENTS, REAL, Extent, Point, cases, points, quick
 from tests.bench.quality.report import write
 from tests.bench.quality.view import View
-from tests.bench.reporting.cases import ROOT, SMOLLM2, Case
+from tests.bench.reporting.cases import ROOT, Case
+from tests.bench.reporting.page import listed, report_arguments
 from tests.bench.reporting.results import Results
 from tests.bench.reporting.run import about_run, teller
 
@@ -62,19 +62,14 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_arguments(__doc__, "quality")
     names = [case.name for case in cases()]
-    parser.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--models", type=_listed, default=names, help=f"some of {', '.join(names)}")
-    parser.add_argument("--methods", type=_listed, default=METHODS, help=f"some of {', '.join(METHODS)}")
+    parser.add_argument("--models", type=listed, default=names, help=f"some of {', '.join(names)}")
+    parser.add_argument("--methods", type=listed, default=METHODS, help=f"some of {', '.join(METHODS)}")
     parser.add_argument("--bits", type=_numbers, help="some of 3, 3.5, 4")
-    parser.add_argument("--only", type=_listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--only", type=listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--again", action="store_true", help=f"measure {' and '.join(MACHINES)} even where known")
-    parser.add_argument("--quick", action="store_true", help="a little of everything, in a few minutes")
-    parser.add_argument("--report", action="store_true", help="measure nothing, write the report from the results file")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python and gguf")
-    parser.add_argument("--results", type=Path, help="results file; default docs/quality/results.json")
-    parser.add_argument("--out", type=Path, help="report; default docs/quality.md")
     given = parser.parse_args()
     known = {"models": names, "methods": METHODS, "only": PARTS, "bits": EXTENTS[REAL].bits}
     for option, allowed in known.items():
@@ -84,13 +79,9 @@ def _arguments() -> argparse.Namespace:
     return given
 
 
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
 def _numbers(text: str) -> tuple[float, ...]:
     """Numbers as the points have them: whole ones are integers, which decides by what key they are found again."""
-    return tuple(int(word) if word.isdigit() else float(word) for word in _listed(text))
+    return tuple(int(word) if word.isdigit() else float(word) for word in listed(text))
 
 
 class _Run:

@@ -14,8 +14,9 @@ from tests.bench.quality import massive
 from tests.bench.quality.points import REAL, REFERENCE_K
 from tests.bench.quality.view import View
 from tests.bench.reporting.cases import Case
+from tests.bench.reporting.page import Picture
 from tests.bench.reporting.results import Entry
-from tests.bench.reporting.style import COLORS, draw_all, figure, label_ends, level, steps
+from tests.bench.reporting.style import COLORS, figure, label_ends, level, steps
 
 CHAT = "as a chat"
 _DASHED = (4.0, 3.0)
@@ -23,23 +24,15 @@ _PICTURED = 160
 """Channels of the picture of outliers; more would be too small to see."""
 
 
-def draw(view: View, folder: Path) -> dict[str, Path]:
-    """Draw every picture for which there are numbers.
-
-    Args:
-        view: The results.
-        folder: Where the SVG files go.
-
-    Returns:
-        The files by name, without those that had nothing to show.
-    """
+def drawn(view: View) -> dict[str, Picture]:
+    """What draws each picture, by its name."""
     pictures: dict[str, Callable[[View, Path], bool]] = {
         "outliers": _outliers,
         "massive": _massive,
         "bytes": _bytes,
     }
     pictures |= {f"curves-{case.name}": _curves_of(case) for case in view.models}
-    return draw_all({name: partial(make, view) for name, make in pictures.items()}, folder)
+    return {name: partial(make, view) for name, make in pictures.items()}
 
 
 def _curves_of(case: Case) -> Callable[[View, Path], bool]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from models.recipe import DEFAULT_METHOD
 from tests.bench.quality import answers, judge, massive, promises, sizes, summary
 from tests.bench.quality.outliers import SHARES
-from tests.bench.quality.plots import draw
+from tests.bench.quality.plots import drawn
 from tests.bench.quality.points import ALL_RESIDUALS, REAL, RESIDUALS, SELECTORS
 from tests.bench.quality.view import View
 from tests.bench.reporting.losses import difference
 from tests.bench.reporting.markdown import legend, table
 from tests.bench.reporting.origin import OLD
+from tests.bench.reporting.page import Pictures, write_page
 from tests.bench.reporting.results import Entry
 from tests.bench.reporting.verdicts import Claim, Verdict
 
@@ -31,9 +31,7 @@ def write(view: View, file: Path) -> None:
         view: The results.
         file: The report; pictures go into a folder of its name beside it.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pictures = {name: os.path.relpath(path, file.parent) for name, path in draw(view, file.with_suffix("")).items()}
-    found = judge.claims(view)
+    pictures, found = Pictures(file, drawn(view), _ALT), judge.claims(view)
     parts = [
         _opening(view),
         summary.section(view),
@@ -42,16 +40,16 @@ def write(view: View, file: Path) -> None:
         _answers(view),
         _curves(view, pictures),
         _budgets(view),
-        sizes.section(view, pictures.get("bytes")),
+        sizes.section(view, pictures.paths.get("bytes")),
         _quantizing(view),
         _massive(view, pictures),
         _outliers(view, pictures),
         _selection(view),
         _residuals(view),
-        _left_out(view),
+        view.left_out(),
+        _w4a8(file),
     ]
-    w4a8 = _w4a8(file)
-    file.write_text("\n\n".join(part for part in (*parts, w4a8) if part) + "\n", encoding="utf-8")
+    write_page(file, parts)
 
 
 def _w4a8(file: Path) -> str:
@@ -78,7 +76,7 @@ to measure and write this page; it was last run on {about["date"]} ({about["cpu"
 
 
 def _versions(view: View) -> str:
-    old, count = view.old(), view.count()
+    old, count = len(view.stale), view.count()
     if not old:
         return f"All {count} entries were measured by the code that wrote this page."
     if old == count:
@@ -184,7 +182,7 @@ Five questions, answered greedily with at most {answers.TOKENS} tokens; the mode
 {view.origin("answers")}"""
 
 
-def _curves(view: View, pictures: dict[str, str]) -> str:
+def _curves(view: View, pictures: Pictures) -> str:
     lead = "As in QDEC's Figure 12. × marks the model without compensation; the dashed line is full precision."
     parts = [f"## Perplexity against k_chunk\n\n{lead}"]
     numbers = view.numbers()
@@ -203,7 +201,7 @@ def _curves(view: View, pictures: dict[str, str]) -> str:
         head: list[str] = ["bits", "method"]
         head += [f"chat, {number}" for number in numbers] if case.name == REAL else []
         head += [f"plain, {number}" for number in numbers] + ["plain, loss at 0, nats"]
-        parts.append(f"### {case.name}\n\n{_picture(pictures, f'curves-{case.name}')}\n\n{table(head, rows)}")
+        parts.append(f"### {case.name}\n\n{pictures(f'curves-{case.name}')}\n\n{table(head, rows)}")
     return "\n\n".join([*parts, view.origin("points", "full")])
 
 
@@ -289,15 +287,15 @@ memory is that of the process, torch included.
 {view.origin("stored")}"""
 
 
-def _massive(view: View, pictures: dict[str, str]) -> str:
+def _massive(view: View, pictures: Pictures) -> str:
     entry = view.massive.get(REAL)
-    if entry is None or "massive" not in pictures:
+    if entry is None or "massive" not in pictures.paths:
         return ""
-    return f"{massive.section(entry, pictures['massive'])}\n\n{view.origin('massive')}"
+    return f"{massive.section(entry, pictures.paths['massive'])}\n\n{view.origin('massive')}"
 
 
-def _outliers(view: View, pictures: dict[str, str]) -> str:
-    if "outliers" not in pictures:
+def _outliers(view: View, pictures: Pictures) -> str:
+    if "outliers" not in pictures.paths:
         return ""
     kinds = list(next(iter(view.outliers.values()))["recall"])
     rows = [
@@ -316,7 +314,7 @@ As in QDEC's Figure 5, in full precision. (a) shows the input channels of larges
 positions; steady rows are channels that are always large. (b) and the table show how many of a position's largest
 channels are also among those with the largest mean square on the calibration text, which is what static selection uses.
 
-{_picture(pictures, "outliers")}
+{pictures("outliers")}
 
 {table(("model", "largest", *kinds), rows)}
 
@@ -373,14 +371,3 @@ def _cell(view: View, entry: Entry | None, best: float, k_chunk: int) -> str:
         return ""
     text = view.shown(entry)
     return f"{f'**{text}**' if float(entry['perplexity']) == best else text} ({k_chunk})"
-
-
-def _left_out(view: View) -> str:
-    skipped = view.results.about["skipped"]
-    if not skipped:
-        return ""
-    return "## Not measured\n\n" + "\n".join(f"- {what}: {why}" for what, why in skipped.items())
-
-
-def _picture(pictures: dict[str, str], name: str) -> str:
-    return f"![{_ALT[name.split('-')[0]]}]({pictures[name]})" if name in pictures else ""

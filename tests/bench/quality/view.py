@@ -15,8 +15,7 @@ from tests.bench.quality import measure, peers
 from tests.bench.quality.points import REAL, Point, chat
 from tests.bench.reporting.cases import Case
 from tests.bench.reporting.losses import piece_losses
-from tests.bench.reporting.markdown import number
-from tests.bench.reporting.origin import OLD, line
+from tests.bench.reporting.page import Measured
 from tests.bench.reporting.results import Entry, Results, digest
 
 
@@ -28,7 +27,7 @@ class Part:
     error: float
 
 
-class View:
+class View(Measured):
     """The results of a run, read-only.
 
     Args:
@@ -38,7 +37,7 @@ class View:
 
     def __init__(self, results: Results, cases: Sequence[Case]) -> None:
         names = {field.name for field in fields(Point)}
-        self.results = results
+        super().__init__(results)
         self.points = {Point(**{name: entry[name] for name in names}): entry for entry in results.all("points")}
         self.full = {entry["model"]: entry for entry in results.all("full") if not entry["as_chat"]}
         self.chat_full = {entry["model"]: entry for entry in results.all("full") if entry["as_chat"]}
@@ -100,56 +99,25 @@ class View:
         found = [(k_chunk, self.chat(case, method, bits, k_chunk)) for k_chunk in self.numbers()]
         return [(k_chunk, entry) for k_chunk, entry in found if entry is not None]
 
+    def is_old(self, section: str, entry: Entry) -> bool:
+        """See `Measured`; low-bit models that are old make their points so."""
+        codes = self._codes
+        if section in codes:
+            return bool(entry["code"] != codes[section])
+        about = (entry["model"], entry["method"], entry["bits"], entry["group_size"], entry.get("residual_bits", 4))
+        stored = self.stored.get(about)
+        if stored is None or stored["code"] != codes["stored"]:
+            return True
+        own = measure.point_code(stored["weights"], codes["tuning" if section == "budgets" else "running"])
+        return bool(entry["code"] != (digest([own, codes["full"]]) if section == "answers" else own))
+
     @cached_property
-    def stale(self) -> set[str]:
-        """Keys of all entries that are of another version of the code than this one."""
-        making, running, tuning = measure.making_code(), measure.running_code(), measure.tuning_code()
-        codes = {"full": measure.oracle_code(), "stored": making, "same": making, "peers": peers.code()}
-        codes |= {"outliers": measure.oracle_code(), "massive": measure.oracle_code()}
-        found = {
-            entry["key"]
-            for section, code in codes.items()
-            for entry in self.results.all(section)
-            if entry["code"] != code
-        }
-        weights = {key: entry["weights"] for key, entry in self.stored.items() if entry["code"] == making}
-        for point, entry in self.points.items():
-            own = weights.get((point.model, point.method, point.bits, point.group_size, point.residual_bits))
-            if own is None or entry["code"] != measure.point_code(own, running):
-                found.add(entry["key"])
-        for entry in self.results.all("answers"):
-            own = weights.get((entry["model"], entry["method"], entry["bits"], entry["group_size"], 4))
-            if own is None or entry["code"] != digest([measure.point_code(own, running), measure.oracle_code()]):
-                found.add(entry["key"])
-        for entry in self.budgets.values():
-            own = weights.get((entry["model"], entry["method"], entry["bits"], entry["group_size"], 4))
-            if own is None or entry["code"] != measure.point_code(own, tuning):
-                found.add(entry["key"])
-        return found
-
-    def shown(self, entry: Entry | None) -> str:
-        """A perplexity with its mark; empty where it was not measured."""
-        return "" if entry is None else number(entry["perplexity"]) + self.mark(entry)
-
-    def mark(self, entry: Entry) -> str:
-        """What stands behind the numbers of an entry: a sign where it is older than the code and others are not."""
-        return OLD if entry["key"] in self.stale and self.old() < self.count() else ""
-
-    def origin(self, *sections: str) -> str:
-        """The line under a table of numbers from these sections: of which code they are."""
-        entries = [entry for section in sections for entry in self.results.all(section)]
-        old = sum(entry["key"] in self.stale for entry in entries)
-        return line(entries, old, self.results.about["date"])
-
-    def old(self) -> int:
-        """Entries that are older than the code."""
-        return sum(
-            entry["key"] in self.stale for section in self.results.sections for entry in self.results.all(section)
-        )
-
-    def count(self) -> int:
-        """All entries."""
-        return sum(len(entries) for entries in self.results.sections.values())
+    def _codes(self) -> dict[str, str]:
+        """Digests of the code as it is: by section, and what points are measured by."""
+        making, oracle = measure.making_code(), measure.oracle_code()
+        codes = {"stored": making, "same": making, "peers": peers.code()}
+        codes |= dict.fromkeys(("full", "outliers", "massive"), oracle)
+        return {**codes, "running": measure.running_code(), "tuning": measure.tuning_code()}
 
 
 def closed(none: Entry, some: Entry, full: Entry) -> Part:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 import importlib.metadata
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.bench.reporting.origin import ROOMS, stamp
@@ -45,6 +47,16 @@ def about_run(program: str, rooms: Sequence[str] = ROOMS) -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in ("numpy", "torch", "numba")},
         **stamp(rooms),
     }
+
+
+def write_report(file: Path | None, found: object) -> None:
+    """Write what was measured as JSON, where a file was asked for; a reader finds the old or the new, never half."""
+    if file is None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    half = file.with_name(file.name + ".part")
+    half.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    half.replace(file)
 
 
 def shown(arguments: Sequence[str]) -> list[str]:

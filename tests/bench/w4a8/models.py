@@ -13,7 +13,7 @@ from models.recipe import QOQ_STEPS, QOQ_USUAL, Recipe
 from tests.bench.caches.laboratory import Codes
 from tests.bench.quality.measure import oracle_code
 from tests.bench.reporting.cases import Case
-from tests.bench.reporting.results import Entry, Results, digest
+from tests.bench.reporting.results import digest
 
 OFF: Mapping[str, bool] = dict.fromkeys(QOQ_STEPS, False)
 """No step of QoQ: round-to-nearest."""
@@ -31,11 +31,6 @@ def code_of(section: str, backend: str = "") -> str:
     if section == "points":
         return digest([codes.cpu if backend == "cpu" else codes.reference, codes.making])
     return oracle_code() if section == "full" else codes.making
-
-
-def stale(results: Results, section: str) -> list[Entry]:
-    """Entries of a section that are older than the code."""
-    return [entry for entry in results.all(section) if entry["code"] != code_of(section, entry.get("backend", ""))]
 
 
 def group_of(case: Case) -> int:

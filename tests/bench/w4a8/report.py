@@ -10,10 +10,10 @@ from models.recipe import Recipe
 from tests.bench.reporting.cases import CASES
 from tests.bench.reporting.losses import difference
 from tests.bench.reporting.markdown import number, table
-from tests.bench.reporting.origin import OLD, line
+from tests.bench.reporting.page import Measured
 from tests.bench.reporting.results import Entry, Results
 from tests.bench.reporting.style import figure
-from tests.bench.w4a8.models import Step, ablation, alone, compared, group_of, stale
+from tests.bench.w4a8.models import Step, ablation, alone, code_of, compared, group_of
 
 REAL = "smollm2"
 """The model that decides."""
@@ -26,7 +26,7 @@ ROTATED_STEP = "+ rotated block inputs"
 
 def section(results: Results, folder: Path) -> str:
     """The section in Markdown; its picture is drawn into a folder beside the report."""
-    measured = _Measured(results)
+    measured = _View(results)
     parts = [_opening(results), _methods(measured), _order(results), _steps(measured), _alone(measured)]
     parts += [_folding(measured), _small(measured)]
     if draw(results, folder / "qoq.svg"):
@@ -34,31 +34,12 @@ def section(results: Results, folder: Path) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-class _Measured:
-    """The results, and which of them are older than the code.
+class _View(Measured):
+    """The results, and which of them are older than the code."""
 
-    Args:
-        results: What was measured.
-    """
-
-    def __init__(self, results: Results) -> None:
-        self.results = results
-        self._old = {section: {entry["key"] for entry in stale(results, section)} for section in results.sections}
-
-    def cell(self, entry: Entry | None) -> str:
-        """A perplexity, marked where it is older than the code and others are not."""
-        if entry is None:
-            return ""
-        section = "points" if "recipe" in entry else "full"
-        old = self._old[section]
-        mixed = len(old) < len(self.results.all(section))
-        return number(entry["perplexity"]) + (OLD if mixed and entry["key"] in old else "")
-
-    def origin(self, *sections: str) -> str:
-        """The line under a table: of which code its numbers are."""
-        entries = [entry for section in sections for entry in self.results.all(section)]
-        old = sum(len(self._old.get(section, ())) for section in sections)
-        return line(entries, old, self.results.about.get("date", ""))
+    def is_old(self, section: str, entry: Entry) -> bool:
+        """See `Measured`."""
+        return bool(entry["code"] != code_of(section, entry.get("backend", "")))
 
 
 def find(results: Results, model: str, recipe: Recipe, kv: str, *, as_chat: bool) -> Entry | None:
@@ -91,9 +72,9 @@ section is written by `python -m tests.bench.w4a8 --smollm2 FOLDER`, last run on
 [decisions.md](decisions.md#quantizing) explains the numbers."""
 
 
-def _methods(measured: _Measured) -> str:
+def _methods(measured: _View) -> str:
     """Table 2's comparison on the real model."""
-    results, cell = measured.results, measured.cell
+    results, cell = measured.results, measured.shown
     head = ("SmolLM2-135M-Instruct", "bits a weight", "plain", "plain, KV4", "as a chat", "as a chat, KV4")
     ways = [(as_chat, kv) for as_chat in (False, True) for kv in ("fp16", "int4")]
     rows = [
@@ -139,12 +120,12 @@ def _pairs_of_steps(results: Results, *, as_chat: bool) -> Iterator[tuple[Step, 
         yield plain, (None if plain.name == ROTATED_STEP else found[0], found[1])
 
 
-def _steps(measured: _Measured) -> str:
+def _steps(measured: _View) -> str:
     """Fig. 12's ablation."""
     results = measured.results
     ways = [list(_pairs_of_steps(results, as_chat=as_chat)) for as_chat in (False, True)]
     rows = [
-        (step.name, step.kv, *(measured.cell(entry) for _, pair in (plain, chat) for entry in pair))
+        (step.name, step.kv, *(measured.shown(entry) for _, pair in (plain, chat) for entry in pair))
         for (step, _), plain, chat in zip(ways[0], *ways, strict=True)
     ]
     if sum(any(row[2:]) for row in rows) < _FEW_STEPS:
@@ -156,7 +137,7 @@ def _steps(measured: _Measured) -> str:
     )
 
 
-def _alone(measured: _Measured) -> str:
+def _alone(measured: _View) -> str:
     """Single changes of the whole."""
     results = measured.results
     whole = [find(results, REAL, Recipe.usual("qoq", group_size=_GROUP), "int4", as_chat=c) for c in (False, True)]
@@ -165,11 +146,11 @@ def _alone(measured: _Measured) -> str:
         found = [find(results, REAL, recipe, "int4", as_chat=as_chat) for as_chat in (False, True)]
         if found[0] and whole[0]:
             apart = str(difference(found[1], whole[1])) if found[1] and whole[1] else ""
-            rows.append((name, *map(measured.cell, found), apart))
+            rows.append((name, *map(measured.shown, found), apart))
     if not rows:
         return ""
     head = ("QoQ with groups, KV4", "plain", "as a chat", "extra loss, nats per token, as a chat")
-    all_rows = [("all steps but rotation", *map(measured.cell, whole), ""), *rows]
+    all_rows = [("all steps but rotation", *map(measured.shown, whole), ""), *rows]
     return f"{table(head, all_rows)}\n\n{measured.origin('points')}"
 
 
@@ -179,7 +160,7 @@ def _small_models(results: Results) -> dict[str, int]:
     return {case.name: group_of(case) for case in CASES if case.name in measured}
 
 
-def _folding(measured: _Measured) -> str:
+def _folding(measured: _View) -> str:
     """Why rotation costs."""
     kinds = {entry["kind"]: entry for entry in measured.results.all("folding")}
     if not kinds:
@@ -201,7 +182,7 @@ def _folding(measured: _Measured) -> str:
     )
 
 
-def _small(measured: _Measured) -> str:
+def _small(measured: _View) -> str:
     """The comparison on small models, which decides nothing."""
     results = measured.results
     models = _small_models(results)
@@ -211,20 +192,20 @@ def _small(measured: _Measured) -> str:
     rows = []
     for (model, group), as_chat in itertools.product(models.items(), (False, True)):
         found = [find(results, model, each.recipe, "int4", as_chat=as_chat) for each in compared(group)]
-        cells = map(measured.cell, [_full(results, model, as_chat=as_chat), *found])
+        cells = map(measured.shown, [_full(results, model, as_chat=as_chat), *found])
         rows.append((f"{model}, {'as a chat' if as_chat else 'plain'}", *cells))
     shown = "Small models with KV4; they decide nothing:\n\n" + table(("model", "full precision", *names), rows)
     return "\n\n".join((shown, *_small_alone(measured, models), measured.origin("full", "points")))
 
 
-def _small_alone(measured: _Measured, models: Mapping[str, int]) -> Iterator[str]:
+def _small_alone(measured: _View, models: Mapping[str, int]) -> Iterator[str]:
     """Single changes of the whole on small models: what is behind an order that is broken."""
     rows = []
     for model, group in models.items():
         recipes = (Recipe.usual("qoq", group_size=group), *alone(group).values())
         found = [find(measured.results, model, recipe, "int4", as_chat=True) for recipe in recipes]
         if all(found):
-            rows.append((model, *map(measured.cell, found)))
+            rows.append((model, *map(measured.shown, found)))
     if rows:
         yield "QoQ with groups on small models, as a chat, with one step changed:\n\n" + table(
             ("model", "all steps but rotation", *alone(_GROUP)), rows

@@ -1,4 +1,4 @@
-"""The tokenizer of the engine's tests."""
+"""A tokenizer with which tests of the engine read and write bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from runtime.text.tokenizer import Tokenizer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """One token a byte: token 40 + b is byte b; 0, 1 and 2 are special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

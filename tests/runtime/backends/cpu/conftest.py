@@ -1,4 +1,4 @@
-"""Runs single instructions of the CPU backend, so that tests exercise the very machine code that models run on."""
+"""Attention as instructions of the CPU backend, so that tests exercise the very machine code that models run on."""
 
 from __future__ import annotations
 
@@ -12,60 +12,18 @@ import torch
 
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
-from runtime.backends.cpu.data.sizes import PIECE, RUN_ROWS
-from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.link import link, most_scratch
-from runtime.backends.cpu.pool import Pool
+from runtime.backends.cpu.data.sizes import RUN_ROWS
 from runtime.backends.cpu.tiles import padded
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from tests.close import Tolerance, assert_close
 from tests.guarded import aligned_zeros
+from tests.runtime.backends.cpu.machine import Activations, Machine, matrix
 
 CORRECTIONS = Tolerance(rtol=2e-3, atol=2e-3, why="factors in half precision, from sums in another order")
 
 torch.set_num_threads(1)
-
-
-GUARD = 256
-"""Bytes behind a thread's scratch that no instruction may touch."""
-
-
-class Machine:
-    """A control block with room for `rows` rows, and a way to run hand-written instructions."""
-
-    def __init__(self, rows: int, *, threads: int = 2, logit_rows: int = 0) -> None:
-        self.threads = threads
-        self.control = aligned_zeros((CONTROL_WORDS,), np.int64)
-        self.inputs = aligned_zeros((5, max(rows, 1) * 2), np.int32)
-        self.step = parameters_of(self.control)
-        for name, array in zip(("tokens", "slots", "positions", "logit_rows", "run_rows"), self.inputs, strict=True):
-            self.step[name] = array.ctypes.data
-        self.step["rows"], self.step["wanted_rows"] = rows, logit_rows
-        self.step["splits"], self.step["compensate"], self.step["items"] = 1, 1, threads
-
-    def run(self, instruction: op.Instruction) -> None:
-        """Run one instruction, with the very scratch that it says it needs."""
-        program = aligned_zeros((1, op.WIDTH), np.int64)
-        op.write(program[0], instruction)
-        link(program, self.threads)
-        room = most_scratch(program)
-        scratch = aligned_zeros((self.threads, padded(room, 64) + GUARD), np.uint8)
-        scratch[:] = 0xA5
-        self.step["scratch"], self.step["scratch_stride"] = scratch.ctypes.data, scratch.strides[0]
-        Pool(self.control, self.threads).step(program)
-        assert (scratch[:, room:] == 0xA5).all(), "an instruction wrote beyond its scratch"
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.control[FAILED])
-
-
-def matrix(array: npt.NDArray[Any]) -> op.Matrix:
-    """An array's rows as an instruction names them."""
-    return op.Matrix(int(array.ctypes.data), array.strides[0])
 
 
 class Attention:
@@ -149,11 +107,8 @@ class Attention:
         partial[:] = np.nan
         at = int(partial.ctypes.data)
         machine.run(op.Attend(rows, H, K, D, self.window or 0, RUN_ROWS, stored, at))
-        wide = padded(H * D, 32)
-        out, codes = aligned_zeros((M, wide), np.float32), aligned_zeros((padded(M, 16), padded(wide, PIECE)), np.int8)
-        scales = aligned_zeros((2, padded(M, 16), wide // 32), np.float32)
-        rounded = op.Quantized(*(int(array.ctypes.data) for array in (codes, *scales)))
-        machine.run(op.Merge(at, op.Input(H * D, False, matrix(out), rounded, 1), H, D))
+        out, rounded = aligned_zeros((M, padded(H * D, 32)), np.float32), Activations(M, H * D, 32)
+        machine.run(op.Merge(at, op.Input(H * D, False, matrix(out), rounded.places, 1), H, D))
         return out[:, : H * D].reshape(M, H, D)
 
     def check_stored(self) -> None:

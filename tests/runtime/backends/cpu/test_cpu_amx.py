@@ -46,9 +46,13 @@ def test_products_by_tile_registers_have_the_bits_of_the_integers(variant: str) 
     """The tests of W4A8 matrices, in a process of that variant: products, and activations in its layout."""
     if variant not in isa.supported_variants():
         pytest.skip(f"this processor cannot run {variant}")
-    own = Path(__file__).with_name("test_cpu_w4a8.py")
+    own, products = (
+        Path(__file__).with_name("test_cpu_w4a8.py"),
+        ROOT / "tests/runtime/backends/contract/test_products.py",
+    )
+    quiet = ("-q", "-n", "0", "-x", "-p", "no:cacheprovider", "-k", "not triton")
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-x", "-p", "no:cacheprovider", str(own)],
+        [sys.executable, "-m", "pytest", *quiet, str(own), str(products)],
         cwd=ROOT,
         env={**os.environ, "LOWBIT_CHAT_CPU_VARIANT": variant},
         capture_output=True,

@@ -24,6 +24,7 @@ from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.residual import GpuResidual, residual_to_device
 from runtime.backends.triton.workspace import Workspace
 from tests.close import assert_close
+from tests.runtime.backends.contract.operands import activations
 
 BITS = [2, 4, 8, 16]
 
@@ -75,31 +76,15 @@ def layer(device: str, packed_linear: Any) -> Any:
     return build
 
 
-def activations(rows: int, K: int, seed: int = 0) -> torch.Tensor:
-    """Normal activations with a few large ones among them, half precision [rows, K]."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, K, generator=generator)
-    x[:, torch.randperm(K, generator=generator)[: max(1, K // 50)]] *= 20
-    return x.half()
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(
-    ("N", "K", "k_chunk"),
-    [(1, 96, 16), (40, 96, 1024), (256, 96, 200), (300, 1100, 16), (70, 2500, 20), (1030, 64, 100)],
-)
-def test_both_variants_are_the_reference(layer: Any, bits: int, N: int, K: int, k_chunk: int) -> None:
-    one = layer(N, K, bits=bits, k_chunk=k_chunk)
-    x = activations(1, K)
-    found = one.run(x, fused=True)
-    assert_close(found, one.expected(x), "sums")
-    assert torch.equal(found, one.run(x, n_tb=3))
+def halves(rows: int, K: int, seed: int = 0) -> torch.Tensor:
+    """Activations [rows, K] as kernels take them."""
+    return activations(rows, K, seed).half()
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_numbers_do_not_depend_on_the_programs(layer: Any, bits: int) -> None:
     one = layer(5 * 1024 // bits + 3, 96, bits=bits, k_chunk=200)  # six lines of two tiles
-    x = activations(1, 96)
+    x = halves(1, 96)
     expected = one.run(x, fused=True)
     assert_close(expected, one.expected(x), "sums")
     for n_tb in (1, 4, 5, 8):
@@ -109,7 +94,7 @@ def test_the_numbers_do_not_depend_on_the_programs(layer: Any, bits: int) -> Non
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_base_is_added(layer: Any, fused: bool) -> None:
     one = layer(300, 96, k_chunk=100)
-    x, base = activations(1, 96), torch.randn(1, 300, generator=torch.Generator().manual_seed(1))
+    x, base = halves(1, 96), torch.randn(1, 300, generator=torch.Generator().manual_seed(1))
     found = one.run(x, base=base, fused=fused)
     assert_close(found, one.expected(x, base), "sums")
     assert_close(found, base + one.run(x, fused=fused), "sums")
@@ -117,7 +102,7 @@ def test_the_base_is_added(layer: Any, fused: bool) -> None:
 
 def test_the_base_may_be_the_output(layer: Any, device: str) -> None:
     one = layer(300, 96, k_chunk=100)
-    x, out = activations(1, 96), torch.ones(1, 300, device=device)
+    x, out = halves(1, 96), torch.ones(1, 300, device=device)
     config = LaunchConfig(n_tb=2, fused=False)
     compensate(x.to(device), one.selection, one.residual, Output(out, out), config, one.workspace)
     assert_close(out.cpu(), one.expected(x, torch.ones(1, 300)), "sums")
@@ -125,7 +110,7 @@ def test_the_base_may_be_the_output(layer: Any, device: str) -> None:
 
 def test_rows_select_for_themselves(layer: Any) -> None:
     one = layer(300, 1100)
-    x, base = activations(3, 1100), torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
+    x, base = halves(3, 1100), torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
     found = one.run(x, base=base, n_tb=2)
     assert_close(found, one.expected(x, base), "sums")
     for row in range(3):
@@ -135,7 +120,7 @@ def test_rows_select_for_themselves(layer: Any) -> None:
 @pytest.mark.parametrize("k_chunk", [1, 15, 16, 17, 160, 1023, 1024])
 def test_every_number_of_channels(layer: Any, k_chunk: int) -> None:
     one = layer(40, 1024, k_chunk=k_chunk)
-    x = activations(1, 1024)
+    x = halves(1, 1024)
     found = one.run(x, fused=True)
     assert_close(found, one.expected(x), "sums")
     assert torch.equal(found, one.run(x, n_tb=2))
@@ -143,25 +128,15 @@ def test_every_number_of_channels(layer: Any, k_chunk: int) -> None:
 
 def test_all_channels_restore_the_weight(layer: Any) -> None:
     one = layer(40, 96, bits=16, k_chunk=1024)
-    x = activations(1, 96)
+    x = halves(1, 96)
     residual = plain.dequantize_residual(one.packed.residual, 40)
     assert_close(one.run(x, fused=True), x.float() @ residual, "sums")
-
-
-@pytest.mark.parametrize("value", [0.0, 1.0])
-def test_activations_that_are_all_equal(layer: Any, value: float) -> None:
-    one = layer(40, 1100)
-    x = torch.full((1, 1100), value, dtype=torch.half)
-    found = one.run(x, fused=True)
-    assert_close(found, one.expected(x), "sums")
-    assert torch.equal(found, one.run(x, n_tb=2))
-    assert bool(found.any()) == bool(value)
 
 
 @pytest.mark.parametrize("mode", ["exact", "static", "random"])
 def test_the_other_selectors_in_both_variants(layer: Any, device: str, mode: Any) -> None:
     one = layer(40, 1100, mode=mode)
-    x = activations(1, 1100)
+    x = halves(1, 1100)
     positions = torch.tensor([5], dtype=torch.int32, device=device)
     channels = {
         "exact": selectors.exact(x.float(), 16),
@@ -180,7 +155,7 @@ def test_the_other_selectors_in_both_variants(layer: Any, device: str, mode: Any
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_activations_set_the_flag(layer: Any, device: str, fused: bool, bad: float) -> None:
     one = layer(40, 1100)
-    x = activations(1, 1100)
+    x = halves(1, 1100)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     one.run(x, fused=fused, flag=flag)
     assert int(flag) == 0
@@ -192,29 +167,18 @@ def test_bad_activations_set_the_flag(layer: Any, device: str, fused: bool, bad:
 def test_one_workspace_serves_layers_of_all_sizes(layer: Any) -> None:
     """What a larger layer left in the buffer of channels is not read by a smaller one, nor the other way round."""
     layers = [layer(40, 1100, k_chunk=200), layer(300, 96, k_chunk=20), layer(40, 2500, k_chunk=30)]
-    alone = [one.run(activations(1, one.K), fused=True) for one in layers]
+    alone = [one.run(halves(1, one.K), fused=True) for one in layers]
     shared = Workspace(layers[0].device)
     for _ in range(2):
         for one, expected in zip(layers, alone, strict=True):
             one.workspace = shared
-            assert torch.equal(one.run(activations(1, one.K), fused=True), expected)
+            assert torch.equal(one.run(halves(1, one.K), fused=True), expected)
     assert shared.nbytes < 3 * 8 * 300 + 1024
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_the_layers_of_a_model(tiny_model: Any, device: str, bits: int) -> None:
-    model = tiny_model(bits=3, residual_bits=bits)
-    for name in ("layers.0.qkv", "layers.0.down", "head"):
-        one = Layer(model.linear(name), device, 64)
-        x = activations(1, one.K)
-        found = one.run(x, fused=True)
-        assert_close(found, one.expected(x), "sums")
-        assert torch.equal(found, one.run(x, n_tb=4))
 
 
 def test_operands_that_do_not_fit_are_refused(layer: Any, device: str) -> None:
     one, other = layer(40, 96), layer(40, 64)
-    x = activations(1, 96)
+    x = halves(1, 96)
     for wrong, message in (
         ({"n_tb": 0}, "n_tb is 0"),
         ({"base": torch.zeros(1, 41)}, r"base must be contiguous float32 \[1, 40\]"),
@@ -223,7 +187,7 @@ def test_operands_that_do_not_fit_are_refused(layer: Any, device: str) -> None:
         with pytest.raises(ValueError, match=message):
             one.run(x, **wrong)
     with pytest.raises(ValueError, match="one launch compensates one row, not 2"):
-        one.run(activations(2, 96), fused=True)
+        one.run(halves(2, 96), fused=True)
     with pytest.raises(ValueError, match="out must be"):
         compensate(
             x.to(device),
@@ -242,7 +206,7 @@ def test_the_interpreter_refuses_programs_that_would_wait_for_each_other(layer: 
     if device != "cpu":
         pytest.skip("a GPU runs them at the same time")
     with pytest.raises(ValueError, match="can't wait for each other"):
-        layer(40, 96).run(activations(1, 96), fused=True, n_tb=2)
+        layer(40, 96).run(halves(1, 96), fused=True, n_tb=2)
 
 
 def viable(N: int, K: int) -> list[int]:
@@ -257,7 +221,7 @@ def viable(N: int, K: int) -> list[int]:
 @pytest.mark.parametrize("bits", BITS)
 def test_fused_with_every_number_of_programs_on_a_gpu(cuda: str, layer: Any, N: int, K: int, bits: int) -> None:
     one = layer(N, K, bits=bits)
-    x = activations(1, K)
+    x = halves(1, K)
     expected = one.run(x, n_tb=8)
     assert_close(expected, one.expected(x), "sums")
     assert one.residual.codes.is_pinned()
@@ -269,7 +233,7 @@ def test_fused_with_every_number_of_programs_on_a_gpu(cuda: str, layer: Any, N: 
 @pytest.mark.parametrize("n_tb", [1, 6, 24])
 def test_a_thousand_replays_of_a_graph(cuda: str, layer: Any, n_tb: int) -> None:
     one = layer(6144, 4096)
-    rows = [activations(1, 4096, seed) for seed in range(4)]
+    rows = [halves(1, 4096, seed) for seed in range(4)]
     expected = [one.run(x, n_tb=8).to(cuda) for x in rows]
     x, out = rows[0].to(cuda), torch.zeros(1, 6144, device=cuda)
     flag = torch.zeros(1, dtype=torch.int32, device=cuda)
@@ -306,4 +270,4 @@ def test_a_wait_for_a_program_that_never_comes_ends(layer: Any, device: str, mon
     one = layer(70, 1024)
     one.workspace.counters(2)[0] = -1
     with pytest.raises(Exception, match="thread blocks that never came"):
-        one.run(activations(1, 1024), fused=True)
+        one.run(halves(1, 1024), fused=True)

@@ -15,18 +15,16 @@ from tests.close import assert_close
 from tests.runtime.backends.triton.pieces import SUMS, sums_of
 
 
-@pytest.mark.parametrize("with_dec", [False, True], ids=["plain", "dec"])
-@pytest.mark.parametrize("width", [1, 172, BLOCK_I, BLOCK_I + 8])
-@pytest.mark.parametrize("M", [1, 3])
-def test_gate_follows_the_reference(device: str, M: int, width: int, with_dec: bool) -> None:
+@pytest.mark.parametrize(("M", "width"), [(1, 172), (3, BLOCK_I + 8)])
+def test_what_compensates_the_product_is_added(device: str, M: int, width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     y = 3 * torch.randn(M, 2 * width, generator=generator)
-    dec = torch.randn(M, 2 * width, generator=generator) if with_dec else None
+    dec = torch.randn(M, 2 * width, generator=generator)
     x = torch.full((M, width), torch.nan, dtype=torch.float16, device=device)
     sums = torch.full((M, -(-width // 32)), torch.nan, device=device)
-    gate(y.to(device), None if dec is None else dec.to(device), x, sums)
+    gate(y.to(device), dec.to(device), x, sums)
     assert_close(sums, sums_of(x), SUMS)
-    total = y if dec is None else y + dec
+    total = y + dec
     assert_close(x.cpu().float(), silu_gate(total[:, :width], total[:, width:]), "half")
 
 

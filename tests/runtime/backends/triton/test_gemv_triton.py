@@ -113,18 +113,11 @@ def test_a_token_with_codebooks(case, device):
     assert_product(out[None], x[None], weight)
 
 
-@pytest.mark.parametrize("M", [2, 5, 8, 9, 16])
+@pytest.mark.parametrize("M", [2, 9])
 def test_a_few_rows(M, device):
     weight = uniform(70, 1100, 3 + M % 2, (128, 96)[M % 2], True, device, M)
     x, out = activations(M, 1100, device, M), torch.full((M, 70), float("nan"), device=device)
     few_rows(x, weight, out, Workspace(device), LaunchConfig(split=2))
-    assert_product(out, x, weight)
-
-
-def test_a_few_rows_with_codebooks(device):
-    weight = codebook(50, 600, 3, device, 1)
-    x, out = activations(3, 600, device, 2), torch.full((3, 50), float("nan"), device=device)
-    few_rows(x, weight, out, Workspace(device))
     assert_product(out, x, weight)
 
 

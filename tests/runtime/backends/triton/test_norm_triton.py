@@ -43,8 +43,7 @@ class _Case:
 
 
 @pytest.mark.parametrize(("y", "dec"), [(False, False), (True, False), (True, True)], ids=["first", "y", "y+dec"])
-@pytest.mark.parametrize("C", [1, 48, 256, 896, 3072])
-@pytest.mark.parametrize("M", [1, 5])
+@pytest.mark.parametrize(("M", "C"), [(1, 48), (5, 896)])
 def test_add_norm_follows_the_reference(device: str, M: int, C: int, y: bool, dec: bool) -> None:
     case = _Case(M, C, y, dec)
     h, x = case.run(device)
@@ -59,18 +58,3 @@ def test_gathered_rows_are_normalized_and_h_stays(device: str, rows: list[int], 
     h, x = case.run(device, rows)
     assert torch.equal(h, case.h)
     assert_close(x, rms_norm(case.sum, case.weight, EPS)[rows], "half")
-
-
-def test_zeros_stay_zeros_and_a_nan_spreads_over_its_row(device: str) -> None:
-    case = _Case(2, 70, y=False, dec=False)
-    case.h[0], case.h[1, 3] = 0.0, torch.nan
-    _, x = case.run(device)
-    assert torch.equal(x[0], torch.zeros(70))
-    assert bool(x[1].isnan().all())
-
-
-def test_epsilon_bounds_the_scale_of_small_rows(device: str) -> None:
-    case = _Case(1, 64, y=False, dec=False)
-    case.h *= 1e-3
-    _, x = case.run(device)
-    assert_close(x, rms_norm(case.h, case.weight, EPS), "half")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 import torch
 
 from models import per_token
 from models.packed import PackedLinear
-from models.packing import pack
-from models.quantizers.progressive import LARGEST_GROUP_SCALE
 from runtime.backends.operations import linear as reference
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.norm import add_norm, embed_norm
@@ -18,34 +17,10 @@ from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
 from runtime.backends.triton.sizes import token_width, w4a8_bytes
 from runtime.backends.triton.w4a8_layout import repack_w4a8
 from runtime.errors import BackendError
+from tests.runtime.backends.contract.on_triton import placed
+from tests.runtime.backends.contract.operands import uneven_activations, whole_matrix
 
 EPS = 1e-5
-
-
-def packed_matrix(N: int, K: int, group_size: int, *, bias: bool = True, largest: bool = False) -> PackedLinear:
-    """A matrix of random codes; `largest` has the codes and scales with the largest sums."""
-    rng = np.random.default_rng([N, K, group_size])
-    groups = -(-K // group_size) if group_size else 1
-    codes, zeros = (rng.integers(0, 16, shape, dtype=np.uint8) for shape in ((N, K), (N, groups)))
-    scales = rng.integers(1, LARGEST_GROUP_SCALE + 1, (N, groups)).astype(np.uint8)
-    if largest:
-        codes[:], zeros[:], scales[:] = 15, 8, LARGEST_GROUP_SCALE
-        codes[::2], zeros[::2] = 0, 7
-    return PackedLinear(
-        name="layers.0.o",
-        shape=(N, K),
-        bits=4,
-        group_size=group_size or -(-K // 32) * 32,
-        codes=pack(codes, 4),
-        scales=rng.uniform(1e-3, 0.02, (N, 1)).astype(np.float16),
-        zeros=zeros,
-        bias=rng.normal(size=N).astype(np.float32) if bias else None,
-        residual=None,
-        rank_maximum=None,
-        mean_square=None,
-        group_scales=scales if group_size else None,
-        per_token=True,
-    )
 
 
 def empty_tokens(M: int, K: int, group_size: int, device: str) -> Tokens:
@@ -65,23 +40,6 @@ def tokens_of(x: torch.Tensor, group_size: int, device: str) -> Tokens:
     return placed(codes, scales, group_size, device)
 
 
-def placed(codes: torch.Tensor, scales: torch.Tensor, group_size: int, device: str) -> Tokens:
-    """INT8 tokens as kernels take them."""
-    M, K = codes.shape
-    width = token_width(K, group_size)
-    filled = torch.nn.functional.pad(codes, (0, width - K))
-    sums = filled.to(torch.int32).view(M, -1, group_size or width).sum(2, dtype=torch.int32)
-    return Tokens(filled.to(device), scales[:, 0].to(device), sums.to(device), group_size)
-
-
-def activations(M: int, K: int) -> torch.Tensor:
-    """float32 [M, K] with outliers, a row of zeros and a tiny one."""
-    x = torch.randn(M, K, generator=torch.Generator().manual_seed(M + K)) + 0.25
-    x[:, :: max(1, K // 3)] *= 30
-    x[M // 2] = 0 if M > 2 else x[M // 2]
-    return x
-
-
 def multiplied(packed: PackedLinear, tokens: Tokens, device: str) -> torch.Tensor:
     """The kernel's product, on the CPU."""
     out = torch.full((len(tokens.codes), packed.shape[0]), torch.nan, device=device)
@@ -89,51 +47,20 @@ def multiplied(packed: PackedLinear, tokens: Tokens, device: str) -> torch.Tenso
     return out.cpu()
 
 
-@pytest.mark.parametrize(
-    ("M", "N", "K", "group_size", "bias"),
-    [
-        (1, 70, 256, 128, True),
-        (16, 64, 576, 128, False),
-        (17, 33, 200, 128, True),
-        (5, 40, 320, 64, True),
-        (3, 48, 600, 256, False),
-        (70, 96, 192, 0, True),
-        (2, 65, 130, 0, False),
-    ],
-)
-def test_products_have_the_bits_of_the_integer_reference(
-    M: int, N: int, K: int, group_size: int, bias: bool, device: str
-) -> None:
-    packed, x = packed_matrix(N, K, group_size, bias=bias), activations(M, K)
-    codes, scales = per_token.quantize(x)
-    expected = reference.gemm_w4a8(codes, scales, reference.integer_weights(packed), packed)
-    assert torch.equal(multiplied(packed, tokens_of(x, group_size, device), device), expected)
-
-
-@pytest.mark.parametrize("group_size", [128, 0])
-def test_the_largest_sums_are_exact(group_size: int, device: str) -> None:
-    packed = packed_matrix(8, 1024, group_size, largest=True)
-    codes = torch.full((2, 1024), 127, dtype=torch.int8)
-    codes[1] = -127
-    scales = torch.tensor([[1.0], [0.5]])
-    expected = reference.gemm_w4a8(codes, scales, reference.integer_weights(packed), packed)
-    assert torch.equal(multiplied(packed, placed(codes, scales, group_size, device), device), expected)
-
-
 @pytest.mark.parametrize("group_size", [64, 128, 0])
 def test_bytes_are_what_the_plan_says(group_size: int) -> None:
-    found = repack_w4a8(packed_matrix(70, 600, group_size, bias=False), "cpu")
+    found = repack_w4a8(replace(whole_matrix(70, 600, group_size), bias=None), "cpu")
     assert found.nbytes == w4a8_bytes((70, 600), group_size)
 
 
 @pytest.mark.parametrize("group_size", [32, 96])
 def test_groups_that_kernels_do_not_take_are_refused(group_size: int) -> None:
     with pytest.raises(BackendError, match=f"groups of {group_size} channels; of qoq's, the GPU takes 64, 128"):
-        repack_w4a8(packed_matrix(8, 192, group_size), "cpu")
+        repack_w4a8(whole_matrix(8, 192, group_size), "cpu")
 
 
 def test_operands_of_another_shape_are_refused() -> None:
-    weight, tokens = repack_w4a8(packed_matrix(8, 256, 128), "cpu"), empty_tokens(2, 256, 128, "cpu")
+    weight, tokens = repack_w4a8(whole_matrix(8, 256, 128), "cpu"), empty_tokens(2, 256, 128, "cpu")
     with pytest.raises(BackendError, match=r"\(2, 256\) activations and \(2, 9\) results for 8 by 256 weights"):
         gemm_w4a8(tokens, weight, torch.zeros(2, 9))
     with pytest.raises(BackendError, match="has groups of 128; the activations have sums of 64"):
@@ -151,7 +78,7 @@ def assert_tokens(found: Tokens, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("group_size", [64, 128, 0])
 @pytest.mark.parametrize("K", [64, 300, 1000])
 def test_rows_in_half_precision_are_rounded_as_the_rule_says(K: int, group_size: int, device: str) -> None:
-    x = activations(5, K).half()
+    x = uneven_activations(5, K).half()
     found = empty_tokens(5, K, group_size, device)
     round_tokens(x.to(device), found)
     assert_tokens(found, x.float())
@@ -165,7 +92,7 @@ def test_ties_go_to_even(device: str) -> None:
 
 
 def test_what_is_not_finite_makes_a_scale_of_nan_in_its_row_alone(device: str) -> None:
-    x = activations(4, 96).half()
+    x = uneven_activations(4, 96).half()
     x[1, 5], x[3, 7] = torch.nan, torch.inf
     found = empty_tokens(4, 96, 128, device)
     round_tokens(x.to(device), found)
@@ -175,7 +102,7 @@ def test_what_is_not_finite_makes_a_scale_of_nan_in_its_row_alone(device: str) -
 @pytest.mark.parametrize("rows", [None, [2, 0]])
 def test_norms_round_what_they_would_have_written(rows: list[int] | None, device: str) -> None:
     """Before half precision: codes are those of the float32 norm, but for what float32 sums in another order move."""
-    h, y, weight = activations(4, 200), activations(4, 200).flip(0), torch.rand(200) + 0.5
+    h, y, weight = uneven_activations(4, 200), uneven_activations(4, 200).flip(0), torch.rand(200) + 0.5
     total = h + y if rows is None else (h + y)[rows]
     M, index = len(total), None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
     found = empty_tokens(M, 200, 128, device)
@@ -224,7 +151,7 @@ def assert_near(found: Tokens, x: torch.Tensor) -> None:
 def test_a_large_product_has_the_bits_of_the_integer_reference(
     M: int, N: int, K: int, group_size: int, cuda: str
 ) -> None:
-    packed, x = packed_matrix(N, K, group_size), activations(M, K)
+    packed, x = whole_matrix(N, K, group_size), uneven_activations(M, K)
     codes, scales = per_token.quantize(x)
     expected = reference.gemm_w4a8(codes, scales, reference.integer_weights(packed), packed)
     assert torch.equal(multiplied(packed, tokens_of(x, group_size, cuda), cuda), expected)
@@ -232,7 +159,7 @@ def test_a_large_product_has_the_bits_of_the_integer_reference(
 
 @pytest.mark.gpu
 def test_large_rows_are_rounded_as_the_rule_says(cuda: str) -> None:
-    x = activations(64, 14336).half()
+    x = uneven_activations(64, 14336).half()
     found = empty_tokens(64, 14336, 128, cuda)
     round_tokens(x.to(cuda), found)
     assert_tokens(found, x.float())

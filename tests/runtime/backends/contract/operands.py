@@ -1,0 +1,69 @@
+"""Operands of the contract: activations, and matrices in whole numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from models.packed import PackedLinear
+from models.packing import pack
+from models.quantizers.progressive import LARGEST_GROUP_SCALE
+
+
+def activations(rows: int, K: int, seed: int = 0) -> torch.Tensor:
+    """Normal activations with a few large ones among them, halves as float32 [rows, K]."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, K, generator=generator)
+    x[:, torch.randperm(K, generator=generator)[: max(1, K // 50)]] *= 20
+    return x.half().float()
+
+
+def exact_activations(rows: int, K: int, group: int) -> torch.Tensor:
+    """Activations with a mean, the same numbers as halves and in INT8: each group's scale is a power of two."""
+    generator = torch.Generator().manual_seed(rows + K)
+    codes = torch.randint(-100, 128, (rows, K), generator=generator)
+    codes[:, ::group] = 127
+    scales = 2.0 ** -torch.randint(3, 6, (rows, -(-K // group)), generator=generator)
+    return codes * scales.repeat_interleave(group, dim=1)[:, :K]
+
+
+def uneven_activations(M: int, K: int) -> torch.Tensor:
+    """float32 [M, K] with a mean, outliers, and, of more than two rows, one of zeros."""
+    x = torch.randn(M, K, generator=torch.Generator().manual_seed(M + K)) + 0.25
+    x[:, :: max(1, K // 3)] *= 30
+    x[M // 2] = 0 if M > 2 else x[M // 2]
+    return x
+
+
+def whole_matrix(N: int, K: int, group: int, *, largest: bool = False) -> PackedLinear:
+    """A W4A8 matrix; codes, zeros and group scales take all values that they can, or those with the largest sums.
+
+    Args:
+        N: Output channels.
+        K: Input channels.
+        group: Channels that share a group scale; 0: there are none.
+        largest: Which.
+    """
+    rng = np.random.default_rng([N, K, group])
+    G = -(-K // group) if group else 1
+    codes, zeros = (rng.integers(0, 16, shape, dtype=np.uint8) for shape in ((N, K), (N, G)))
+    scales = rng.integers(1, LARGEST_GROUP_SCALE + 1, (N, G)).astype(np.uint8)
+    if largest:
+        codes[:], zeros[:], scales[:] = 15, 8, LARGEST_GROUP_SCALE
+        codes[::2], zeros[::2] = 0, 7
+    scales = np.minimum(scales, 127 // np.maximum(zeros, 15 - zeros)).astype(np.uint8)  # as quantizers leave them
+    return PackedLinear(
+        name="layers.0.o",
+        shape=(N, K),
+        bits=4,
+        group_size=group or -(-K // 32) * 32,
+        codes=pack(codes, 4),
+        scales=rng.uniform(1e-3, 1e-2, (N, 1)).astype(np.float16),
+        zeros=zeros,
+        bias=rng.standard_normal(N).astype(np.float32),
+        residual=None,
+        rank_maximum=None,
+        mean_square=None,
+        group_scales=scales if group else None,
+        per_token=True,
+    )
