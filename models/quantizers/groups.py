@@ -35,15 +35,11 @@ class GroupCodes:
 
     def dequantize(self) -> FloatArray:
         """Ŵ as float32 [N, K]."""
-        width = self.codes.shape[1]
-        weight = self.codes.astype(np.float32)
-        weight -= self.spread(self.zeros, width)
-        weight *= self.spread(self.scales, width)
-        return weight
+        from models.quantizers.compiled import restore_groups
 
-    def spread(self, values: npt.NDArray[np.generic], width: int) -> FloatArray:
-        """Numbers of groups [N, G] as those of their channels, float32 [N, K]."""
-        return np.repeat(values.astype(np.float32), self.group_size, axis=1)[:, :width]
+        weight = np.empty(self.codes.shape, np.float32)
+        restore_groups(self.codes, self.group_size, self.scales.astype(np.float32), self.zeros, weight)
+        return weight
 
 
 def search(
