@@ -80,7 +80,7 @@ def round_groups(weight: FloatArray, size: int, top: Any, scales: FloatArray, ze
 
 @numba.njit(nogil=True, fastmath=_FAST)
 def restore_groups(codes: Any, size: int, scales: Any, zeros: Any, weight: FloatArray) -> None:
-    """Weights float32 [n, K] of codes uint8 [n, K], by the scales float32 and zero-points uint8 [n, G] of their groups."""
+    """Weights float32 [n, K] of codes uint8 [n, K], by their groups' scales float32 and zero-points uint8 [n, G]."""
     rows, width = codes.shape
     for n in range(rows):
         for group in range(scales.shape[1]):

@@ -26,7 +26,7 @@ from models.oracle import Oracle
 from models.progress import Progress
 from models.quantize import matrix, outer, quantize, streams
 from models.quantize import text as text_module
-from models.quantize.chat import Trial, trials
+from models.quantize.chat import Layout, Trial, trials
 from models.quantize.quality import Quality
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
@@ -220,13 +220,29 @@ def test_the_low_bit_stream_begins_with_the_stored_embedding(
 ) -> None:
     checkpoint = Checkpoint.open(checkpoint_maker(tmp_path / "source", dtype=torch.float32))
     tokens = torch.arange(3, 20)[None]
-    start = streams.Streams.start(checkpoint, [], [tokens], [], 3)
+    start = streams.Streams.start(checkpoint, [], [tokens], [], trials(Recipe(bits=3)))
     table = checkpoint.embedding()
     assert torch.equal(start.full[0], table[tokens])
-    assert start.low[0].shape[0] == 3
-    for trial in start.low[0]:
-        assert torch.equal(trial, table[tokens].half().float())
-        assert not torch.equal(trial, start.full[0])
+    stored = table[tokens].half().float()
+    assert not torch.equal(stored, start.full[0])
+    assert torch.equal(start.low[0], torch.cat((stored, stored[:, 8:], stored[:, 8:]), 1))
+    assert torch.equal(start.finer[0], stored)
+
+
+@pytest.mark.parametrize("window", [None, 3], ids=["whole", "window"])
+def test_branches_behind_a_common_beginning_are_the_texts_they_stand_for(
+    tmp_path: Path, checkpoint_maker: Callable[..., Path], window: int | None
+) -> None:
+    checkpoint = Checkpoint.open(checkpoint_maker(tmp_path / "source", dtype=torch.float32))
+    checkpoint.spec = replace(checkpoint.spec, windows=(window,) * checkpoint.spec.num_layers)
+    oracle, texts = Oracle(checkpoint), torch.randn(2, 9, checkpoint.spec.hidden_size)
+    texts[1, :4] = texts[0, :4]  # alike in the first half
+    layout = Layout.of(14, 2)
+    assert layout == Layout(prompt=4, decoded=5)
+    places, branches = layout.places(2)
+    joined = oracle.block(0, torch.cat((texts[0], texts[1, 4:]))[None], places, branches=branches)
+    for index, passed in enumerate(oracle.block(0, texts)):
+        torch.testing.assert_close(joined[0, layout.branch(index)], passed[4:])
 
 
 def test_summary_counts_real_bytes(run: Callable[..., StoredModelInfo], store: Store, tiny_checkpoint: Path) -> None:
